@@ -1,0 +1,82 @@
+"""`jaxcross data`: data sets on disk."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, cross, height = text.lower().partition("x")
+    if not (cross and width.isdigit() and height.isdigit()):
+        raise argparse.ArgumentTypeError(f"`{text}` is not WIDTHxHEIGHT, for example 500x375")
+    return int(width), int(height)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `data` and its sub-commands to the command line."""
+    parser = subparsers.add_parser("data", help="write or inspect data sets", description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True)
+    synth = actions.add_parser(
+        "synth",
+        help="write a small data set in ImageNet's format",
+        description="Writes a TFDS ArrayRecord data set of JPEG images that tell their class, without TensorFlow.",
+    )
+    synth.add_argument("dir", metavar="DIR", help="the data set becomes DIR/imagenet2012/5.1.0")
+    synth.add_argument("--images", type=int, default=256, metavar="N", help="training images (default %(default)s)")
+    synth.add_argument("--classes", type=int, default=8, metavar="C", help="labels (default %(default)s)")
+    synth.add_argument("--size", type=_size, default=(500, 375), metavar="WxH", help="pixels (default 500x375)")
+    synth.add_argument("--seed", type=int, default=0, help="of the images (default %(default)s)")
+    info = actions.add_parser("info", help="show what a data folder holds", description="Shows what a folder holds.")
+    info.add_argument("dir", metavar="DIR", help="the folder that `--data-dir` would name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does it; returns the exit status."""
+    from rich.console import Console
+
+    console = Console()
+    try:
+        if args.action == "synth":
+            _synth(args, console)
+        else:
+            _info(args, console)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(
+            f"jaxcross data {args.action}: {error}", markup=False, highlight=False, soft_wrap=True
+        )
+        return 1
+    return 0
+
+
+def _synth(args: argparse.Namespace, console: Any) -> None:
+    from rich.progress import Progress
+
+    from jaxcross.data.synth import synthesise
+
+    width, height = args.size
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(f"writing images of {width}x{height}", total=None)
+        folder = synthesise(
+            args.dir,
+            images=args.images,
+            classes=args.classes,
+            width=width,
+            height=height,
+            seed=args.seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(f"{folder}: {args.images} training images, {args.classes} classes", highlight=False, soft_wrap=True)
+    console.print(f"use it with --data-dir {args.dir}", highlight=False, soft_wrap=True)
+
+
+def _info(args: argparse.Namespace, console: Any) -> None:
+    import tensorflow_datasets as tfds
+
+    from jaxcross.data.records import find_folder, open_records
+
+    folder = find_folder(args.dir)
+    for split in sorted(tfds.builder_from_directory(folder).info.splits):
+        records = open_records(folder, split)
+        line = f"{folder}: {split}, {len(records)} records, {records.num_classes} classes"
+        console.print(line, highlight=False, soft_wrap=True)

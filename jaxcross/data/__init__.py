@@ -1,0 +1,26 @@
+"""ImageNet records to batches, without TensorFlow, sharded by the rank of this library's world.
+
+    records.py   a TFDS folder -> records (JPEG bytes and label)
+    augment.py   a JPEG -> one normalised image
+    batches.py   records -> seeded, resumable iterator of batches
+    shared.py    one decode for several jobs
+    synth.py     a small data set in the real format, for machines without ImageNet
+
+Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
+"""
+
+from jaxcross.data.batches import Batches, eval_batches, train_batches
+from jaxcross.data.records import Records, open_records
+from jaxcross.data.shared import SharedDecode, SharedReader
+from jaxcross.data.synth import synthesise
+
+__all__ = [
+    "Batches",
+    "Records",
+    "SharedDecode",
+    "SharedReader",
+    "eval_batches",
+    "open_records",
+    "synthesise",
+    "train_batches",
+]

@@ -1,0 +1,147 @@
+"""A small data set in ImageNet's real format, whose images tell their class, so that accuracy can rise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.dataset_info import DatasetIdentity
+
+from jaxcross.data.records import INFO_FILE, NAME
+
+VERSION = "5.1.0"  # that of TFDS's imagenet2012
+SPLITS = {"train": 1.0, "validation": 0.25}  # images in the split, as a share of `images`
+SHARD_RECORDS = 1024
+QUALITY = 90
+
+
+def class_image(label: int, classes: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
+    """One uint8 BGR image: the class decides hue and stripe width; phase, angle, light and noise vary.
+
+    Both survive a random crop and a flip, so the class can be learnt under the usual augmentation.
+    """
+    hue = 180 * label / classes + rng.normal(0, 20 / classes)
+    base = cv2.cvtColor(np.array([[[hue % 180, 200, 180]]], np.uint8), cv2.COLOR_HSV2BGR)[0, 0].astype(np.float32)
+    # Drawn at a quarter of the size and scaled up: photographs are smooth, and JPEG sizes come out alike.
+    rows, columns = np.mgrid[0 : max(1, height // 4), 0 : max(1, width // 4)].astype(np.float32)
+    angle = rng.uniform(-0.6, 0.6)
+    period = 6 + 4 * (label % 4)
+    wave = np.sin((columns * np.cos(angle) + rows * np.sin(angle)) * (2 * np.pi / period) + rng.uniform(0, 2 * np.pi))
+    light = rng.uniform(0.7, 1.2)
+    small = base * (light * (1 + 0.3 * wave[..., None])) + rng.normal(0, 12, (*wave.shape, 3))
+    image = np.clip(small, 0, 255).astype(np.uint8)
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def _examples(split: str, count: int, classes: int, width: int, height: int, seed: int) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        rng = np.random.default_rng((seed, list(SPLITS).index(split), index))
+        label = index % classes
+        image = class_image(label, classes, width, height, rng)
+        _, jpeg = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+        name = f"n{label:08d}_{index}.JPEG"
+        yield {"image": jpeg.tobytes(), "label": label, "file_name": name}
+
+
+def synthesise(
+    data_dir: str | Path,
+    *,
+    images: int = 256,
+    classes: int = 8,
+    width: int = 500,
+    height: int = 375,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Writes `imagenet2012` with splits `train` (`images`) and `validation` (a quarter of it), and returns its folder.
+
+    Written beside its place and moved there when complete, so an interrupted run leaves nothing half done; a second
+    call with the same arguments finds it and writes nothing. Waits for the disk; call it on one rank only.
+
+    Args:
+        data_dir: TFDS's root folder; the data set becomes `data_dir/imagenet2012/5.1.0`.
+        images: Training images.
+        classes: Labels 0 to `classes - 1`, in turn.
+        width: Of each image, in pixels.
+        height: Of each image, in pixels.
+        seed: Of all that varies.
+        progress: Called with images written and images in all, every few images.
+
+    Raises:
+        ValueError: A number is not positive, or another data set is in that place.
+    """
+    arguments = {"images": images, "classes": classes, "width": width, "height": height}
+    for name, value in arguments.items():
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, not {value}.")
+    arguments = {"jaxcross_synth": 1, "seed": seed, **arguments}
+    folder = Path(data_dir).expanduser() / NAME / VERSION
+    if folder.exists():
+        _check_same(folder, arguments)
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{VERSION}.incomplete-", dir=folder.parent))
+    try:
+        _write(partial, arguments, progress)
+        partial.chmod(0o755)  # mkdtemp's folder is its owner's alone
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def _check_same(folder: Path, arguments: dict[str, int]) -> None:
+    metadata = folder / "metadata.json"
+    found = json.loads(metadata.read_text()) if metadata.is_file() else {}
+    if not (folder / INFO_FILE).is_file() or {name: found.get(name) for name in arguments} != arguments:
+        raise ValueError(
+            f"`{folder}` already holds another data set{f' ({found})' if found else ''}. Choose another folder, or "
+            "remove it; nothing was written."
+        )
+
+
+def _write(folder: Path, arguments: dict[str, int], progress: Callable[[int, int], None] | None) -> None:
+    # TFDS's own writer for data that no builder class generates: a builder would ask the network for its description.
+    identity = DatasetIdentity(
+        name=NAME, version=tfds.core.Version(VERSION), data_dir=str(folder), module_name=__name__
+    )
+    info = tfds.core.DatasetInfo(
+        builder=identity,
+        description="Synthetic images in the format of ImageNet 2012; hue and stripes depend on the class.",
+        features=tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(encoding_format="jpeg"),
+                "label": tfds.features.ClassLabel(num_classes=arguments["classes"]),
+                "file_name": tfds.features.Text(),
+            }
+        ),
+        supervised_keys=("image", "label"),
+        metadata=tfds.core.MetadataDict(arguments),
+    )
+    writer = tfds.core.SequentialWriter(info, max_examples_per_shard=SHARD_RECORDS, file_format="array_record")
+    writer.initialize_splits(list(SPLITS))
+    images, classes, width, height = (arguments[name] for name in ("images", "classes", "width", "height"))
+    counts = {split: max(1, round(images * share)) for split, share in SPLITS.items()}
+    written, total = 0, sum(counts.values())
+    for split, count in counts.items():
+        pending: list[dict[str, Any]] = []
+        for example in _examples(split, count, classes, width, height, arguments["seed"]):
+            pending.append(example)
+            written += 1
+            # The writer rewrites its metadata at each call: hand over many records at once.
+            if len(pending) == 64:
+                writer.add_examples({split: pending})
+                pending = []
+            if progress is not None and (written % 8 == 0 or written == total):
+                progress(written, total)
+        if pending:
+            writer.add_examples({split: pending})
+    writer.close_all()
