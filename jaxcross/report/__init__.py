@@ -1,0 +1,8 @@
+"""Events of a run -> table, JSON, Chrome trace, Gantt chart, live view. Listens only."""
+
+from jaxcross.report.account import LOSSES, Account, JobAccount, JobFacts, account
+from jaxcross.report.live import LiveView
+from jaxcross.report.record import Recorder
+from jaxcross.report.report import Report
+
+__all__ = ["LOSSES", "Account", "JobAccount", "JobFacts", "LiveView", "Recorder", "Report", "account"]

@@ -1,0 +1,285 @@
+"""What a run achieved, what it could have, and where the difference went: pure functions over spans.
+
+A **round** is one step of every job. Jobs that run side by side share a round; jobs that run one after the other add
+theirs, so `Sequential` and crossover are measured by the same rule. Only the steady state counts: a job's first
+step (compiling, first touch of every page) and the tail in which other jobs have already ended are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.report.timeline import ExchangeKey, Timeline, in_lane_order, shortest_exchanges
+from jaxcross.runtime.events import Span
+
+LOSSES = {
+    "dispatch": "work was ready, its lane idle",
+    "peer": "exchange waited for another rank",
+    "imbalance": "one rank computes longer than the mean",
+    "votes": "agreeing on the next steps",
+    "input": "a job waited for its next batch",
+    "order": "the lane's next work hung on the other lane or on another job",
+    "other": "not explained by the spans",
+}
+"""The named parts of `period - bound`, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What the runner knows of a job beside its spans.
+
+    Attributes:
+        name: The job's name.
+        steps: Steps that it did in this run.
+        examples_per_step: Examples that all ranks together use in a step; None if unknown.
+        final_loss: The last loss that it logged.
+        metrics: Last values of whatever else it logged.
+    """
+
+    name: str
+    steps: int
+    examples_per_step: float | None = None
+    final_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAccount:
+    """One job's share of a run. Seconds are a step's, in the steady state.
+
+    Attributes:
+        facts: What the runner said of it.
+        period_s: From the end of one step to the end of its next, while it ran.
+        compute_s: Compute time of a step, mean over ranks.
+        exchange_s: Exchange time of a step without waiting for peers.
+        hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
+        bytes_per_step: Bytes that one rank hands to the wire in a step.
+    """
+
+    facts: JobFacts
+    period_s: float
+    compute_s: float
+    exchange_s: float
+    hidden_share: float
+    bytes_per_step: float
+
+    @property
+    def steps_per_s(self) -> float:
+        return 1 / self.period_s if self.period_s else 0.0
+
+    @property
+    def examples_per_s(self) -> float | None:
+        return None if self.facts.examples_per_step is None else self.facts.examples_per_step * self.steps_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The whole run.
+
+    Attributes:
+        jobs: One account a job.
+        period_s: T, the measured length of a round on the rank that decides it.
+        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. What a
+            job overlaps with itself (a backward pass cut into several exchanges) shortens its c + m.
+        limit: Which of the three terms it is: `compute`, `exchange` or `chain`.
+        lost_s: `period_s - bound_s` by cause; keys of `LOSSES`, and the values sum to the difference.
+        start_up_s: Seconds of the run outside the steady state: compiling, first steps, winding up.
+        wall_s: Seconds of the whole run on the rank that took longest.
+    """
+
+    jobs: tuple[JobAccount, ...]
+    period_s: float
+    bound_s: float
+    limit: str
+    lost_s: Mapping[str, float]
+    start_up_s: float
+    wall_s: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.bound_s / self.period_s if self.period_s else 0.0
+
+    @property
+    def s_per_step(self) -> float:
+        """Seconds a job-step: the round divided by its jobs."""
+        return self.period_s / len(self.jobs) if self.jobs else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of all jobs' exchange time that compute covered."""
+        weights = [job.exchange_s * job.facts.steps for job in self.jobs]
+        return _ratio(sum(w * job.hidden_share for w, job in zip(weights, self.jobs, strict=True)), sum(weights))
+
+    @property
+    def examples_per_s(self) -> float | None:
+        per_step = [job.facts.examples_per_step for job in self.jobs]
+        known = [n for n in per_step if n is not None]
+        return sum(known) / self.period_s if known and len(known) == len(per_step) and self.period_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """One job on one rank, nanoseconds a step."""
+
+    compute: float
+    exchange: float
+    chain: float
+
+
+def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[int, int]) -> Account:
+    """Accounts for a run.
+
+    Args:
+        spans: Those of all ranks; clocks need not agree.
+        jobs: The jobs, in the order to show.
+        wall_ns: Per rank, how long the run took.
+    """
+    spans = in_lane_order(spans)
+    shortest = shortest_exchanges(spans)
+    ranks = sorted(wall_ns) or [0]
+    timelines = {rank: Timeline.of(rank, spans, shortest) for rank in ranks}
+    names = [job.name for job in jobs]
+    cost = {rank: {name: _cost(timelines[rank], name, spans, shortest) for name in names} for rank in ranks}
+    mean = {name: _mean([cost[rank][name] for rank in ranks]) for name in names}
+    bound, limit, _ = _bound(mean)
+    decisive = max(ranks, key=lambda rank: _bound(cost[rank])[0])
+    own_bound, own_limit, own_chain = _bound(cost[decisive])
+    timeline = timelines[decisive]
+
+    groups = _groups(timeline, names)
+    lost = dict.fromkeys(LOSSES, 0.0)
+    period = 0.0
+    for window, rounds in groups:
+        period += (window[1] - window[0]) / rounds
+        for cause, length in _gaps(timeline, window, own_limit, own_chain).items():
+            lost[cause] += length / rounds
+    lost["imbalance"] = own_bound - bound
+    lost["other"] = period - bound - sum(lost.values())
+
+    steady = union(w for w in (_window(timeline, name) for name in names) if w is not None)
+    return Account(
+        jobs=tuple(_job_account(job, mean[job.name], timelines, decisive, spans) for job in jobs),
+        period_s=period / 1e9,
+        bound_s=bound / 1e9,
+        limit=limit,
+        lost_s={cause: length / 1e9 for cause, length in lost.items()},
+        start_up_s=max(0, wall_ns.get(decisive, 0) - measure(steady)) / 1e9,
+        wall_s=max(wall_ns.values(), default=0) / 1e9,
+    )
+
+
+def _cost(timeline: Timeline, job: str, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> _Cost:
+    steps = [step for step, _ in timeline.step_ends.get(job, ())]
+    steady = set(steps[1:] or steps)
+    if not steady:
+        return _Cost(0.0, 0.0, 0.0)
+    own = [s for s in spans if s.rank == timeline.rank and s.job == job and s.step in steady]
+    compute = sum(s.end_ns - s.start_ns for s in own if s.kind == "compute")
+    keys = {(s.job, s.step, s.segment) for s in own if s.kind == "collective"}
+    exchange = sum(shortest[key] for key in keys)
+    itself = measure(intersect(timeline.compute.get(job, []), timeline.transfer.get(job, []))) / len(steps)
+    n = len(steady)
+    return _Cost(compute / n, exchange / n, max((compute + exchange) / n - itself, 0.0))
+
+
+def _mean(costs: Sequence[_Cost]) -> _Cost:
+    n = len(costs)
+    return _Cost(sum(c.compute for c in costs) / n, sum(c.exchange for c in costs) / n, sum(c.chain for c in costs) / n)
+
+
+def _bound(costs: Mapping[str, _Cost]) -> tuple[float, str, str]:
+    """The bound, the term that sets it, and the job with the longest chain."""
+    chain_job = max(costs, key=lambda name: costs[name].chain, default="")
+    terms = {
+        "compute": sum(c.compute for c in costs.values()),
+        "exchange": sum(c.exchange for c in costs.values()),
+        "chain": costs[chain_job].chain if chain_job else 0.0,
+    }
+    limit = max(terms, key=lambda term: terms[term])
+    return terms[limit], limit, chain_job
+
+
+def _window(timeline: Timeline, job: str) -> Interval | None:
+    """A job's steady state: from the end of its first step to the end of its last."""
+    ends = timeline.step_ends.get(job, ())
+    if len(ends) > 1:
+        return ends[0][1], ends[-1][1]
+    if not ends:
+        return None
+    busy = [*timeline.compute.get(job, []), *timeline.exchange.get(job, [])]
+    return min(start for start, _ in busy), ends[0][1]
+
+
+def _groups(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[Interval, int]]:
+    """Jobs that ran side by side, each group as a window of whole rounds and their number."""
+    windows = sorted((w, job) for job in jobs if (w := _window(timeline, job)) is not None)
+    clusters: list[list[tuple[Interval, str]]] = []
+    reach = -1
+    for window, job in windows:
+        if not clusters or window[0] >= reach:
+            clusters.append([])
+        clusters[-1].append((window, job))
+        reach = max(reach, window[1])
+    groups: list[tuple[Interval, int]] = []
+    for cluster in clusters:
+        low, high = max(w[0] for w, _ in cluster), min(w[1] for w, _ in cluster)
+        together = [[end for _, end in timeline.step_ends[job] if low <= end <= high] for _, job in cluster]
+        whole = [[w[0], *(end for _, end in timeline.step_ends[job] if end > w[0])] for w, job in cluster]
+        ends = max(together, key=len) if len(max(together, key=len)) > 1 else max(whole, key=len)
+        if len(ends) > 1 and ends[-1] > ends[0]:
+            groups.append(((ends[0], ends[-1]), len(ends) - 1))
+    return groups
+
+
+def _gaps(timeline: Timeline, window: Interval, limit: str, chain_job: str) -> dict[str, int]:
+    """Nanoseconds in the window in which the lane that sets the bound did not work, each under one cause."""
+    compute = union(piece for pieces in timeline.compute.values() for piece in pieces)
+    transfer = union(piece for pieces in timeline.transfer.values() for piece in pieces)
+    late = {
+        "compute": timeline.late_compute,
+        "exchange": timeline.late_exchange,
+        "chain": union([*timeline.late_compute, *timeline.late_exchange]),
+    }[limit]
+    busy = {
+        "compute": compute,
+        "exchange": transfer,
+        "chain": union([*timeline.compute.get(chain_job, []), *timeline.transfer.get(chain_job, [])]),
+    }[limit]
+    left = subtract([window], busy)
+    causes = {
+        "dispatch": subtract(late, union([*compute, *transfer])) if limit == "chain" else late,
+        "votes": timeline.vote,
+        "peer": timeline.peer,
+        "input": timeline.input,
+        "order": union([*compute, *transfer]),
+    }
+    lengths: dict[str, int] = {}
+    for cause, when in causes.items():
+        lengths[cause] = measure(intersect(left, when))
+        left = subtract(left, when)
+    return lengths
+
+
+def _job_account(
+    facts: JobFacts, mean: _Cost, timelines: Mapping[int, Timeline], decisive: int, spans: Sequence[Span]
+) -> JobAccount:
+    timeline = timelines[decisive]
+    window = _window(timeline, facts.name)
+    rounds = max(len(timeline.step_ends.get(facts.name, ())) - 1, 1)
+    exchange = sum(measure(t.exchange.get(facts.name, [])) for t in timelines.values())
+    hidden = sum(t.hidden_ns(facts.name) for t in timelines.values())
+    nbytes = sum(s.nbytes for s in spans if s.rank == decisive and s.job == facts.name and s.kind == "collective")
+    return JobAccount(
+        facts=facts,
+        period_s=(window[1] - window[0]) / rounds / 1e9 if window else 0.0,
+        compute_s=mean.compute / 1e9,
+        exchange_s=mean.exchange / 1e9,
+        hidden_share=_ratio(hidden, exchange),
+        bytes_per_step=_ratio(nbytes, len(timeline.step_ends.get(facts.name, ()))),
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

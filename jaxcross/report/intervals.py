@@ -1,0 +1,54 @@
+"""Arithmetic on sets of time: sorted, disjoint, half-open `(start, end)` pairs in nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[int, int]
+
+
+def union(pieces: Iterable[Interval]) -> list[Interval]:
+    """Sorts and joins pieces into a set; empty pieces vanish."""
+    joined: list[Interval] = []
+    for start, end in sorted(pieces):
+        if end <= start:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def measure(pieces: Iterable[Interval]) -> int:
+    """Total length of a set."""
+    return sum(end - start for start, end in pieces)
+
+
+def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """What two sets share."""
+    shared: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            shared.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """What is in the first set and not in the second."""
+    if not left:
+        return []
+    outside: list[Interval] = []
+    cursor = left[0][0]
+    for start, end in right:
+        if start > cursor:
+            outside.append((cursor, start))
+        cursor = max(cursor, end)
+    outside.append((cursor, max(cursor, left[-1][1])))
+    return intersect(left, union(outside))

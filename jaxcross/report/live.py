@@ -1,0 +1,136 @@
+"""What the jobs are doing now: bars on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from jaxcross.report.table import number, seconds
+from jaxcross.runtime.events import Span
+
+
+@dataclass(slots=True)
+class _Row:
+    """One job as shown."""
+
+    steps: int | None
+    done: int = 0
+    last_end_ns: int | None = None
+    period_ns: float | None = None
+    loss: float | None = None
+    status: str = "waiting"
+    current: int | None = None
+    printed: int = -1
+    task: TaskID | None = None
+
+    def pace(self) -> str:
+        return "" if self.period_ns is None else f"{seconds(self.period_ns / 1e9)}/step"
+
+    def loss_text(self) -> str:
+        return "" if self.loss is None else f"loss {number(self.loss)}"
+
+
+class LiveView:
+    """An instrument that shows each job's state, step, pace and loss.
+
+    Lane threads call it, so it never waits for anything but its own short lock. Without a terminal it prints a line
+    when a job changes its state and about twenty lines over a job's steps.
+
+    Args:
+        jobs: Number of steps of each job, None where it is not known.
+        enabled: False on every rank but 0: then nothing is printed.
+        console: Where to print; standard error by default, so that results stay apart.
+
+    Example:
+        >>> with LiveView({"a": 3}, enabled=False) as view:
+        ...     view.note(job="a", kind="loss", value=0.5)
+    """
+
+    def __init__(self, jobs: Mapping[str, int | None], *, enabled: bool = True, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._enabled = enabled
+        self._lock = threading.Lock()
+        self._rows = {job: _Row(steps) for job, steps in jobs.items()}
+        self._bars: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._enabled and self._console.is_terminal:
+            bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[pace]:>14} {task.fields[loss]:>12} {task.fields[status]}"),
+                console=self._console,
+            )
+            bars.start()
+            self._bars = bars
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def span(self, span: Span) -> None:
+        """Takes a finished span: a new step number is progress, `compile` a change of state."""
+        if not self._enabled or not span.job or span.kind not in ("compute", "collective", "compile"):
+            return
+        with self._lock:
+            row = self._rows.setdefault(span.job, _Row(None))
+            if span.kind == "compile":
+                self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
+                return
+            if row.current is not None and span.step != row.current:
+                self._stepped(span.job, row, span.start_ns)
+            row.current = span.step
+
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+        """Takes a remark: `loss` with a number, `status` with a text, `done`."""
+        if not self._enabled:
+            return
+        with self._lock:
+            row = self._rows.setdefault(job, _Row(None))
+            if kind == "loss" and isinstance(value, int | float):
+                row.loss = float(value)
+                self._show(job, row)
+            elif kind == "status":
+                self._state(job, row, str(value))
+            elif kind == "done":
+                if row.current is not None:
+                    row.done, row.current = row.done + 1, None
+                self._state(job, row, "done")
+
+    def _stepped(self, job: str, row: _Row, now_ns: int) -> None:
+        row.done += 1
+        if row.last_end_ns is not None:
+            length = now_ns - row.last_end_ns
+            row.period_ns = length if row.period_ns is None else 0.7 * row.period_ns + 0.3 * length
+        row.last_end_ns = now_ns
+        row.status = ""
+        self._show(job, row)
+
+    def _state(self, job: str, row: _Row, status: str) -> None:
+        changed, row.status = row.status != status, status
+        self._show(job, row, always=changed)
+
+    def _show(self, job: str, row: _Row, *, always: bool = False) -> None:
+        if self._bars is not None:
+            if row.task is None:
+                row.task = self._bars.add_task(job, total=row.steps, pace="", loss="", status="")
+            fields: dict[str, Any] = {"pace": row.pace(), "loss": row.loss_text(), "status": row.status}
+            self._bars.update(row.task, completed=row.done, **fields)
+            return
+        stride = max(1, (row.steps or 20) // 20)
+        if always or (row.done != row.printed and row.done % stride == 0):
+            row.printed = row.done
+            of = f"/{row.steps}" if row.steps else ""
+            parts = [f"step {row.done}{of}" if row.done else "", row.pace(), row.loss_text(), row.status]
+            self._console.print(f"{job}: " + ", ".join(part for part in parts if part), highlight=False, soft_wrap=True)

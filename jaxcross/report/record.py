@@ -1,0 +1,87 @@
+"""Keeping spans, carrying them between ranks as text, and putting the ranks' clocks together."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, fields, replace
+from statistics import median
+from typing import Any
+
+from jaxcross.runtime.events import Span
+
+SPAN_FIELDS = tuple(f.name for f in fields(Span))
+
+
+class Recorder:
+    """An instrument that keeps the latest spans of this rank. Never waits; safe from several threads."""
+
+    def __init__(self, limit: int = 200_000) -> None:
+        self._spans: deque[Span] = deque(maxlen=limit)
+        self._seen = 0
+
+    def span(self, span: Span) -> None:
+        # append is atomic; the count may lag by a few under contention, which only makes `dropped` a hint
+        self._spans.append(span)
+        self._seen += 1
+
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+        """Remarks are not kept."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was kept, oldest first."""
+        return tuple(self._spans)
+
+    @property
+    def dropped(self) -> int:
+        """How many spans the limit pushed out."""
+        return max(0, self._seen - len(self._spans))
+
+
+def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
+    """Spans as JSON rows in the order of `SPAN_FIELDS`."""
+    return [list(astuple(span)) for span in spans]
+
+
+def from_rows(rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS) -> tuple[Span, ...]:
+    """The inverse of `to_rows`; `names` are the columns of the file, which may be older than this version."""
+    known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
+    return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
+
+
+def gather(payload: dict[str, Any], control: Any | None) -> list[dict[str, Any]]:
+    """Every rank's payload, in order of ranks. Communicates (one `allgather_text`) unless `control` is None."""
+    if control is None:
+        return [payload]
+    return [json.loads(text) for text in control.allgather_text(json.dumps(payload))]
+
+
+def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
+    """Nanoseconds to add to each rank's clock so that exchanges end at the same time as on the lowest rank.
+
+    A blocking collective lets its ranks go within a network latency of one another; the median over all of a run's
+    exchanges forgets the few that did not. A rank without a common exchange keeps its own clock.
+    """
+    ranks = sorted({span.rank for span in spans})
+    ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
+    for span in spans:
+        if span.kind == "collective":
+            of_rank = ends[span.job, span.step, span.segment]
+            of_rank[span.rank] = max(span.end_ns, of_rank.get(span.rank, span.end_ns))
+    offsets = dict.fromkeys(ranks, 0)
+    for rank in ranks[1:]:
+        apart = [at[ranks[0]] - at[rank] for at in ends.values() if ranks[0] in at and rank in at]
+        if apart:
+            offsets[rank] = round(median(apart))
+    return offsets
+
+
+def shifted(spans: Iterable[Span], offsets: dict[int, int]) -> tuple[Span, ...]:
+    """Spans on the common clock."""
+    return tuple(
+        replace(s, start_ns=s.start_ns + d, end_ns=s.end_ns + d, ready_ns=s.ready_ns + d)
+        if (d := offsets[s.rank])
+        else s
+        for s in spans
+    )

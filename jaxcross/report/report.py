@@ -1,0 +1,203 @@
+"""`Report`: what a run did, on all its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxcross.report.account import Account, JobFacts, account
+from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, gather, shifted, to_rows
+from jaxcross.runtime.events import Span
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A finished run. `print(report)` shows its table.
+
+    Attributes:
+        spans: Those of all ranks, on the clock of rank 0.
+        jobs: The jobs, in the order in which they were added.
+        wall_ns: Per rank: begin (on rank 0's clock) and end of the run.
+        policy: How the jobs were run.
+        placement: Where segments ran.
+        link: What joined the ranks; an emulated link says so here and therefore in every output.
+        dropped: Spans that were not kept because there were too many.
+        rounds: The account (T, bound, losses), computed from the above.
+    """
+
+    spans: tuple[Span, ...]
+    jobs: tuple[JobFacts, ...]
+    wall_ns: dict[int, tuple[int, int]]
+    policy: str = ""
+    placement: str = ""
+    link: str = ""
+    dropped: int = 0
+    rounds: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
+        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths))
+
+    @classmethod
+    def build(
+        cls,
+        spans: Iterable[Span],
+        *,
+        jobs: Sequence[JobFacts],
+        start_ns: int,
+        end_ns: int,
+        rank: int = 0,
+        size: int = 1,
+        policy: str = "",
+        placement: str = "",
+        link: str = "",
+        dropped: int = 0,
+        control: Any | None = None,
+    ) -> Report:
+        """Joins the spans of all ranks.
+
+        With `control` it communicates and waits: all ranks must call it, on the thread that may use `control`. The
+        report is the same on every rank; facts other than spans and times are taken from rank 0.
+
+        Args:
+            spans: This rank's.
+            jobs: The jobs of the run.
+            start_ns: `time.monotonic_ns` of this rank when the run began.
+            end_ns: The same when it ended.
+            rank: This rank.
+            size: Number of ranks.
+            policy: How the jobs were run.
+            placement: Where segments ran.
+            link: What joins the ranks.
+            dropped: Spans of this rank that were not kept.
+            control: `World.control`; None for a run of one rank.
+
+        Raises:
+            ValueError: There are several ranks and no `control`.
+        """
+        if size > 1 and control is None:
+            raise ValueError(f"a report of `{size}` ranks needs `control` to gather their spans: pass world.control.")
+        own = {"rank": rank, "start": start_ns, "end": end_ns, "dropped": dropped, "spans": to_rows(spans)}
+        parts = gather(own, control if size > 1 else None)
+        every = [span for part in parts for span in from_rows(part["spans"])]
+        offsets = {part["rank"]: 0 for part in parts} | clock_offsets(every)
+        return cls(
+            spans=shifted(every, offsets),
+            jobs=tuple(jobs),
+            wall_ns={p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]]) for p in parts},
+            policy=policy,
+            placement=placement,
+            link=link,
+            dropped=sum(part["dropped"] for part in parts),
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.wall_ns))
+
+    def speedup(self, over: Report) -> float:
+        """How many times shorter a job-step is here than in the other run."""
+        return over.rounds.s_per_step / self.rounds.s_per_step if self.rounds.s_per_step else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of the table as plain data; all names carry their units."""
+        rounds = self.rounds
+        return {
+            "policy": self.policy,
+            "placement": self.placement,
+            "link": self.link,
+            "ranks": len(self.wall_ns),
+            "wall_s": rounds.wall_s,
+            "start_up_s": rounds.start_up_s,
+            "period_s": rounds.period_s,
+            "bound_s": rounds.bound_s,
+            "limit": rounds.limit,
+            "efficiency": rounds.efficiency,
+            "s_per_step": rounds.s_per_step,
+            "hidden_share": rounds.hidden_share,
+            "examples_per_s": rounds.examples_per_s,
+            "lost_s": dict(rounds.lost_s),
+            "dropped_spans": self.dropped,
+            "jobs": [
+                {
+                    "name": job.facts.name,
+                    "steps": job.facts.steps,
+                    "steps_per_s": job.steps_per_s,
+                    "examples_per_s": job.examples_per_s,
+                    "compute_s": job.compute_s,
+                    "exchange_s": job.exchange_s,
+                    "hidden_share": job.hidden_share,
+                    "bytes_per_step": job.bytes_per_step,
+                    "final_loss": job.facts.final_loss,
+                    "metrics": dict(job.facts.metrics),
+                }
+                for job in rounds.jobs
+            ],
+        }
+
+    def to_json(self, path: str | Path) -> Path:
+        """Writes summary, facts and all spans; `load` reads them back without loss."""
+        content = {
+            "format": FORMAT,
+            "summary": self.summary(),
+            "jobs": [asdict(job) for job in self.jobs],
+            "wall_ns": [[rank, *when] for rank, when in self.wall_ns.items()],
+            "span_fields": SPAN_FIELDS,
+            "spans": to_rows(self.spans),
+        }
+        path = Path(path)
+        path.write_text(json.dumps(content))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The file holds something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']}, this version reads {FORMAT}")
+            summary = content["summary"]
+            return cls(
+                spans=from_rows(content["spans"], content["span_fields"]),
+                jobs=tuple(JobFacts(**job) for job in content["jobs"]),
+                wall_ns={rank: (start, end) for rank, start, end in content["wall_ns"]},
+                policy=summary["policy"],
+                placement=summary["placement"],
+                link=summary["link"],
+                dropped=summary["dropped_spans"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`{path}` is no report of jaxcross: {error}. Reports are written by to_json.") from error
+
+    def to_chrome_trace(self, path: str | Path) -> Path:
+        """Writes a trace for https://ui.perfetto.dev or chrome://tracing."""
+        from jaxcross.report.chrome import trace_events
+
+        path = Path(path)
+        path.write_text(json.dumps(trace_events(self)))
+        return path
+
+    def to_gantt(self, path: str | Path, compare: Report | None = None) -> Path:
+        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time axis."""
+        from jaxcross.report.gantt import draw
+
+        return draw(self, Path(path), compare)
+
+    def __rich__(self) -> Any:
+        from jaxcross.report.table import render
+
+        return render(self)
+
+    def __str__(self) -> str:
+        from jaxcross.report.table import plain
+
+        return plain(self)

@@ -1,0 +1,121 @@
+"""The spans of one rank as sets of time: when each lane worked, waited for peers, or had nothing to do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.runtime.events import Span
+
+ExchangeKey = tuple[str, int, int]
+"""Job, step, segment: names one collective segment on every rank."""
+
+
+def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Clips compute spans so that no two on one lane overlap.
+
+    A device runs its queue in order, so a segment that was enqueued early began when its forerunner ended.
+    """
+    last_end: dict[tuple[int, int], int] = {}
+    clipped: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
+        if span.kind == "compute":
+            lane = (span.rank, span.lane)
+            start = min(max(span.start_ns, last_end.get(lane, span.start_ns)), span.end_ns)
+            span = replace(span, start_ns=start)
+            last_end[lane] = max(span.end_ns, last_end.get(lane, span.end_ns))
+        clipped.append(span)
+    return tuple(clipped)
+
+
+def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
+    """Nanoseconds of each exchange on the rank where it was shortest: the rank that arrived last waited for nobody."""
+    on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
+    for span in spans:
+        if span.kind == "collective":
+            on_rank[(span.job, span.step, span.segment), span.rank] += span.end_ns - span.start_ns
+    shortest: dict[ExchangeKey, int] = {}
+    for (key, _), length in on_rank.items():
+        shortest[key] = min(length, shortest.get(key, length))
+    return shortest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One rank's time, cut into sets.
+
+    Attributes:
+        rank: The rank.
+        compute: Per job, when its compute segments ran.
+        exchange: Per job, when its exchanges ran, waiting for peers included.
+        transfer: Per job, the part of `exchange` after the last rank had arrived.
+        peer: When an exchange waited for another rank.
+        vote: When the exchange lane voted.
+        input: When a job waited for its next batch.
+        late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
+        late_exchange: The same of the exchange lanes; a lane that votes is not idle.
+        step_ends: Per job, step number and end of its last segment, in order of steps.
+    """
+
+    rank: int
+    compute: Mapping[str, list[Interval]]
+    exchange: Mapping[str, list[Interval]]
+    transfer: Mapping[str, list[Interval]]
+    peer: list[Interval]
+    vote: list[Interval]
+    input: list[Interval]
+    late_compute: list[Interval]
+    late_exchange: list[Interval]
+    step_ends: Mapping[str, tuple[tuple[int, int], ...]]
+
+    @classmethod
+    def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
+        """Builds the timeline of `rank` from spans that `in_lane_order` returned (those of other ranks are ignored)."""
+        own = [span for span in spans if span.rank == rank]
+        compute: dict[str, list[Interval]] = defaultdict(list)
+        exchange: dict[str, list[Interval]] = defaultdict(list)
+        transfer: dict[str, list[Interval]] = defaultdict(list)
+        peer: list[Interval] = []
+        ends: dict[str, dict[int, int]] = defaultdict(dict)
+        for span in own:
+            if span.kind not in ("compute", "collective"):
+                continue
+            steps = ends[span.job]
+            steps[span.step] = max(span.end_ns, steps.get(span.step, span.end_ns))
+            if span.kind == "compute":
+                compute[span.job].append((span.start_ns, span.end_ns))
+            else:
+                arrived = max(span.start_ns, span.end_ns - shortest[span.job, span.step, span.segment])
+                exchange[span.job].append((span.start_ns, span.end_ns))
+                transfer[span.job].append((arrived, span.end_ns))
+                peer.append((span.start_ns, arrived))
+        vote = union((s.start_ns, s.end_ns) for s in own if s.kind == "vote")
+        return cls(
+            rank=rank,
+            compute={job: union(pieces) for job, pieces in compute.items()},
+            exchange={job: union(pieces) for job, pieces in exchange.items()},
+            transfer={job: union(pieces) for job, pieces in transfer.items()},
+            peer=union(peer),
+            vote=vote,
+            input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
+            late_compute=_late(s for s in own if s.kind == "compute"),
+            late_exchange=subtract(_late(s for s in own if s.kind == "collective"), vote),
+            step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
+        )
+
+    def hidden_ns(self, job: str) -> int:
+        """How much of the job's exchange time any job's compute covered on this rank."""
+        busy = union(piece for pieces in self.compute.values() for piece in pieces)
+        return measure(intersect(self.exchange.get(job, []), busy))
+
+
+def _late(spans: Iterable[Span]) -> list[Interval]:
+    """For each span the time between the moment it could have begun (lane free, inputs there) and its begin."""
+    free: dict[int, int] = {}
+    late: list[Interval] = []
+    for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
+        late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
+        free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
+    return union(late)

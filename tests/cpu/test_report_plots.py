@@ -1,0 +1,54 @@
+"""The Gantt chart: it is drawn, with and without a comparison, without a display."""
+
+import pytest
+
+from jaxcross.report import JobFacts, Report
+from jaxcross.runtime.events import Span
+
+S = 1_000_000_000
+
+
+def make(crossed, policy, *, ranks=2, steps=4):
+    spans = []
+    for rank in range(ranks):
+        for j, job in enumerate("ab"):
+            for step in range(steps):
+                t = 2 * step + j if crossed else 2 * (step + j * steps)
+                common = {"rank": rank, "job": job, "step": step, "lane": 0}
+                spans.append(
+                    Span(kind="compute", segment=0, start_ns=t * S, end_ns=(t + 1) * S, ready_ns=t * S, **common)
+                )
+                times = {"start_ns": (t + 1) * S, "end_ns": (t + 2) * S, "ready_ns": (t + 1) * S}
+                spans.append(Span(kind="collective", segment=1, **times, **common))
+    jobs = tuple(JobFacts(name=name, steps=steps) for name in "ab")
+    return Report(spans=tuple(spans), jobs=jobs, wall_ns=dict.fromkeys(range(ranks), (0, 17 * S)), policy=policy)
+
+
+def size_of(path):
+    import matplotlib.image
+
+    return matplotlib.image.imread(path).shape[:2]
+
+
+def test_both_runs_share_one_picture(tmp_path):
+    crossover = make(True, "crossover")
+    one = size_of(crossover.to_gantt(tmp_path / "one.png"))
+    two = size_of(crossover.to_gantt(tmp_path / "two.png", compare=make(False, "sequential")))
+    assert two[1] == one[1]
+    assert two[0] > 1.4 * one[0]
+
+
+def test_the_headline_states_the_speed_up():
+    from jaxcross.report.gantt import _headline
+
+    text = _headline(make(True, "crossover"), make(False, "sequential"))
+    assert text == "2.00x: 2.00 s per job-step (sequential), 1.00 s (crossover)"
+
+
+@pytest.mark.parametrize("ranks", [1, 12])
+def test_many_ranks_and_one(tmp_path, ranks):
+    from jaxcross.report.gantt import _rows
+
+    report = make(True, "crossover", ranks=ranks)
+    assert len(_rows(report)) == 2 * min(ranks, 8)
+    assert report.to_gantt(tmp_path / "x.png").stat().st_size > 1000

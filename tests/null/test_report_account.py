@@ -1,0 +1,181 @@
+"""Accounts of runs that are written down by hand, so that every number is known."""
+
+import pytest
+
+from jaxcross.report.account import JobFacts, account
+from jaxcross.report.intervals import intersect, measure, subtract, union
+from jaxcross.runtime.events import Span
+
+S = 1_000_000_000
+
+
+def piece(kind, job, step, start, end, *, rank=0, segment=None, ready=None, lane=0, nbytes=0):
+    """A span in seconds. Compute is segment 0, the exchange segment 1 unless said otherwise."""
+    if segment is None:
+        segment = {"compute": 0, "collective": 1}.get(kind, -1)
+    ready = start if ready is None else ready
+    return Span(
+        rank=rank, job=job, step=step, segment=segment, kind=kind, lane=lane, nbytes=nbytes,
+        start_ns=round(start * S), end_ns=round(end * S), ready_ns=round(ready * S),
+    )  # fmt: skip
+
+
+def alone(job, steps, *, begin=0.0, compute=1.0, exchange=1.0, rank=0, gap=0.0, nbytes=0):
+    """A job whose steps follow one another."""
+    spans, now = [], begin
+    for step in range(steps):
+        spans.append(piece("compute", job, step, now, now + compute, rank=rank))
+        now += compute
+        spans.append(piece("collective", job, step, now, now + exchange, rank=rank, nbytes=nbytes))
+        now += exchange + gap
+    return spans
+
+
+def crossed(steps, *, rank=0, begin=0.0):
+    """Two jobs, c = m = 1 s each: a computes while b exchanges."""
+    return alone("a", steps, rank=rank, begin=begin) + alone("b", steps, rank=rank, begin=begin + 1)
+
+
+def facts(*names, steps=5, **more):
+    return [JobFacts(name=name, steps=steps, **more) for name in names]
+
+
+def test_sets_of_time():
+    some = union([(5, 7), (0, 2), (1, 3), (9, 9)])
+    assert some == [(0, 3), (5, 7)]
+    assert measure(some) == 5
+    assert intersect(some, [(2, 6)]) == [(2, 3), (5, 6)]
+    assert subtract(some, [(1, 2), (6, 9)]) == [(0, 1), (2, 3), (5, 6)]
+    assert subtract([], some) == []
+
+
+def test_a_perfect_crossover_reaches_its_bound():
+    result = account(crossed(5), facts("a", "b", examples_per_step=8), {0: 12 * S})
+    assert (result.period_s, result.bound_s, result.efficiency) == (2.0, 2.0, 1.0)
+    assert result.s_per_step == 1.0
+    assert all(lost == 0 for lost in result.lost_s.values())
+    # b's last exchange has nothing to hide behind: 9 of 10 s
+    assert result.hidden_share == pytest.approx(0.9)
+    assert [job.hidden_share for job in result.jobs] == [1.0, 0.8]
+    assert result.examples_per_s == 8.0
+    assert [job.steps_per_s for job in result.jobs] == [0.5, 0.5]
+    # the steady state runs from a's first step's end (2 s) to b's last (11 s)
+    assert result.start_up_s == 3.0
+
+
+def test_one_after_the_other_adds_the_jobs_periods_and_blames_the_order():
+    spans = alone("a", 4) + alone("b", 4, begin=8)
+    result = account(spans, facts("a", "b", steps=4), {0: 16 * S})
+    assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 2.0, 0.5)
+    assert result.s_per_step == 2.0
+    assert result.lost_s == pytest.approx({"order": 2.0, **dict.fromkeys(set(result.lost_s) - {"order"}, 0.0)})
+    assert result.hidden_share == 0
+
+
+def test_one_job_is_bound_by_its_own_chain():
+    result = account(alone("a", 5, compute=2, exchange=1, nbytes=64), facts("a"), {0: 15 * S})
+    (job,) = result.jobs
+    assert (result.limit, result.period_s, result.bound_s) == ("chain", 3.0, 3.0)
+    assert (job.compute_s, job.exchange_s, job.bytes_per_step) == (2.0, 1.0, 64.0)
+
+
+def test_a_gap_before_ready_work_is_dispatch():
+    spans = alone("a", 5, gap=0.25)
+    # the next step's inputs are there when the exchange ends
+    spans = [
+        piece("compute", "a", s.step, s.start_ns / S, s.end_ns / S, ready=s.start_ns / S - 0.25)
+        if s.kind == "compute" and s.step
+        else s
+        for s in spans
+    ]
+    result = account(spans, facts("a"), {0: 12 * S})
+    assert (result.period_s, result.bound_s) == (2.25, 2.0)
+    assert result.lost_s["dispatch"] == pytest.approx(0.25)
+    assert result.lost_s["other"] == pytest.approx(0.0)
+
+
+def test_waiting_for_a_batch_and_voting_are_named():
+    spans = alone("a", 5, gap=0.75)
+    for step in range(4):
+        end = (step + 1) * 2.75 - 0.75
+        spans += [piece("input", "a", step + 1, end, end + 0.5), piece("vote", "", -1, end + 0.5, end + 0.6)]
+    result = account(spans, facts("a"), {0: 14 * S})
+    assert result.lost_s["input"] == pytest.approx(0.5)
+    assert result.lost_s["votes"] == pytest.approx(0.1)
+    assert result.lost_s["other"] == pytest.approx(0.15)
+    assert sum(result.lost_s.values()) == pytest.approx(result.period_s - result.bound_s)
+
+
+def test_the_rank_that_arrives_early_waits_for_its_peer():
+    # rank 0 computes 1 s, rank 1 computes 1.5 s; the exchange itself takes 1 s; clocks differ by 100 s
+    early = alone("a", 5, compute=1.0, exchange=1.5, rank=0)
+    late = alone("a", 5, compute=1.5, exchange=1.0, rank=1, begin=100)
+    result = account(early + late, facts("a"), {0: 13 * S, 1: 13 * S})
+    assert result.jobs[0].exchange_s == 1.0
+    assert result.jobs[0].compute_s == 1.25
+    assert (result.period_s, result.bound_s) == (2.5, 2.25)
+    # the slower rank decides the period: what it computes beyond the mean is imbalance, and nothing else is lost
+    assert result.lost_s["imbalance"] == pytest.approx(0.25)
+    assert result.lost_s["peer"] == result.lost_s["other"] == 0
+
+
+def test_jitter_between_equal_ranks_is_waiting_for_a_peer():
+    # each rank is late in every other step by 0.5 s, so each computes 1.25 s on average, and the pair 1.5
+    spans = []
+    for step in range(5):
+        begin = 2.5 * step
+        for rank in (0, 1):
+            length = 1.5 if (step + rank) % 2 else 1.0
+            spans.append(piece("compute", "a", step, begin, begin + length, rank=rank))
+            spans.append(piece("collective", "a", step, begin + length, begin + 2.5, rank=rank))
+    result = account(spans, facts("a"), {0: 13 * S, 1: 13 * S})
+    assert (result.period_s, result.bound_s) == (2.5, 2.25)
+    assert result.lost_s["peer"] == pytest.approx(0.25)
+    assert result.lost_s["imbalance"] == 0
+    assert result.lost_s["other"] == pytest.approx(0.0)
+
+
+def test_an_exchange_bound_run():
+    # c = 0.5, m = 1: the exchange lane is always full
+    spans = []
+    for step in range(6):
+        for j, job in enumerate("ab"):
+            start = 2 * step + j + 0.5
+            spans.append(piece("compute", job, step, start - 0.5, start))
+            spans.append(piece("collective", job, step, start, start + 1))
+    result = account(spans, facts("a", "b", steps=6), {0: 13 * S})
+    assert (result.limit, result.period_s, result.bound_s) == ("exchange", 2.0, 2.0)
+
+
+def test_enqueued_compute_begins_when_its_forerunner_ends():
+    spans = [
+        piece("compute", "a", 0, 0, 1),
+        piece("compute", "a", 1, 0.1, 2),
+        piece("compute", "a", 2, 0.2, 3),
+    ]
+    result = account(spans, facts("a", steps=3), {0: 3 * S})
+    assert result.jobs[0].compute_s == 1.0
+    assert (result.period_s, result.limit) == (1.0, "compute")
+
+
+def test_an_exchange_beside_its_own_backward_pass_shortens_the_chain():
+    # segments 0, 1 (exchange of 0), 2: the exchange of 1 s runs beside the second compute of 2 s
+    spans = []
+    for step in range(4):
+        t = 4 * step
+        spans.append(piece("compute", "a", step, t, t + 2, segment=0))
+        spans.append(piece("collective", "a", step, t + 2, t + 3, segment=1))
+        spans.append(piece("compute", "a", step, t + 2, t + 4, segment=2))
+    result = account(spans, facts("a", steps=4), {0: 16 * S})
+    assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 4.0, 1.0)
+
+
+def test_nothing_ran():
+    result = account([], facts("a", steps=0), {0: S})
+    assert (result.period_s, result.bound_s, result.efficiency, result.hidden_share) == (0, 0, 0, 0)
+    assert result.start_up_s == 1.0
+
+
+def test_a_single_step_counts_from_its_begin():
+    result = account(alone("a", 1, begin=5), facts("a", steps=1), {0: 8 * S})
+    assert (result.period_s, result.bound_s) == (2.0, 2.0)
