@@ -1,0 +1,87 @@
+"""How many bytes an exchange brings to a rank: once from the formula, once from the messages that were lowered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.segments import Exchange
+from jaxcross.wire import collectives, messages
+
+_REDUCE = ("psum", "pmax", "pmin", "mpi.allreduce")
+_GATHER = ("all_gather", "mpi.allgather", "mpi.gather")
+_BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
+
+
+def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
+    """Bytes that the exchange brings to the rank that receives most, by its algorithm's formula. Communicates nothing.
+
+    With P ranks and n bytes a rank: all-reduce 2(P-1)/P n (ring and recursive halving alike), all-gather (P-1) n,
+    all-to-all and reduce-scatter (P-1)/P n, permutation and broadcast n.
+
+    Args:
+        exchange: What is sent.
+        sizes: Ranks along each axis.
+    """
+    params = dict(exchange.params)
+    groups = params.get("groups")
+    ranks = params.get("ranks")
+    size = max(map(len, groups)) if groups else len(ranks) if ranks else math.prod(sizes[a] for a in exchange.axes)
+    count, item = exchange.count, _itemsize(exchange.dtype)
+    if exchange.op == "psum" and messages.is_narrow_float(jnp.dtype(exchange.dtype)) and size > 1:
+        if collectives.gathers(count, item, size):
+            return (size - 1) * count * item
+        return 2 * (size - 1) * -(-count // size) * item
+    if exchange.op in ("pmax", "pmin") and jnp.issubdtype(jnp.dtype(exchange.dtype), jnp.complexfloating):
+        return (size - 1) * count * item
+    if exchange.op == "ppermute":
+        moved = any(source != dest for source, dest in params["perm"])
+        return count * item if moved else 0
+    return math.ceil(_received(_kind(exchange.op), count * item, size))
+
+
+def issued_bytes(jaxpr: Any, size: int) -> int:
+    """Bytes that one run of a lowered jaxpr brings to this rank when every message goes over `size` ranks."""
+    return math.ceil(sum((_messages(jaxpr, size)), Fraction(0)))
+
+
+def _messages(jaxpr: Any, size: int) -> list[Fraction]:
+    found: list[Fraction] = []
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        for sub in compat.sub_jaxprs(eqn):
+            found += _messages(sub, size)
+        name = eqn.primitive.name
+        if not name.endswith("_mpi"):
+            continue
+        aval = eqn.outvars[0].aval if name == "sendrecv_mpi" else eqn.invars[0].aval
+        nbytes = aval.size * _itemsize(str(aval.dtype))
+        found.append(_received(_kind(f"mpi.{name.removesuffix('_mpi')}"), nbytes, size))
+    return found
+
+
+def _kind(op: str) -> str:
+    for kind, members in (("reduce", _REDUCE), ("gather", _GATHER), ("blocks", _BLOCKS)):
+        if op in members:
+            return kind
+    return "none" if op in ("mpi.barrier", "mpi.send") else "copy"
+
+
+def _received(kind: str, nbytes: int, size: int) -> Fraction:
+    factor = {
+        "reduce": Fraction(2 * (size - 1), size),
+        "gather": Fraction(size - 1),
+        "blocks": Fraction(size - 1, size),
+        "copy": Fraction(min(size - 1, 1)),
+        "none": Fraction(0),
+    }[kind]
+    return factor * nbytes
+
+
+def _itemsize(dtype: str) -> int:
+    return np.dtype(jnp.dtype(dtype)).itemsize

@@ -1,0 +1,110 @@
+"""From a jaxpr with exchanges to a function that makes them: every exchange equation becomes mpi4jax calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
+from jaxcross.program.segments import Exchange
+from jaxcross.wire import collectives, region
+from jaxcross.wire.messages import Channel
+from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of
+from jaxcross.world.mesh import Mesh
+
+# How exchanges reach their peers: (axes, groups, in mesh order) -> channel.
+Connect = Callable[[Sequence[str], Any], Channel]
+
+_LOOPS = ("scan", "while", "cond")
+
+
+def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
+    """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
+
+    All exchanges of one call are ordered by one token chain, in equation order. The function communicates when it runs;
+    this call may, too: communicators are made here, so all members of a group must lower.
+    """
+    lowered = _retrace(jaxpr, mesh, connect)
+    if not lowered.effects:  # every group has one rank: nothing is sent
+        return lambda *args: list(_evaluate(lowered, args, mesh, connect))
+    return lambda *args: region.bind(lowered, *args)
+
+
+def _retrace(jaxpr: Any, mesh: Mesh, connect: Connect) -> Any:
+    """The closed jaxpr with mpi4jax equations in place of exchanges."""
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
+    return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*avals)
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: Mesh, connect: Connect) -> list[Any]:
+    inner, consts = compat.open_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, compat.Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        results = _equation(eqn, [read(v) for v in eqn.invars], mesh, connect)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in inner.outvars]
+
+
+def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
+    name = eqn.primitive.name
+    exchanges = recognise(eqn, mesh.sizes)
+    if exchanges is not None and not name.endswith("_mpi"):
+        results = [_exchange(x, v, connect) for x, v in zip(exchanges, values, strict=True)]
+        # JAX's types may say more of a result than ours do (a weak type), never another element type.
+        return [jnp.asarray(r, dtype=o.aval.dtype) for r, o in zip(results, eqn.outvars, strict=True)]
+    if name == "axis_index" and speaks_of(eqn, mesh.sizes):
+        axis = eqn.params["axis_name"]
+        return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
+    if name in LOCAL and speaks_of(eqn, mesh.sizes):
+        return values
+    subs = list(compat.sub_jaxprs(eqn))
+    if any(_touches(s, mesh) for s in subs):
+        if name in _LOOPS:
+            params = _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect))
+            return compat.bind_equation(eqn, values, params)
+        called = [s for s in subs if len(compat.open_jaxpr(s)[0].invars) == len(values)]
+        if not called:
+            raise ExchangeError(
+                f"An exchange inside `{name}` cannot be reached, at {compat.source_of(eqn)}. "
+                "Move it out of that transformation."
+            )
+        return _evaluate(called[0], values, mesh, connect)
+    return compat.bind_equation(eqn, values, eqn.params)
+
+
+def _exchange(exchange: Exchange, x: Any, connect: Connect) -> Any:
+    params = dict(exchange.params)
+    positions = params.pop("positions", ())
+    groups = params.pop("groups", None)
+    axes = exchange.axes
+    channel = connect(axes, groups)
+    if exchange.op in REDUCTIONS:
+        x = collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
+    return getattr(collectives, exchange.op)(jnp.asarray(x), channel, **params)
+
+
+def _touches(jaxpr: Any, mesh: Mesh) -> bool:
+    """Whether something inside has to be replaced: an exchange, or a word about our axes."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name.endswith("_mpi") or speaks_of(eqn, mesh.sizes):
+            return True
+        if any(_touches(s, mesh) for s in compat.sub_jaxprs(eqn)):
+            return True
+    return False
+
+
+def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(convert(v) for v in value)
+        return function(value) if compat.is_closed_jaxpr(value) else value
+
+    return {name: convert(value) for name, value in params.items()}

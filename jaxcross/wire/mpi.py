@@ -1,0 +1,49 @@
+"""The wire of one exchange lane: recogniser and lowerer over a world's communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from jaxcross.program.segments import Exchange
+from jaxcross.wire.lower import lower
+from jaxcross.wire.messages import MAX_COUNT, Channel
+from jaxcross.wire.recognise import recognise
+from jaxcross.world.core import World
+
+
+@final
+class MpiWire:
+    """`jaxcross.program.segments.Wire` over MPI. Immutable; its communicators belong to one lane.
+
+    Args:
+        world: Whose ranks and communicators.
+        lane: The exchange lane that will run what is lowered. Two lanes never share a communicator.
+        max_count: Elements of the longest message; longer ones are split.
+    """
+
+    __slots__ = ("_lane", "_max_count", "_world")
+
+    def __init__(self, world: World, *, lane: int = 0, max_count: int = MAX_COUNT) -> None:
+        self._world = world
+        self._lane = lane
+        self._max_count = max_count
+
+    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
+        return recognise(eqn, axes)
+
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+        """A jit-traceable function that computes the closed `jaxpr`, its exchanges made over MPI.
+
+        Waits for the other members of each group that has no communicator yet. The function's exchanges run in
+        equation order; a run of it waits for the peers.
+        """
+        mesh = self._world.mesh(axes)
+
+        def connect(names: Sequence[str], groups: Any) -> Channel:
+            ranks = mesh.group(names, groups)
+            comm = self._world.communicator(mesh, names, groups, lane=self._lane)
+            return Channel(comm=comm, rank=ranks.index(mesh.rank), size=len(ranks), max_count=self._max_count)
+
+        return lower(jaxpr, mesh, connect)

@@ -1,0 +1,170 @@
+"""Which equations are exchanges: JAX's named-axis collectives over our axes, and mpi4jax's own primitives.
+
+Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax's point-to-point calls apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
+from jaxcross.program.segments import Exchange
+
+# Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what is sent.
+_OPS = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "pmax": "pmax",
+    "unreduced_pmax": "pmax",
+    "pmin": "pmin",
+    "unreduced_pmin": "pmin",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "pbroadcast": "pbroadcast",
+}
+REDUCTIONS = ("psum", "pmax", "pmin")
+
+# Collectives that have no MPI counterpart here, and what to write instead.
+_UNSUPPORTED = {
+    "ragged_all_to_all": "pad to equal blocks and use `jax.lax.all_to_all`",
+    "pbroadcast_dynamic": "use `jax.lax.pbroadcast` with a fixed source",
+    "psend": "use `jax.lax.ppermute`",
+    "precv": "use `jax.lax.ppermute`",
+}
+
+# Equations about our axes that move nothing between ranks.
+LOCAL = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
+
+
+def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+    """The exchanges of an equation, one per operand in operand order; None if it is not one over `axes`.
+
+    An mpi4jax equation gives exactly one exchange, whatever its operands.
+
+    Raises:
+        ExchangeError: A collective over our axes that cannot be made.
+    """
+    name = eqn.primitive.name
+    if name.endswith("_mpi"):
+        return _recognise_mpi(eqn)
+    named = _axes_of(eqn)
+    ours = tuple(a for a in named if isinstance(a, str) and a in axes)
+    if not ours or name in LOCAL or name == "axis_index":
+        return None
+    if name not in _OPS:
+        if name in _UNSUPPORTED or name.endswith(("_start", "_done")):
+            remedy = _UNSUPPORTED.get(name, "use the blocking collective: jaxcross overlaps it by itself")
+            raise ExchangeError(
+                f"`{name}` over {', '.join(map(repr, ours))} cannot be made over MPI, at {compat.source_of(eqn)}. "
+                f"Instead, {remedy}."
+            )
+        return None
+    foreign = [a for a in named if not isinstance(a, int) and a not in axes]
+    if foreign:
+        raise ExchangeError(
+            f"`{name}` mixes axes of jaxcross ({', '.join(map(repr, ours))}) with others "
+            f"({', '.join(map(repr, foreign))}), at {compat.source_of(eqn)}. Exchange over them one after the other."
+        )
+    op = _OPS[name]
+    positions = tuple(a for a in named if isinstance(a, int))
+    params = _params(op, eqn.params) + ((("positions", positions),) if positions else ())
+    source = compat.source_of(eqn)
+    return tuple(
+        Exchange(
+            op=op,
+            axes=ours,
+            dtype=str(v.aval.dtype),
+            shape=tuple(n for i, n in enumerate(v.aval.shape) if i not in positions),
+            params=params,
+            source=source,
+        )
+        for v in eqn.invars
+    )
+
+
+def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation names one of our axes."""
+    return any(isinstance(a, str) and a in axes for a in _axes_of(eqn))
+
+
+def _axes_of(eqn: Any) -> tuple[Any, ...]:
+    value = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    value = tuple(value) if isinstance(value, tuple | list | frozenset | set) else (value,)
+    return tuple(a for a in value if isinstance(a, str | int))
+
+
+def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What decides the message besides operand and axes, hashable and free of handles."""
+    found: list[tuple[str, Any]] = []
+    if op == "all_gather":
+        found += [("dimension", params["all_gather_dimension"]), ("tiled", params["tiled"])]
+    elif op == "reduce_scatter":
+        found += [("dimension", params["scatter_dimension"]), ("tiled", params["tiled"])]
+    elif op == "all_to_all":
+        found += [("split_axis", params["split_axis"]), ("concat_axis", params["concat_axis"])]
+    elif op == "ppermute":
+        found += [("perm", tuple((int(s), int(d)) for s, d in params["perm"]))]
+    elif op == "pbroadcast":
+        found += [("source", int(params["source"]))]
+    groups = params.get("axis_index_groups")
+    if groups is not None:
+        found += [("groups", tuple(tuple(int(i) for i in g) for g in groups))]
+    return tuple(found)
+
+
+def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
+    """mpi4jax's primitives on the user's communicator; its members, never its handle, go into the signature."""
+    params = eqn.params
+    if params.get("transpose"):
+        return None  # The transpose of an all-reduce is the identity: nothing is sent.
+    comm = _unwrap(params["comm"])
+    found: list[tuple[str, Any]] = [("ranks", _world_ranks(comm))]
+    if "op" in params:
+        found.append(("reduction", _reduction_name(_unwrap(params["op"]))))
+    if "root" in params:
+        found.append(("root", int(params["root"])))
+    aval = eqn.invars[0].aval if eqn.invars else None
+    return (
+        Exchange(
+            op=f"mpi.{eqn.primitive.name.removesuffix('_mpi')}",
+            axes=(),
+            dtype="uint8" if aval is None else str(aval.dtype),
+            shape=(0,) if aval is None else tuple(aval.shape),
+            params=tuple(found),
+            source=compat.source_of(eqn),
+        ),
+    )
+
+
+def _unwrap(value: Any) -> Any:
+    # mpi4jax wraps handles in a class with a hash but no equality.
+    return value.wrapped if type(value).__name__ == "HashableMPIType" else value
+
+
+def _world_ranks(comm: Any) -> tuple[int, ...]:
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return tuple(MPI.Group.Translate_ranks(group, None, world))
+    finally:
+        group.Free()
+        world.Free()
+
+
+def _reduction_name(op: Any) -> str:
+    from mpi4py import MPI
+
+    names = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+    return next((n for n in names if getattr(MPI, n) == op), "user")
+
+

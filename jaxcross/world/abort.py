@@ -1,0 +1,51 @@
+"""Ending every rank when one fails, whatever state MPI is in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any, NoReturn
+
+# mpirun ends the others at once; this is for an MPI that is itself stuck.
+ABORT_GRACE_S = 4.0
+_INTERRUPTED = 130
+
+
+def abort_everywhere(message: str, *, code: int = 1) -> NoReturn:
+    """Print `message` and end all ranks through MPI, or this one alone if MPI does not react within 4 s."""
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code or 1,))
+    timer.daemon = True
+    timer.start()
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code or 1)
+
+
+def install_hooks(rank: int, size: int) -> None:
+    """Make an exception that nobody catches, in any thread, end all ranks, its traceback printed once with the rank."""
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            abort_everywhere(f"jaxcross: rank {rank} was interrupted; all {size} ranks end.", code=_INTERRUPTED)
+        print(f"jaxcross: rank {rank} of {size} failed:", file=sys.stderr, flush=True)
+        previous(kind, value, trace)
+        abort_everywhere(f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.")
+
+    def on_thread_exception(args: Any) -> None:
+        if args.exc_type is SystemExit:
+            return
+        name = args.thread.name if args.thread is not None else "?"
+        lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        text = f"jaxcross: rank {rank} of {size} failed in thread {name!r}:\n{''.join(lines)}"
+        abort_everywhere(f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.")
+
+    sys.excepthook = on_exception
+    threading.excepthook = on_thread_exception

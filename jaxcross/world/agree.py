@@ -1,0 +1,90 @@
+"""Is a pytree equal on all ranks? Or make it so."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+
+_CHUNK_BYTES = 2**30
+
+
+def check_equal(state: Any, comm: Any) -> Any:
+    """`state` itself, after all ranks have compared their leaves' bytes. Waits for every rank.
+
+    Raises:
+        ExchangeError: On every rank, naming the first leaf that differs and two ranks.
+    """
+    mine = [(path, _digest(leaf)) for path, leaf in _leaves(state)]
+    _compare(comm.allgather(mine), hint="Build it from the same seed on every rank, or use `mode='broadcast'`.")
+    return state
+
+
+def broadcast(state: Any, comm: Any) -> Any:
+    """Rank 0's values in this rank's tree, each leaf where it was (device, sharding). Waits for every rank.
+
+    Raises:
+        ExchangeError: On every rank, if shapes, element types or the tree itself differ.
+    """
+    mine = [(path, _form(leaf)) for path, leaf in _leaves(state)]
+    _compare(comm.allgather(mine), hint="Only values can be broadcast: make the trees alike first.")
+    return jax.tree.map(lambda leaf: _broadcast_leaf(leaf, comm), state)
+
+
+def _leaves(state: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
+    first = all_ranks[0]
+    for rank, other in enumerate(all_ranks):
+        for (path, mine), (theirs_path, theirs) in zip(first, other, strict=False):
+            if path != theirs_path:
+                raise ExchangeError(
+                    f"The state's tree differs between ranks 0 and {rank}: `{path}` there, `{theirs_path}` here. {hint}"
+                )
+            if mine != theirs:
+                raise ExchangeError(
+                    f"The state differs between ranks 0 and {rank}, first at `{path}`: {mine} and {theirs}. "
+                    f"Training would diverge silently. {hint}"
+                )
+        if len(other) != len(first):
+            raise ExchangeError(
+                f"The state's tree differs between ranks 0 and {rank}: {len(first)} and {len(other)} leaves. {hint}"
+            )
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _host(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _form(leaf: Any) -> str:
+    array = _host(leaf)
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(_host(leaf))
+    content = hashlib.blake2b(array.view(np.uint8) if array.size and array.ndim else array.tobytes(), digest_size=8)
+    return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
+
+
+def _broadcast_leaf(leaf: Any, comm: Any) -> Any:
+    array = _host(leaf)
+    content = np.frombuffer(array.tobytes(), np.uint8).copy()
+    for start in range(0, content.size, _CHUNK_BYTES):
+        comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)
+    received = content.view(array.dtype).reshape(array.shape)
+    if _is_key(leaf):
+        received = jax.random.wrap_key_data(received, impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(received, leaf.sharding)
+    return type(leaf)(received) if isinstance(leaf, bool | int | float | complex) else received

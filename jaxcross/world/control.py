@@ -1,0 +1,43 @@
+"""Small agreements between all ranks, beside the exchanges, on a communicator of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Control(Protocol):
+    """What a vote and an agreement need from the world. Every call waits for every rank; one thread uses it."""
+
+    rank: int
+    size: int
+
+    def allreduce_min(self, values: np.ndarray) -> np.ndarray:
+        """The elementwise minimum over ranks of an int64 array of one agreed length."""
+        ...
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Every rank's text, by rank."""
+        ...
+
+
+class MpiControl:
+    """`Control` over a communicator that nothing else uses."""
+
+    __slots__ = ("_comm", "_min", "rank", "size")
+
+    def __init__(self, comm: Any, minimum: Any) -> None:
+        self._comm = comm
+        self._min = minimum
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    def allreduce_min(self, values: np.ndarray) -> np.ndarray:
+        sent = np.ascontiguousarray(values, dtype=np.int64)
+        received = np.empty_like(sent)
+        self._comm.Allreduce(sent, received, op=self._min)
+        return received
+
+    def allgather_text(self, text: str) -> list[str]:
+        return self._comm.allgather(text)

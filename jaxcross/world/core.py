@@ -1,0 +1,126 @@
+"""The MPI world of a process: who it is, its communicators, its watchdog, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxcross.world.abort import abort_everywhere
+from jaxcross.world.control import Control
+from jaxcross.world.mesh import Mesh, make_mesh
+from jaxcross.world.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from jaxcross.wire import MpiWire
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A communicator that is being made: its own lock, so that one group never waits for another."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    comm: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """All ranks, seen from this one. Made by `jaxcross.initialize`, once a process.
+
+    Attributes:
+        rank: This process among all, 0 to size - 1.
+        size: Number of ranks.
+        local_rank: This process among those of its node.
+        local_size: Ranks on this node.
+        vendor: The MPI: `mpich`, `openmpi`, ...
+        lanes: Exchange lanes a rank may have.
+        pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
+        control: Small agreements between all ranks, for one thread at a time.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    vendor: str
+    lanes: int
+    pool_size: int
+    control: Control
+    _base: Any = field(repr=False)
+    _watchdog: Watchdog = field(repr=False)
+    _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
+    _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def mesh(self, axes: str | Mapping[str, int]) -> Mesh:
+        """The ranks as a grid with these axes, row-major. Pure.
+
+        Raises:
+            ValueError: The sizes do not multiply to the number of ranks.
+        """
+        return make_mesh(axes, rank=self.rank, size=self.size)
+
+    def communicator(
+        self, mesh: Mesh, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+    ) -> Any:
+        """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then kept.
+
+        The first call for a group waits until each of its members calls; others are not involved. Threads may ask
+        for different groups in any order, and on different ranks in different orders.
+
+        Raises:
+            ValueError: An unknown axis or lane.
+        """
+        from mpi4py import MPI
+
+        if not 0 <= lane < self.lanes:
+            raise ValueError(f"Lane {lane} does not exist: `initialize(lanes={self.lanes})`.")
+        ranks = mesh.group(axes, groups)
+        if len(ranks) == 1:
+            return MPI.COMM_SELF
+        key = (lane, ranks)
+        with self._slots_lock:
+            slot = self._slots.setdefault(key, _Slot())
+        with slot.lock:
+            if slot.comm is None:
+                group = self._base.Get_group().Incl(ranks)
+                # MPI tells concurrent creations over one parent apart by their tag alone.
+                tag = zlib.crc32(repr(key).encode()) % 2**20
+                slot.comm = self._base.Create_group(group, tag)
+                group.Free()
+        return slot.comm
+
+    def wire(self, lane: int = 0) -> MpiWire:
+        """How programs make their exchanges in one lane. Does not communicate."""
+        from jaxcross.wire import MpiWire
+
+        return MpiWire(self, lane=lane)
+
+    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]:
+        """A context in which this rank waits for others; the watchdog reports and aborts if it lasts too long.
+
+        Every rank must enter its contexts in the same order. Costs about a microsecond; does not communicate.
+        """
+        return self._watchdog.watching(job=job, step=step, segment=segment, what=what)
+
+    def abort(self, message: str, *, code: int = 1) -> NoReturn:
+        """Print `message` with this rank and end all ranks. Does not return."""
+        abort_everywhere(f"jaxcross: rank {self.rank} aborts all {self.size} ranks: {message}", code=code)
+
+    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
+        """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
+
+        Args:
+            state: A pytree of arrays.
+            mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this rank's places.
+
+        Raises:
+            ExchangeError: The trees or, when checking, the values differ; on every rank, with the leaf and two ranks.
+        """
+        from jaxcross.world.agree import broadcast, check_equal
+
+        if mode not in ("check", "broadcast"):
+            raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
+        return (check_equal if mode == "check" else broadcast)(state, self._base)

@@ -1,0 +1,62 @@
+"""What the launcher says about this process, compared with what MPI says. Pure: the environment is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxcross.errors import ExchangeError
+
+# Set per process by the launchers that start MPI ranks. SLURM's job-wide SLURM_NTASKS comes last: it also stands in
+# the environment of a batch script, outside any step, where one process is right.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The number of ranks that a launcher announced, and the variable that says so."""
+
+    size: int
+    variable: str
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """What the launcher's variables say, or None when no launcher started this process."""
+    found = [(name, environ[name]) for name in _SIZES if environ.get(name, "").isdigit()]
+    if not found and environ.get("SLURM_PROCID", "").isdigit() and environ.get("SLURM_NTASKS", "").isdigit():
+        if environ.get("SLURM_STEP_ID", "").isdigit():
+            found = [("SLURM_NTASKS", environ["SLURM_NTASKS"])]
+    if not found:
+        return None
+    name, value = max(found, key=lambda item: int(item[1]))
+    return Launch(size=int(value), variable=name)
+
+
+def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None:
+    """Refuse a world that is smaller than what was launched: N processes that each believe to be alone.
+
+    Raises:
+        ExchangeError: With the remedy for the launcher at hand.
+    """
+    if launch is None or launch.size == world_size:
+        return
+    if launch.variable.startswith("SLURM"):
+        remedy = "start with `srun --mpi=pmix` (or `--mpi=pmi2`), as `srun --mpi=list` offers, or with `mpirun`"
+    else:
+        remedy = (
+            f"use the `mpirun` of the same MPI that mpi4py loaded ({vendor}): `jaxcross launch -n {launch.size} ...` "
+            "finds it, and `jaxcross doctor` shows both"
+        )
+    raise ExchangeError(
+        f"The launcher started {launch.size} ranks (`{launch.variable}={launch.size}`), but MPI sees a world of "
+        f"{world_size}. Each process would train alone and nothing would be exchanged. Remedy: {remedy}."
+    )
+
+
+def vendor_of(library_version: str) -> str:
+    """`mpich`, `openmpi`, `intel`, ... from `MPI.Get_library_version()`."""
+    text = library_version.lower()
+    for mark, vendor in (("open mpi", "openmpi"), ("intel", "intel"), ("mvapich", "mvapich"), ("cray", "cray")):
+        if mark in text:
+            return vendor
+    return "mpich" if "mpich" in text else (text.split() or ["unknown"])[0]

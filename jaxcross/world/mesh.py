@@ -1,0 +1,103 @@
+"""Axes over ranks: names, sizes, coordinates, and who is in a group with whom. Pure: no MPI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """The ranks of a world as a grid, row-major, seen from one of them.
+
+    Attributes:
+        names: The axes, outermost first.
+        shape: Ranks along each axis.
+        coords: This rank's position along each axis.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    coords: tuple[int, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis by name: the axis environment that a step is traced with."""
+        return dict(zip(self.names, self.shape, strict=True))
+
+    @property
+    def rank(self) -> int:
+        return int(np.ravel_multi_index(self.coords, self.shape)) if self.shape else 0
+
+    def index(self, axis: str) -> int:
+        """This rank's position along one axis: what `jax.lax.axis_index` gives."""
+        return self.coords[self._position(axis)]
+
+    def group(self, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
+        """World ranks that exchange with this one over `axes`, in the order of JAX's flattened axis index.
+
+        Args:
+            axes: In the order the user wrote them; the first varies slowest.
+            groups: `axis_index_groups`: positions within the flattened axes.
+
+        Raises:
+            ValueError: An axis is not in the mesh or is named twice, or no group holds this rank.
+        """
+        where = [self._position(a) for a in axes]
+        if len(set(where)) != len(where):
+            raise ValueError(f"An axis is named twice in {tuple(axes)!r}.")
+        ranks = np.arange(math.prod(self.shape)).reshape(self.shape)
+        line = ranks[tuple(slice(None) if i in where else c for i, c in enumerate(self.coords))]
+        kept = sorted(where)
+        flat = [int(r) for r in line.transpose([kept.index(w) for w in where]).reshape(-1)]
+        if groups is None:
+            return tuple(flat)
+        mine = flat.index(self.rank)
+        for members in groups:
+            if mine in members:
+                return tuple(flat[i] for i in members)
+        raise ValueError(f"No group of `axis_index_groups`={groups!r} holds position {mine} of {tuple(axes)!r}.")
+
+    def _position(self, axis: str) -> int:
+        if axis not in self.names:
+            raise ValueError(f"Unknown axis {axis!r}: the mesh has {', '.join(map(repr, self.names))}.")
+        return self.names.index(axis)
+
+
+def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
+    """The mesh that `axes` describes, seen from `rank` of `size`.
+
+    Args:
+        axes: One name (an axis over all ranks), or name to size, outermost first; one size may be -1.
+
+    Raises:
+        ValueError: The sizes do not multiply to `size`.
+    """
+    wanted = {axes: -1} if isinstance(axes, str) else dict(axes)
+    if not wanted:
+        raise ValueError("A mesh needs at least one axis.")
+    for name, n in wanted.items():
+        if not isinstance(name, str) or (n < 1 and n != -1):
+            raise ValueError(f"Axis {name!r} has size {n}: a size is 1 or more, or -1 for what is left.")
+    known = math.prod(n for n in wanted.values() if n != -1)
+    free = [name for name, n in wanted.items() if n == -1]
+    if len(free) > 1:
+        raise ValueError(f"Only one axis may be -1, but {', '.join(map(repr, free))} are.")
+    if free and size % known:
+        raise ValueError(
+            f"{size} ranks cannot be split over {wanted}: {size} is not a multiple of {known}. "
+            f"Start a multiple of {known} ranks, or change the sizes."
+        )
+    if free:
+        wanted[free[0]] = size // known
+    elif known != size:
+        raise ValueError(
+            f"The axes {wanted} multiply to {known}, but there are {size} ranks. "
+            f"Start {known} ranks (`mpirun -n {known}`), or let one axis be -1."
+        )
+    shape = tuple(wanted.values())
+    coords = tuple(int(c) for c in np.unravel_index(rank, shape))
+    return Mesh(names=tuple(wanted), shape=shape, coords=coords)

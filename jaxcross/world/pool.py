@@ -1,0 +1,64 @@
+"""Size of XLA's CPU thread pool: a blocked exchange holds a thread of it and must never starve compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from jaxcross.errors import ExchangeError
+
+# XLA reads both, in this order, when its CPU client starts.
+_VARIABLES = ("NPROC", "PJRT_NPROC")
+
+
+def cores() -> int:
+    """Cores that this process may use: its affinity, as XLA counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def needed(core_count: int, lanes: int) -> int:
+    """Threads for `core_count` cores of compute while `lanes` exchanges wait.
+
+    The pool has twice the cores where that is enough: XLA splits work into as many parts as the pool has threads,
+    and cores + 1 parts on a few cores leave all but one of them idle at the end.
+    """
+    return max(2 * core_count, core_count + lanes)
+
+
+def plan_pool(
+    wanted: int, *, minimum: int, started: bool, core_count: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables to set before XLA's CPU client starts; empty if the pool is already large enough.
+
+    Args:
+        wanted: Threads to set where the user set none.
+        minimum: Threads below which a blocked exchange could starve compute.
+        started: Whether JAX has started a backend, so that nothing can be changed.
+        core_count: Threads of the pool where no variable sets it.
+
+    Raises:
+        ExchangeError: The pool is too small and cannot be changed any more, or the user's setting is too small.
+    """
+    set_by_user = next(((v, int(environ[v])) for v in _VARIABLES if environ.get(v, "").isdigit()), None)
+    if set_by_user is not None:
+        variable, size = set_by_user
+        if size >= minimum:
+            return {}
+        raise ExchangeError(
+            f"XLA's CPU pool is too small: `{variable}={size}`, but {minimum} threads are needed. A waiting exchange "
+            f"holds a thread, and the ranks would stop for ever. Set `{variable}` to {minimum} or more, or unset it."
+        )
+    if not started:
+        return {"PJRT_NPROC": str(wanted)}
+    if core_count >= minimum:
+        return {}
+    raise ExchangeError(
+        f"JAX started before `jaxcross.initialize()`, with a CPU pool of {core_count} threads where {minimum} are "
+        "needed. A waiting exchange holds a thread, and the ranks would stop for ever. Call `jaxcross.initialize()` "
+        f"before the first JAX array or `jax.devices()`, or set `PJRT_NPROC={wanted}` in the environment."
+    )
+
+
+def effective(environ: Mapping[str, str], core_count: int) -> int:
+    """Threads that the pool has, or will have when JAX starts."""
+    return next((int(environ[v]) for v in _VARIABLES if environ.get(v, "").isdigit()), core_count)

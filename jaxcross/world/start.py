@@ -1,0 +1,139 @@
+"""Starting the world: MPI, the thread pool, the device, the hooks that end all ranks together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
+from jaxcross.world import pool
+from jaxcross.world.abort import install_hooks
+from jaxcross.world.control import MpiControl
+from jaxcross.world.core import World
+from jaxcross.world.launcher import check_launch, read_launch, vendor_of
+from jaxcross.world.watchdog import Watchdog
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
+
+
+def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
+    """Join the MPI world. Call it once, before the first JAX array; waits for every rank.
+
+    From here on an exception that nobody catches ends all ranks, XLA's CPU pool is large enough for `lanes` waiting
+    exchanges, and several ranks on one node each take their own accelerator. Without a launcher the world has one rank.
+
+    Args:
+        watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
+        lanes: Exchanges that may be under way at once on a rank.
+
+    Raises:
+        ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, or JAX started too early.
+    """
+    if watchdog_s <= 0 or lanes < 1:
+        raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
+    launch = read_launch(os.environ)
+    mpi = load_mpi()
+    world = mpi.COMM_WORLD
+    vendor = vendor_of(mpi.Get_library_version())
+    rank, size = world.Get_rank(), world.Get_size()
+    check_launch(launch, world_size=size, vendor=vendor)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ExchangeError(
+            "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`). The exchange lane and the watchdog "
+            "are threads. Use an MPI built with it, and leave `mpi4py.rc.thread_level` at 'multiple'."
+        )
+    install_hooks(rank, size)
+    load_mpi4jax()
+
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank, local_size = node.Get_rank(), node.Get_size()
+    node.Free()
+    # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal cores.
+    own_cores = pool.cores()
+    cores = world.allreduce(own_cores, op=mpi.MAX)
+    size_of_pool = _prepare_pool(cores, own_cores, lanes)
+    _take_device(os.environ, local_rank=local_rank, local_size=local_size, accelerators=_accelerators())
+
+    watchdog = Watchdog(world.Dup(), timeout_s=watchdog_s)
+    watchdog.start()
+    atexit.register(watchdog.stop)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        vendor=vendor,
+        lanes=lanes,
+        pool_size=size_of_pool,
+        control=MpiControl(world.Dup(), mpi.MIN),
+        _base=world.Dup(),
+        _watchdog=watchdog,
+    )
+
+
+def load_mpi() -> Any:
+    """mpi4py's MPI module, MPI started.
+
+    Raises:
+        ExchangeError: No MPI library can be loaded.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ExchangeError(
+            f"MPI cannot be loaded: {error}. Install one beside jaxcross (`pip install mpich`), or load your cluster's "
+            "MPI module; `jaxcross doctor` shows what is found."
+        ) from error
+    return MPI
+
+
+def load_mpi4jax() -> Any:
+    """mpi4jax, its calls registered with XLA.
+
+    Raises:
+        ExchangeError: It is missing, or was built for another MPI than the one that is loaded.
+    """
+    try:
+        import mpi4jax
+    except (ImportError, RuntimeError) as error:
+        raise ExchangeError(
+            f"mpi4jax cannot be used with this MPI: {error}\nRebuild it against the MPI that mpi4py loads: "
+            "`pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax`."
+        ) from error
+    return mpi4jax
+
+
+def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
+    wanted = pool.needed(cores, lanes)
+    settings = pool.plan_pool(
+        wanted, minimum=lanes + 1, started=compat.backends_started(), core_count=own_cores, environ=os.environ
+    )
+    os.environ.update(settings)
+    return pool.effective(os.environ, own_cores)
+
+
+def _accelerators() -> int:
+    """NVIDIA devices of this node, counted without starting CUDA."""
+    return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
+
+
+def _take_device(environ: Mapping[str, str], *, local_rank: int, local_size: int, accelerators: int) -> None:
+    choice = device_of(environ, local_rank=local_rank, local_size=local_size, accelerators=accelerators)
+    if choice is not None and not compat.backends_started():
+        import jax
+
+        jax.config.update("jax_cuda_visible_devices", str(choice))
+
+
+def device_of(environ: Mapping[str, str], *, local_rank: int, local_size: int, accelerators: int) -> int | None:
+    """The accelerator of a rank, or None to leave the choice alone. Pure.
+
+    A rank that is alone on its node keeps all devices, and a user's or a batch system's setting stands.
+    """
+    if any(environ.get(name) for name in _VISIBLE) or local_size == 1 or accelerators < 2:
+        return None
+    return local_rank % accelerators

@@ -1,0 +1,202 @@
+"""Who has not arrived? A thread of its own asks the other ranks while an exchange is stuck, reports, and aborts.
+
+It talks point to point over its own communicator; such messages pass while a collective on another one is stuck.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, final
+
+from jaxcross.world.abort import abort_everywhere
+from jaxcross.world.stacks import stacks
+
+_QUERY, _ANSWER = 1, 2
+_ANSWER_S = 3.0
+_HOLD_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """One wait of one rank: what for, which in its sequence of waits, and since when (seconds, monotonic)."""
+
+    job: str
+    step: int
+    segment: int
+    what: str
+    number: int
+    since_s: float
+
+    def __str__(self) -> str:
+        return f"job {self.job!r}, step {self.step}, segment {self.segment} ({self.what})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a rank is: waits it has entered, those it is in, and whether it is the one that reports."""
+
+    entered: int
+    waits: tuple[Wait, ...]
+    asking: bool = False
+    decided: bool = False
+
+
+def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standing | None]) -> str:
+    """The report of a stuck wait. Pure.
+
+    Args:
+        rank: The rank that reports.
+        wait: What it is stuck in.
+        waited_s: For how long.
+        answers: Every other rank's standing; None where none came.
+    """
+    lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
+    late = late_ranks(wait, answers)
+    for r in late:
+        standing = answers[r]
+        assert standing is not None
+        where = f"it is in {standing.waits[-1]}" if standing.waits else "it is in no exchange"
+        lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
+    silent = [r for r, standing in answers.items() if standing is None]
+    lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in silent]
+    if not late and not silent:
+        lines.append("  All ranks have arrived: MPI or the network is stuck.")
+    lines.append(
+        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation), "
+        "raise `initialize(watchdog_s=...)`."
+    )
+    return "\n".join(lines)
+
+
+def late_ranks(wait: Wait, answers: Mapping[int, Standing | None]) -> list[int]:
+    """Ranks that answered and have not entered this wait. All ranks enter their waits in one order."""
+    return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
+
+
+@final
+class Watchdog:
+    """Watches this rank's waits and answers the other ranks' questions.
+
+    Args:
+        comm: A communicator that nothing else uses.
+        timeout_s: Seconds after which a wait is reported and all ranks are aborted.
+    """
+
+    def __init__(self, comm: Any, *, timeout_s: float) -> None:
+        self._comm = comm
+        self._rank: int = comm.Get_rank()
+        self._others = [r for r in range(comm.Get_size()) if r != self._rank]
+        self._timeout_s = timeout_s
+        self._interval_s = min(0.25, timeout_s / 10)
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._waits: dict[int, Wait] = {}
+        self._asking = self._decided = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch and answer. Without other ranks there is nobody to wait for, and no thread."""
+        if self._others:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; waits for it. MPI may be finalised after that."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]:
+        """A context whose length is watched."""
+        return _Watching(self, job, step, segment, what)
+
+    def enter(self, job: str, step: int, segment: int, what: str) -> int:
+        with self._lock:
+            self._entered += 1
+            number = self._entered
+            self._waits[number] = Wait(
+                job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic()
+            )
+        return number
+
+    def leave(self, number: int) -> None:
+        with self._lock:
+            del self._waits[number]
+
+    def _standing(self) -> Standing:
+        with self._lock:
+            waits = tuple(self._waits.values())
+            return Standing(entered=self._entered, waits=waits, asking=self._asking, decided=self._decided)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._serve()
+            oldest = min(self._standing().waits, key=lambda w: w.since_s, default=None)
+            if oldest is not None and time.monotonic() - oldest.since_s > self._timeout_s:
+                self._investigate(oldest)
+
+    def _serve(self) -> None:
+        """Answer what other ranks have asked; print this rank's stacks where they ask for them."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_QUERY, status=status):
+            asker = status.Get_source()
+            question = self._comm.recv(source=asker, tag=_QUERY)
+            if question == "stacks":
+                print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
+            self._comm.send(self._standing(), dest=asker, tag=_ANSWER)
+
+    def _ask(self, question: str, ranks: list[int]) -> dict[int, Standing | None]:
+        from mpi4py import MPI
+
+        pending = [self._comm.isend(question, dest=r, tag=_QUERY) for r in ranks]
+        answers: dict[int, Standing | None] = dict.fromkeys(ranks)
+        deadline = time.monotonic() + _ANSWER_S
+        status = MPI.Status()
+        while any(a is None for a in answers.values()) and time.monotonic() < deadline:
+            self._serve()
+            while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
+                source = status.Get_source()
+                answers[source] = self._comm.recv(source=source, tag=_ANSWER)
+            self._stop.wait(0.02)
+        del pending  # whoever did not answer did not receive either; the abort comes next
+        return answers
+
+    def _investigate(self, wait: Wait) -> None:
+        with self._lock:
+            self._asking = True
+        answers = self._ask("standing", self._others)
+        # One report is enough: whoever has decided speaks, and of several that ask the lowest rank.
+        if any(s is not None and (s.decided or (s.asking and r < self._rank)) for r, s in answers.items()):
+            deadline = time.monotonic() + _HOLD_S
+            while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
+                self._serve()
+        with self._lock:
+            if wait.number not in self._waits:  # it went on while we asked
+                self._asking = False
+                return
+            self._decided = True
+        self._ask("stacks", late_ranks(wait, answers))
+        report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers)
+        abort_everywhere(f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}")
+
+
+@final
+class _Watching:
+    __slots__ = ("_number", "_wait", "_watchdog")
+
+    def __init__(self, watchdog: Watchdog, job: str, step: int, segment: int, what: str) -> None:
+        self._watchdog = watchdog
+        self._wait = (job, step, segment, what)
+
+    def __enter__(self) -> None:
+        self._number = self._watchdog.enter(*self._wait)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+        self._watchdog.leave(self._number)
