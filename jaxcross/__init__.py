@@ -1,1 +1,45 @@
+"""Several distributed JAX training jobs share one accelerator; one job's exchange hides behind another's computation.
+
+    crossover   a train step -> the same step over MPI, cut into compute and collective segments
+    Runner      several jobs, taking turns on this rank's device
+    exchange    gradient exchanges as optax transformations
+    program     trace, cut, compile: the step as data
+    data        ImageNet-format records, sharded, resumable, decoded once
+    report      what happened, as a table, JSON, a trace and a picture
+
+Importing jaxcross starts neither MPI nor a device; `initialize` does.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
+
+if TYPE_CHECKING:
+    from jaxcross import exchange
+    from jaxcross.runner import Job, Runner, run
+    from jaxcross.runtime.policy import RoundRobin, Sequential
+    from jaxcross.step import crossover
+    from jaxcross.world import World, current, initialize
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "RoundRobin", "Runner", "Sequential", "World",
+    "crossover", "current", "exchange", "initialize", "run",
+]  # fmt: skip
+
+_HOMES = {
+    "Job": "runner", "RoundRobin": "runtime.policy", "Runner": "runner", "Sequential": "runtime.policy",
+    "World": "world", "crossover": "step", "current": "world", "initialize": "world", "run": "runner",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
+    from importlib import import_module
+
+    if name == "exchange":
+        return import_module("jaxcross.exchange")
+    if name in _HOMES:
+        return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)
+    raise AttributeError(f"module `jaxcross` has no attribute `{name}`")

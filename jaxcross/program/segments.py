@@ -6,6 +6,7 @@ keys the executable cache of one rank, `exchange_signature` is what all ranks mu
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
 import re
@@ -13,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import ml_dtypes
 import numpy as np
 
-from jaxcross.errors import CutError, InternalError
+from jaxcross.errors import InternalError
 
 Kind = Literal["compute", "collective"]
 
@@ -99,3 +101,292 @@ class Segment:
     def nbytes(self) -> int:
         """Bytes that its exchanges hand to the wire on one rank."""
         return sum(x.nbytes for x in self.exchanges)
+
+
+class Wire(Protocol):
+    """What a program must be told about exchanges: how to see one, and how one is executed."""
+
+    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        """One `Exchange` per operand if the equation moves data over one of `axes`, None if it does not."""
+        ...
+
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+        """A function that JAX can compile and that computes `jaxpr`, its exchanges made over the real wire."""
+        ...
+
+    def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
+        """This rank's index along each axis."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What one step of one job executes: segments, and the values between them.
+
+    Attributes:
+        name: Name of the step function.
+        axes: `(name, size)` of every mesh axis, row-major over ranks.
+        values: What is known of each value; a value's id is its place here.
+        inputs: Ids of the step's inputs: constants the step closed over, then its flat arguments.
+        constants: How many of `inputs` are constants.
+        outputs: Ids of the step's flat results.
+        donated: Inputs whose arrays the step may overwrite, after its last exchange at the earliest.
+        segments: In an order in which they may run.
+        traced: What it was cut from; None in a parsed program.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    values: tuple[Aval, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    constants: int = 0
+    donated: frozenset[int] = frozenset()
+    traced: Any = field(default=None, compare=False, repr=False)
+
+    def compile(self, inputs: Sequence[Any] | None = None, **options: Any) -> Any:
+        """The program as executables: `jaxcross.program.compile.Compiled`. Waits for XLA.
+
+        Args:
+            inputs: Flat arguments, for their shardings; the traced types if None.
+            **options: `cache`, `host_device`, `notify` of `compile_program`.
+
+        Raises:
+            ValueError: The program was parsed, so that its equations are unknown.
+        """
+        from jaxcross.program.compile import compile_program
+
+        if self.traced is None:
+            raise ValueError(f"program `{self.name}` was read from text and has no equations to compile")
+        return compile_program(self, inputs=self.traced.in_avals if inputs is None else inputs, **options)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Everything that it puts on the wire, in order."""
+        return tuple(x for s in self.segments for x in s.exchanges)
+
+    @property
+    def last_collective(self) -> int:
+        """Index of the last collective segment, -1 without one."""
+        return max((s.index for s in self.segments if s.kind == "collective"), default=-1)
+
+    def needs(self, segment: Segment) -> tuple[int, ...]:
+        """Indices of the segments whose results `segment` reads."""
+        maker = {v: s.index for s in self.segments for v in s.outputs}
+        return tuple(sorted({maker[v] for v in segment.inputs if v in maker}))
+
+    @property
+    def after_commit(self) -> frozenset[int]:
+        """Segments that may run only once every rank is known to have made the step's last exchange."""
+        last = self.last_collective
+        return frozenset(s.index for s in self.segments if s.index > last >= 0)
+
+    def donates(self, segment: Segment) -> frozenset[int]:
+        """The values that `segment` may overwrite: those that die in it, the step's own inputs with the commit."""
+        if segment.kind == "collective":
+            return frozenset()
+        own = self.donated if segment.index > self.last_collective else frozenset()
+        return frozenset(v for v in segment.dies if v not in self.inputs or v in own)
+
+    def verify(self) -> Program:
+        """Checks every hand-over; returns itself.
+
+        Raises:
+            InternalError: With the offending segment marked among its neighbours.
+        """
+        defined = set(self.inputs)
+        dead: set[int] = set()
+        for place, segment in enumerate(self.segments):
+            def fail(why: str, at: int = place) -> None:
+                raise InternalError(f"program `{self.name}` is not well formed: {why}\n{self._around(at)}")
+
+            if segment.index != place:
+                fail(f"segment {segment.index} stands at place {place}")
+            for v in segment.inputs:
+                if v not in defined:
+                    fail(f"value {v} is read before it is defined")
+                if v in dead:
+                    fail(f"value {v} is read after its last use")
+            for v in segment.outputs:
+                if v in defined:
+                    fail(f"value {v} is defined twice")
+                if not 0 <= v < len(self.values):
+                    fail(f"value {v} has no type")
+            defined.update(segment.outputs)
+            for v in segment.dies:
+                if v in dead or v not in defined:
+                    fail(f"value {v} is freed twice, or before it is defined")
+                if v in self.outputs:
+                    fail(f"value {v} is freed, but the step returns it")
+            dead.update(segment.dies)
+            if segment.kind == "compute" and segment.exchanges:
+                fail("a compute segment holds an exchange")
+            if segment.kind == "collective" and not segment.exchanges:
+                fail("a collective segment holds no exchange")
+            if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
+                fail("its jaxpr takes another number of arguments")
+        for v in self.outputs:
+            if v not in defined:
+                raise InternalError(f"program `{self.name}` is not well formed: result {v} is never defined")
+        if unfreed := defined - dead - set(self.outputs) - set(self.inputs):
+            raise InternalError(f"program `{self.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed")
+        return self
+
+    def _around(self, place: int) -> str:
+        lines = [self._line(s) for s in self.segments]
+        return "\n".join(
+            f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(lines) if abs(i - place) <= 2
+        )
+
+    def _line(self, segment: Segment) -> str:
+        needs = ",".join(map(str, self.needs(segment))) or "inputs"
+        ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
+        what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
+        return f"{segment.index} {segment.kind}{what} <- {needs}"
+
+    def __str__(self) -> str:
+        """One line a segment."""
+        axes = ", ".join(f"{n}={s}" for n, s in self.axes)
+        return "\n".join([f"program {self.name} over {axes}", *map(self._line, self.segments)])
+
+    def text(self) -> str:
+        """Everything but the equations; `parse` reads it back."""
+        lines = [
+            f"program {self.name}",
+            "axes " + " ".join(f"{n}={s}" for n, s in self.axes),
+            f"inputs {_ranges(self.inputs)}",
+            f"constants {self.constants}",
+            f"donated {_ranges(sorted(self.donated))}",
+            f"outputs {_ranges(self.outputs)}",
+        ]
+        for s in self.segments:
+            lines.append(f"{self._line(s)} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.dies)}")
+            lines += [f"    {x.line()}" for x in s.exchanges]
+        lines += [f"value {i} {aval}" for i, aval in enumerate(self.values)]
+        return "\n".join(lines)
+
+    def exchange_signature(self) -> str:
+        """What all ranks must have in common: every exchange in order. Never ranks, handles or compute."""
+        axes = " ".join(f"{n}={s}" for n, s in self.axes)
+        return "\n".join([f"axes {axes}", *(x.line() for x in self.exchanges)])
+
+    def exchange_hash(self) -> int:
+        """`exchange_signature` as 62 bits, so that it survives negation in an all-reduce of int64."""
+        return int.from_bytes(hashlib.sha256(self.exchange_signature().encode()).digest()[:8], "big") >> 2
+
+    def digest(self) -> str:
+        """Hash of structure, shapes, literals and equations on this rank: equal digests share executables."""
+        return hashlib.sha256("\n".join([self.text(), *map(segment_digest, self.segments)]).encode()).hexdigest()
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def segment_digest(segment: Segment) -> str:
+    """Hash of what a segment computes, whatever its values are called."""
+    body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
+    return hashlib.sha256(_ADDRESS.sub("0x", body).encode()).hexdigest()
+
+
+def parse(text: str) -> Program:
+    """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() == p.text()`.
+
+    Raises:
+        ValueError: A line is not understood; says which.
+    """
+    head: dict[str, str] = {}
+    segments: list[dict[str, Any]] = []
+    values: list[Aval] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.startswith("    "):
+                segments[-1]["exchanges"].append(_parse_exchange(line.strip()))
+            elif line.startswith("value "):
+                values.append(_parse_aval(line.split(" ", 2)[2]))
+            elif line[:1].isdigit():
+                left, flow, dies = line.split(" | ")
+                index, kind = left.split()[:2]
+                if kind not in ("compute", "collective"):
+                    raise ValueError(f"unknown kind `{kind}`")
+                inputs, outputs = flow.split(" -> ")
+                segments.append({
+                    "index": int(index), "kind": kind, "inputs": _parse_ranges(inputs),
+                    "outputs": _parse_ranges(outputs), "dies": _parse_ranges(dies.removeprefix("dies ")),
+                    "exchanges": [],
+                })  # fmt: skip
+            else:
+                key, _, rest = line.partition(" ")
+                head[key] = rest
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"line {number} of the program is not understood: `{line}` ({error})") from error
+    missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - head.keys()
+    if missing:
+        raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
+    axes = tuple((n, int(s)) for n, s in (item.split("=") for item in head["axes"].split()))
+    return Program(
+        name=head["program"], axes=axes, values=tuple(values), inputs=_parse_ranges(head["inputs"]),
+        outputs=_parse_ranges(head["outputs"]), constants=int(head["constants"]),
+        donated=frozenset(_parse_ranges(head["donated"])),
+        segments=tuple(Segment(**{**s, "exchanges": tuple(s["exchanges"])}) for s in segments),
+    )  # fmt: skip
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; key types count as the 32-bit words that they wrap."""
+    if dtype.startswith("key<"):
+        return 8
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def human_bytes(count: int) -> str:
+    """`26.2 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:.1f} GB"
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """`0-3,7`; `-` for none. Order is kept."""
+    parts: list[list[int]] = []
+    for i in ids:
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
+
+
+def _parse_ranges(text: str) -> tuple[int, ...]:
+    if text.strip() == "-":
+        return ()
+    out: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        out += range(int(first), int(last or first) + 1)
+    return tuple(out)
+
+
+_AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
+_EXCHANGE = re.compile(r"(?P<op>\S+) (?P<axes>\S*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$")
+_PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
+
+
+def _parse_aval(text: str) -> Aval:
+    match = _AVAL.match(text)
+    if match is None:
+        raise ValueError("no type like float32[8,8]")
+    shape = tuple(int(n) for n in match["shape"].split(",") if n)
+    return Aval(shape=shape, dtype=match["dtype"], weak_type=bool(match["weak"]))
+
+
+def _parse_exchange(text: str) -> Exchange:
+    match = _EXCHANGE.match(text)
+    if match is None:
+        raise ValueError("no exchange like `psum batch float32[8]`")
+    params = tuple((name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"]))
+    shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
+    axes = tuple(a for a in match["axes"].split(",") if a)
+    return Exchange(op=match["op"], axes=axes, dtype=match["dtype"], shape=shape, params=params)

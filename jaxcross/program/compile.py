@@ -1,0 +1,318 @@
+"""A program -> XLA executables, and one step of them in flight.
+
+Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch, wait, zero-fill) and nothing decides
+here when.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.segments import Program, Segment, Wire, segment_digest
+
+
+class ExecutableCache:
+    """Executables by what they compute, so that like jobs compile once. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[Any, _Entry] = {}
+        self.compiled = 0
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The entry for `key`, made by the first caller while others who want the same one wait."""
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+        with entry.lock:
+            if entry.value is None:
+                entry.value = make()
+                self.compiled += 1
+        return entry.value
+
+
+@dataclass(slots=True)
+class _Entry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable:
+    """One compiled segment.
+
+    Attributes:
+        call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
+            so that its end can be waited for whatever became of the others.
+        device: Where a collective segment runs; None for compute.
+        shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
+    """
+
+    segment: Segment
+    call: Callable[..., Sequence[Any]]
+    device: Any = None
+    shardings: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A program whose segments are executables. Immutable; shared by all steps of all like jobs."""
+
+    program: Program
+    runnables: tuple[Runnable, ...]
+    constants: tuple[Any, ...]
+    out_tree: Any
+
+    def execution(self, inputs: Sequence[Any]) -> Execution:
+        """One step in flight. `inputs` are the flat arguments of the step, constants not among them."""
+        return Execution(self, inputs)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """XLA's own figures, summed over segments: `temporaries`, `outputs`, `arguments`, in bytes."""
+        stats = [a for r in self.runnables if (a := r.call.memory_analysis()) is not None]
+        return {
+            "temporaries": max((s.temp_size_in_bytes for s in stats), default=0),
+            "outputs": sum(s.output_size_in_bytes - s.alias_size_in_bytes for s in stats),
+            "arguments": sum(self.program.values[v].nbytes for v in self.program.inputs),
+        }
+
+    def peak_live_bytes(self) -> int:
+        """Most bytes alive at once in one step: inputs, values between segments, and XLA's temporaries.
+
+        Follows the hand-overs of the program and XLA's buffer assignment of each executable; donated buffers count
+        once.
+        """
+        program = self.program
+        alive = {v: program.values[v].nbytes for v in program.inputs}
+        peak = sum(alive.values())
+        for runnable in self.runnables:
+            segment, stats = runnable.segment, runnable.call.memory_analysis()
+            made = sum(program.values[v].nbytes for v in segment.outputs)
+            extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+            peak = max(peak, sum(alive.values()) + extra)
+            for v in segment.dies:
+                if v not in program.inputs or v in program.donated:
+                    alive.pop(v, None)
+            alive.update({v: program.values[v].nbytes for v in segment.outputs})
+        return peak
+
+
+class Execution:
+    """One step of one job in flight: the values that are alive, and how to run the next segment.
+
+    Segments may be run from different threads, each after the segments that it reads.
+    """
+
+    __slots__ = ("_compiled", "_env", "_fences")
+
+    def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
+        self._compiled = compiled
+        self._env: dict[int, Any] = dict(
+            zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
+        )
+        self._fences: dict[int, Any] = {}
+
+    def run(self, index: int) -> None:
+        """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
+        runnable = self._compiled.runnables[index]
+        segment, env = runnable.segment, self._env
+        args = [env[v] for v in segment.inputs]
+        if runnable.device is not None:
+            args = [_one_copy(x, runnable.device) for x in args]
+        outs = runnable.call(*args)
+        if runnable.device is None:
+            self._fences[index] = outs[-1]
+        elif runnable.shardings is not None:
+            outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
+        for v in segment.dies:
+            del env[v]
+        env.update(zip(segment.outputs, outs, strict=False))
+        if runnable.device is not None:
+            self._fences[index] = outs
+
+    def wait_inputs(self, index: int) -> None:
+        """Blocks until what a segment reads is computed. Raises the device's error."""
+        env = self._env
+        jax.block_until_ready([env[v] for v in self._compiled.program.segments[index].inputs])
+
+    def wait_outputs(self, index: int) -> None:
+        """Blocks until a segment that was run has ended. Raises the device's error."""
+        jax.block_until_ready(self._fences.pop(index))
+
+    def zero_inputs(self, index: int) -> None:
+        """Replaces all that a collective segment reads by zeros: the commit rule after a failure on this rank."""
+        program, device = self._compiled.program, self._compiled.runnables[index].device
+        for v in program.segments[index].inputs:
+            aval = program.values[v]
+            self._env[v] = jax.device_put(np.zeros(aval.shape, jnp.dtype(aval.dtype)), device)
+
+    def outputs(self) -> Any:
+        """The step's results as the user wrote them, once every segment was run. Does not wait for them."""
+        program = self._compiled.program
+        return jax.tree.unflatten(self._compiled.out_tree, [self._env[v] for v in program.outputs])
+
+
+def compile_program(
+    program: Program,
+    *,
+    inputs: Sequence[Any],
+    cache: ExecutableCache | None = None,
+    host_device: Any = None,
+    notify: Callable[[Segment], None] | None = None,
+) -> Compiled:
+    """Compiles every segment. Waits for XLA; communicates only where the wire must make a communicator.
+
+    Args:
+        program: A verified program that was cut from a traced step.
+        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding.
+        cache: Shared by everything that may be alike; a fresh one if None.
+        host_device: CPU device of collective segments; the first one if None.
+        notify: Told of each segment before it is compiled.
+    """
+    traced, cache = program.traced, cache or ExecutableCache()
+    wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
+    host = host_device or jax.local_devices(backend="cpu")[0]
+    sharding: dict[int, Any] = {v: None for v in program.inputs[: program.constants]}
+    sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
+    runnables = []
+    for segment in program.segments:
+        if notify is not None:
+            notify(segment)
+        places = tuple(sharding[v] for v in segment.inputs)
+        donate = _aliasable(program, segment)
+        key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, tuple(coords.items()), host,
+               wire)  # fmt: skip
+        if segment.kind == "compute":
+            make = _compute_maker(program, segment, places, donate, coords)
+            call = cache.get(key, make)
+            outs: Sequence[Any] = [None] * len(segment.outputs)
+            if any(p is not None for p in places):
+                outs = list(call.output_shardings)[: len(segment.outputs)]
+            runnables.append(Runnable(segment=segment, call=call))
+        else:
+            call = cache.get(key, _collective_maker(program, segment, wire, coords, host))
+            outs = _return_shardings(program, segment, sharding, host)
+            back = tuple(outs) if any(o is not None for o in outs) else None
+            runnables.append(Runnable(segment=segment, call=call, device=host, shardings=back))
+        sharding.update(zip(segment.outputs, outs, strict=True))
+    return Compiled(
+        program=program, runnables=tuple(runnables), constants=tuple(jnp.asarray(c) for c in traced.consts),
+        out_tree=traced.out_tree,
+    )  # fmt: skip
+
+
+def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:
+    """The open jaxpr with `axis_index` replaced by this rank's coordinates, inner jaxprs included."""
+    env: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = [env.get(a, a) if not isinstance(a, compat.Literal) else a for a in eqn.invars]
+        if eqn.primitive.name == "axis_index" and eqn.params["axis_name"] in coords:
+            (out,) = eqn.outvars
+            env[out] = compat.new_literal(np.int32(coords[eqn.params["axis_name"]]), out.aval)
+            continue
+        eqn = eqn.replace(invars=invars)
+        if any(True for _ in compat.sub_jaxprs(eqn)):
+            eqn = compat.map_sub_jaxprs(eqn, lambda j: bind_axis_index(j, coords))
+        eqns.append(eqn)
+    outvars = [env.get(a, a) if not isinstance(a, compat.Literal) else a for a in jaxpr.outvars]
+    return compat.replace_eqns(jaxpr, eqns, outvars)
+
+
+def _compute_maker(
+    program: Program, segment: Segment, places: Sequence[Any], donate: tuple[int, ...], coords: Mapping[str, int]
+) -> Callable[[], Any]:
+    def make() -> Any:
+        function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
+
+        def compute(*args: Any) -> list[Any]:
+            return [*function(*args), jnp.zeros((), jnp.uint32)]
+
+        compute.__name__ = f"{program.name}_{segment.index}"
+        return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*_structs(program, segment, places)).compile()
+
+    return make
+
+
+def _collective_maker(
+    program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int], host: Any
+) -> Callable[[], Any]:
+    def make() -> Any:
+        bound = compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords))
+        function = wire.lower(bound, dict(program.axes))
+
+        def collective(*args: Any) -> list[Any]:
+            return list(function(*args))
+
+        collective.__name__ = f"{program.name}_{segment.index}"
+        # Committed to the host's CPU device, so that it never occupies the accelerator.
+        places = [None if host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
+                  else SingleDeviceSharding(host)] * len(segment.inputs)  # fmt: skip
+        return jax.jit(collective, keep_unused=True).lower(*_structs(program, segment, places)).compile()
+
+    return make
+
+
+def _structs(program: Program, segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    structs = []
+    for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True):
+        weak = bool(getattr(var.aval, "weak_type", False))
+        structs.append(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=place, weak_type=weak))
+    return structs
+
+
+def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(program.values[v] for v in ids)
+
+
+def _aliasable(program: Program, segment: Segment) -> tuple[int, ...]:
+    """Positions of inputs that may be overwritten and that match an output, so that XLA can use all of them."""
+    free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
+    allowed = program.donates(segment)
+    taken = []
+    for position, v in enumerate(segment.inputs):
+        kind = (program.values[v].shape, program.values[v].dtype)
+        if v in allowed and free[kind]:
+            free[kind] -= 1
+            taken.append(position)
+    return tuple(taken)
+
+
+def _sharding(value: Any) -> Any:
+    """The sharding that an argument insists on: None where JAX may place it."""
+    sharding = getattr(value, "sharding", None)
+    if isinstance(value, jax.Array) and not getattr(value, "committed", False):
+        return None
+    return sharding
+
+
+def _one_copy(value: Any, device: Any) -> Any:
+    """One copy of a value on the host device; no copy is made where it is there already."""
+    if not isinstance(value, jax.Array):
+        return value
+    if value.sharding.is_fully_replicated:
+        value = value.addressable_data(0)
+    return value if value.devices() == {device} else jax.device_put(value, device)
+
+
+def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:
+    """Where each result of a collective segment goes: where the operand of its shape came from, else replicated."""
+    sources = [(program.values[v], sharding[v]) for v in segment.inputs]
+    placed = [s for _, s in sources if s is not None]
+    if not placed:
+        accelerator = jax.local_devices()[0]
+        return [None if accelerator == host else SingleDeviceSharding(accelerator)] * len(segment.outputs)
+    meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
+    fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
+    by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
+    return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

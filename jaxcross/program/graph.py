@@ -1,0 +1,104 @@
+"""The equations of a traced step as a graph: who makes and who reads each variable, and what goes on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.flatten import holds_exchange
+from jaxcross.program.segments import Exchange
+from jaxcross.program.trace import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The exchanges of one collective segment, and the light equations that stay between them (cut rule 4)."""
+
+    levels: tuple[tuple[int, ...], ...]
+    between: frozenset[int] = frozenset()
+
+    @property
+    def exchanges(self) -> tuple[int, ...]:
+        return tuple(i for level in self.levels for i in level)
+
+
+@dataclass(slots=True)
+class Graph:
+    """Who makes and who reads each variable, by equation index."""
+
+    traced: Traced
+    eqns: Sequence[Any] = field(init=False)
+    maker: dict[Any, int] = field(init=False)
+    readers: dict[Any, list[int]] = field(init=False)
+    wires: dict[int, tuple[Exchange, ...]] = field(init=False)
+    opaque: frozenset[int] = field(init=False)
+    level: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inner, _ = compat.open_jaxpr(self.traced.jaxpr)
+        self.eqns = inner.eqns
+        self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.readers = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+        self.wires, opaque = {}, set()
+        for i, eqn in enumerate(self.eqns):
+            found = exchanges_of(eqn, self.traced)
+            if found:
+                self.wires[i] = found
+                if self.traced.wire.recognise(eqn, self.traced.axes) is None:
+                    opaque.add(i)
+        self.opaque = frozenset(opaque)
+        self.level = []
+        for i in range(len(self.eqns)):
+            self.level.append(max((self.level[p] + (p in self.wires) for p in self.makers(i)), default=0))
+
+    def makers(self, i: int) -> list[int]:
+        """The equations whose results equation `i` reads."""
+        return [self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker]
+
+    def ancestors(self, of: Sequence[int], stop: Mapping[int, Any]) -> set[int]:
+        """Equations that `of` depend on, not looking past those in `stop`."""
+        seen: set[int] = set()
+        stack = [p for i in of for p in self.makers(i)]
+        while stack:
+            i = stack.pop()
+            if i not in seen and i not in stop:
+                seen.add(i)
+                stack.extend(self.makers(i))
+        return seen
+
+
+def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
+    """What one flat equation puts on the wire; a loop's exchanges carry the loop they stand in."""
+    found = traced.wire.recognise(eqn, traced.axes)
+    if found is not None:
+        return found
+    if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
+        return ()
+    loop = ("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")
+    inside: list[Exchange] = []
+    for jaxpr in compat.sub_jaxprs(eqn):
+        for inner in compat.open_jaxpr(jaxpr)[0].eqns:
+            for x in exchanges_of(inner, traced):
+                inside.append(
+                    Exchange(op=x.op, axes=x.axes, dtype=x.dtype, shape=x.shape, params=(*x.params, loop),
+                             source=x.source)
+                )  # fmt: skip
+    return tuple(inside)
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """The atoms that are no literals, each once, in order."""
+    return list(dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)))
+
+
+def nbytes(var: Any) -> int:
+    """Bytes of a variable's array."""
+    size = int(np.prod(var.aval.shape, dtype=np.int64))
+    return size * getattr(var.aval.dtype, "itemsize", 8)

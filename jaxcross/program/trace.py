@@ -1,0 +1,154 @@
+"""A train step and its arguments -> a flat jaxpr over the rank's own shards, with the axes bound.
+
+Tracing touches no device and speaks to no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import CutError
+from jaxcross.program.flatten import Choose, Flattener, Predicate, drop_unread
+from jaxcross.program.segments import Program, Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A step as one flat jaxpr.
+
+    Attributes:
+        name: Name of the step function.
+        axes: Axis name -> size, row-major over ranks.
+        jaxpr: Flat and closed over constants; its exchanges are top-level equations.
+        consts: Arrays that the step closed over, one for each of the jaxpr's leading inputs.
+        in_tree, out_tree: How arguments `(args, kwargs)` and results flatten.
+        in_avals: Abstract values of the flat arguments.
+        donated: Positions of flat arguments that the user gives away.
+        wire: What recognises and executes exchanges.
+        undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
+        whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    in_avals: tuple[Any, ...]
+    donated: frozenset[int]
+    wire: Wire
+    undecided: Predicate | None = None
+    choices: tuple[int, ...] = ()
+    whole: Any = field(default=None, repr=False)
+
+    def decide(self, choice: int) -> Traced:
+        """The variant of the step in which the first undecided `cond` takes branch `choice`."""
+        return _flatten(self, (*self.choices, choice))
+
+    def cut(self, cut: Any = "whole", **options: Any) -> Program:
+        """The step as a program; see `jaxcross.program.cut.cut`."""
+        from jaxcross.program.cut import cut as cut_traced
+
+        return cut_traced(self, cut=cut, **options)
+
+    def __str__(self) -> str:
+        return str(self.jaxpr)
+
+
+def trace(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    axes: Mapping[str, int],
+    wire: Wire,
+    donate_argnums: Sequence[int] = (),
+) -> Traced:
+    """Traces `step` once with `axes` bound. Does not wait, does not communicate.
+
+    Args:
+        step: Any function that JAX can trace, jitted or not.
+        args: Positional arguments: arrays, `jax.ShapeDtypeStruct`s or pytrees of them.
+        kwargs: Keyword arguments, likewise.
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
+        donate_argnums: Positional arguments whose arrays the step may overwrite.
+
+    Raises:
+        CutError: An argument leaf is no array, an axis name is unknown, or an exchange sits where it cannot be cut.
+    """
+    kwargs = dict(kwargs or {})
+    leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
+    for path, leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
+        if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
+            raise CutError(
+                f"argument `{_argument(path)}` of `{_name(step)}` holds a `{type(leaf).__name__}`, which is no array and"
+                " no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over it."
+            )
+    counts = [len(jax.tree.leaves(a)) for a in args]
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    donated = frozenset(p for n in donate_argnums for p in range(starts[n], starts[n + 1]))
+    avals = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else compat.aval_of(x) for x in leaves)
+    box = []
+
+    def flat_step(*flat: Any) -> list[Any]:
+        a, k = jax.tree.unflatten(in_tree, flat)
+        out, tree = jax.tree.flatten(step(*a, **k))
+        box.append(tree)
+        return out
+
+    try:
+        whole = jax.make_jaxpr(flat_step, axis_env=list(axes.items()))(*leaves)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise CutError(
+            f"`{_name(step)}` uses an axis that is not bound: {error}. The axes of this step are"
+            f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
+        ) from error
+    blank = Traced(
+        name=_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
+        donated=donated, wire=wire, whole=whole,
+    )  # fmt: skip
+    return _flatten(blank, ())
+
+
+def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
+    remaining, found = list(choices), []
+
+    def choose(predicate: Predicate) -> int:
+        if remaining:
+            return remaining.pop(0)
+        found.append(predicate)
+        return 0
+
+    inner, _ = compat.open_jaxpr(base.whole)
+    invars = [compat.new_var(v.aval) for v in inner.invars]
+    decide: Choose = choose
+    walker = Flattener(base.axes, base.wire, decide, invars, base.whole)
+    outs = walker.run(base.whole)
+    eqns = drop_unread(walker.eqns, outs)
+    read = {a for e in eqns for a in e.invars if not isinstance(a, compat.Literal)}
+    read |= {a for a in outs if not isinstance(a, compat.Literal)}
+    constvars = [v for v in walker.consts if v in read]
+    jaxpr = compat.make_jaxpr_of([*constvars, *invars], outs, eqns, base.whole)
+    return Traced(
+        name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
+        in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
+        undecided=found[0] if found else None, choices=choices, whole=base.whole,
+    )  # fmt: skip
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def _argument(path: Any) -> str:
+    which = path[0].idx  # 0: args, 1: kwargs
+    return ("args" if which == 0 else "kwargs") + jax.tree_util.keystr(path[1:])

@@ -1,0 +1,264 @@
+"""`crossover`: an ordinary train step -> one that is traced, cut, compiled, and run segment by segment."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, update_wrapper
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jaxcross import nnx
+from jaxcross._jax_compat import aval_of
+from jaxcross.errors import ExchangeError
+from jaxcross.program.agreement import disagreement
+from jaxcross.program.compile import Compiled, ExecutableCache
+from jaxcross.program.cut import BUCKET_BYTES, Cut
+from jaxcross.program.segments import Program
+from jaxcross.program.trace import Traced, trace
+from jaxcross.runtime import job as runtime
+from jaxcross.world import World, current
+
+_log = logging.getLogger("jaxcross")
+Axes = str | Mapping[str, int]
+
+
+def crossover(
+    step: Callable[..., Any] | None = None,
+    *,
+    axes: Axes,
+    cut: Cut = "whole",
+    bucket_bytes: int = BUCKET_BYTES,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Makes a train step run over MPI, its exchanges apart from its computation.
+
+    Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges and returns
+    arrays that may still be computed. Called by a job of a `Runner`, its segments take turns with other jobs'.
+    Every rank must call it the same number of times with equal shapes; results that the step makes by exchanges are
+    the same on every rank.
+
+    Args:
+        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or `shard_map`.
+            Decorates if left out.
+        axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
+        cut: `"whole"`: compute, exchange, compute. A number or `"auto"`: also where gradients become ready.
+        bucket_bytes: Exchanges smaller than this share buffers up to this size.
+        donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again.
+        static_argnums: Positional arguments that are no arrays; each value compiles anew.
+
+    Raises:
+        CutError: (when called) the step cannot be traced or cut.
+        ExchangeError: (when called) ranks disagree about the step's exchanges.
+
+    Example:
+        >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
+        ... def train_step(params, batch):
+        ...     grads = jax.lax.pmean(jax.grad(loss)(params, batch), "batch")
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    """
+    if step is None:
+        return partial(
+            crossover, axes=axes, cut=cut, bucket_bytes=bucket_bytes, donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+        )  # fmt: skip
+    if not callable(step):
+        raise TypeError(f"crossover takes a function, not `{type(step).__name__}`")
+    return Step(step, axes, cut, bucket_bytes, _numbers(donate_argnums), _numbers(static_argnums))
+
+
+class Step:
+    """A step under `crossover`. See there."""
+
+    def __init__(
+        self, step: Callable[..., Any], axes: Axes, cut: Cut, bucket_bytes: int, donate: tuple[int, ...],
+        static: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        update_wrapper(self, step, updated=())
+        self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
+        self.donate, self.static = donate, static
+        self._roots = ExecutableCache()  # (structure, types) of the arguments -> _Node
+        self._last: tuple[Any, Any, _Node] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. See `crossover`."""
+        world = current()
+        if nnx.holds_objects(args, kwargs):
+            return nnx.call(self, args, kwargs)
+        function, args = self._bind_static(args)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        compiled, first = self._compiled(world, function, args, kwargs, leaves, tree)
+        self._check_alive(leaves, args, kwargs)
+        job = runtime.current_job()
+        if job is not None:
+            return job.call(compiled, leaves)
+        runtime.check_not_stray(self.__name__)
+        if first:
+            _agree(world, compiled.program)
+        return _alone(world, compiled, leaves)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """The step traced for these arguments. Does not compile, wait or communicate."""
+        world = current()
+        function, args = self._bind_static(args)
+        return self._trace(world, function, args, kwargs)
+
+    def _trace(self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        mesh = world.mesh(self.axes)
+        donate = [n - sum(s < n for s in self.static) for n in self.donate]
+        return trace(function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate)
+
+    def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if not self.static:
+            return self.step, tuple(args)
+        fixed = {n: args[n] for n in self.static if n < len(args)}
+
+        def bound(*rest: Any, **kwargs: Any) -> Any:
+            left = iter(rest)
+            return self.step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
+
+        bound.__name__ = self.__name__
+        bound.static = tuple(fixed.items())  # type: ignore[attr-defined]
+        return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
+
+    def _compiled(
+        self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        leaves: list[Any], tree: Any,
+    ) -> tuple[Compiled, bool]:  # fmt: skip
+        kinds = [_kind(x) for x in leaves]
+        static = getattr(function, "static", ())
+        last = self._last
+        if last is not None and last[0] == (tree, static) and last[1] == kinds:
+            return last[2].choose(leaves)
+        changed = last is not None
+        key = (tree, static, tuple(kinds), id(world))
+
+        def make() -> _Node:
+            if changed:
+                self._notice_change(last, kinds, args, kwargs)
+            return _Node(traced=self._trace(world, function, args, kwargs), step=self, leaves=tuple(leaves), world=world)
+
+        node = self._roots.get(key, make)
+        self._last = ((tree, static), kinds, node)
+        return node.choose(leaves)
+
+    def _notice_change(self, last: Any, kinds: list[Any], args: Any, kwargs: Any) -> None:
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
+        where = "the structure of its arguments changed"
+        if len(last[1]) == len(kinds):
+            for path, old, new in zip(paths, last[1], kinds, strict=False):
+                if old != new:
+                    where = f"argument {path} was {old[0].str_short()}, is {new[0].str_short()}"
+                    break
+        if not getattr(self, "_noticed", False):
+            self._noticed = True
+            _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, where)
+
+    def _check_alive(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
+                raise ValueError(
+                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the state that"
+                    " the step returned, or leave it out of donate_argnums."
+                )
+
+
+@dataclass(slots=True)
+class _Node:
+    """A traced step and its executables; with a `cond` that the host decides, one child a branch."""
+
+    traced: Traced
+    step: Step
+    leaves: tuple[Any, ...]
+    world: World
+    children: ExecutableCache = field(default_factory=ExecutableCache)
+    predicate: Any = None
+    compiled: Compiled | None = None
+    used: bool = False
+
+    def __post_init__(self) -> None:
+        if self.traced.undecided is not None:
+            cpu = jax.local_devices(backend="cpu")[0]
+            evaluate = jax.jit(jaxpr_as_fun(self.traced.undecided.jaxpr))
+            positions = self.traced.undecided.inputs
+
+            def predicate(leaves: Sequence[Any]) -> int:
+                with jax.default_device(cpu):
+                    (index,) = evaluate(*(np.asarray(leaves[p]) for p in positions))
+                return int(index)
+
+            self.predicate = predicate
+            return
+        program = self.traced.cut(self.step.cut, bucket_bytes=self.step.bucket_bytes)
+        _advise(program)
+        self.compiled = program.compile(self.leaves, cache=self.world.executables)
+        self.leaves = ()
+
+    def choose(self, leaves: Sequence[Any]) -> tuple[Compiled, bool]:
+        """The executables for these arguments, and whether they are used for the first time."""
+        if self.compiled is not None:
+            first, self.used = not self.used, True
+            return self.compiled, first
+        index = min(max(self.predicate(leaves), 0), self.traced.undecided.branches - 1)  # type: ignore[union-attr]
+
+        def make() -> _Node:
+            return _Node(traced=self.traced.decide(index), step=self.step, leaves=tuple(leaves), world=self.world)
+
+        return self.children.get(index, make).choose(leaves)
+
+
+def _advise(program: Program) -> None:
+    """Says what is legal but rarely meant."""
+    if not program.exchanges:
+        axes = ", ".join(f"`{n}`" for n, _ in program.axes)
+        warnings.warn(
+            f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a train step, it lacks"
+            ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
+            stacklevel=2,
+        )
+    loops = {x.source: dict(x.params)["loop"] for x in program.exchanges if "loop" in dict(x.params)}
+    for source, loop in loops.items():
+        _log.warning(
+            "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
+            " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
+        )  # fmt: skip
+
+
+def _agree(world: World, program: Program) -> None:
+    """Makes sure that all ranks are about to make the same exchanges. Waits for all ranks; the same on each."""
+    own = program.exchange_hash()
+    low, high = world.control.allreduce_min(np.array([own, -own], np.int64))
+    if low != -high:
+        raise ExchangeError(disagreement(program.name, world.control.allgather_text(program.exchange_signature())))
+
+
+def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
+    """One step without lanes: segments in program order from this thread."""
+    execution = compiled.execution(leaves)
+    for segment in compiled.program.segments:
+        if segment.kind == "compute":
+            execution.run(segment.index)
+            continue
+        execution.wait_inputs(segment.index)
+        with world.watching(job=compiled.program.name, step=0, segment=segment.index, what=segment.exchanges[0].op):
+            execution.run(segment.index)
+            execution.wait_outputs(segment.index)
+    return execution.outputs()
+
+
+def _kind(leaf: Any) -> Any:
+    """What a recompilation depends on."""
+    if isinstance(leaf, jax.Array):
+        return leaf.aval, leaf.sharding if leaf.committed else None
+    return aval_of(leaf), None
+
+
+def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
