@@ -1,0 +1,163 @@
+"""The part of the interleaver's state that every rank shares, and the order of the exchange lane that follows from it.
+
+Nothing in here is told of a clock, a device or anything else that only one rank knows. It changes by two things, both
+the same on all ranks: a slot of the exchange lane was done, and what a vote said. So `slot()` names the same next
+slot on all ranks, although they ask at different times.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.vote import JobVerdict, Verdict
+
+SlotKind = Literal["exchange", "vote", "compare", "sync", "done"]
+OutcomeKind = Literal["committed", "admitted", "ended", "stopped", "compare", "sync", "batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The next thing on the exchange lane.
+
+    `job` of a vote is the job whose turn it is where no exchange remains: then a rank may take its time (`lazy`).
+    """
+
+    kind: SlotKind
+    job: int = -1
+    segment: int = -1
+    lazy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One thing that a vote decided about one job."""
+
+    kind: OutcomeKind
+    job: int
+
+
+@dataclass(slots=True)
+class Stream:
+    """How far all ranks are known to be with one stream of batches."""
+
+    prepared: int = 0
+    limit: int | None = None
+
+
+@dataclass(slots=True)
+class SharedJob:
+    """What all ranks know of a job."""
+
+    step: int = 0  # committed steps
+    remaining: deque[int] | None = None  # exchanges of the admitted step that are still to be made
+    finished: bool = False
+    streams: dict[int, Stream] = field(default_factory=dict)
+
+
+class Agreed:
+    """Merges the jobs' exchanges, one at a time, and places the votes between them."""
+
+    def __init__(self, jobs: int, policy: Policy) -> None:
+        self.jobs = [SharedJob() for _ in range(jobs)]
+        self.policy = policy
+        self.turn = jobs - 1
+        self.commit: int | None = None  # the job whose step's last exchange was just made
+        self.voted = False  # since the last exchange
+        self.stopping = False
+        self.queue: deque[Slot] = deque()  # comparisons and syncs: they go before everything but a commit
+
+    def running(self) -> tuple[int, ...]:
+        """The unfinished jobs that the policy lets run now."""
+        return self.policy.running([job.finished for job in self.jobs])
+
+    def slot(self) -> Slot:
+        """The next slot of the exchange lane, on every rank."""
+        if self.commit is not None:
+            return Slot("vote")
+        if self.queue:
+            return self.queue[0]
+        running = self.running()
+        if not running:
+            return Slot("done")
+        pending = [job for job in running if self.jobs[job].remaining]
+        job = self.policy.next(self.turn, running, len(self.jobs))
+        if not pending:
+            return Slot("vote", job, lazy=True)
+        if not self.jobs[job].remaining:
+            # An idle job's turn: ask at once whether it has come back, but never twice between two exchanges.
+            if not self.voted:
+                return Slot("vote")
+            job = self.policy.next(self.turn, pending, len(self.jobs))
+        remaining = self.jobs[job].remaining
+        assert remaining
+        return Slot("exchange", job, remaining[0])
+
+    def exchange_done(self, job: int) -> None:
+        """The slot `Slot("exchange", job, ...)` is over."""
+        remaining = self.jobs[job].remaining
+        assert remaining
+        remaining.popleft()
+        self.turn, self.voted = job, False
+        if not remaining:
+            self.commit = job
+
+    def queued_done(self) -> Slot:
+        """The comparison or sync at the head of the queue is over."""
+        return self.queue.popleft()
+
+    def apply(self, verdict: Verdict, called: Mapping[int, Sequence[int] | str]) -> list[Outcome]:
+        """The vote is over. `called` says what each job waits for here: the collective segments of the step it called,
+        "end", "sync" or "batch". Read only for jobs that wait at the same point on all ranks, hence equal on all."""
+        committing, self.commit, self.voted = self.commit, None, True
+        self.stopping |= verdict.stop
+        outcomes: list[Outcome] = []
+        running = self.running()
+        for number, job in enumerate(self.jobs):
+            if job.finished or number not in running:
+                # A job whose turn to start has not come; it is stopped with the others.
+                if self.stopping and not job.finished:
+                    job.finished = True
+                    outcomes.append(Outcome("stopped", number))
+                continue
+            said = verdict.jobs[number]
+            if self._hear_of_batches(job, said):
+                outcomes.append(Outcome("batches", number))
+            if job.remaining:
+                continue
+            if not said.good or (said.waiting and not said.agreed):
+                job.remaining, job.finished = None, True
+                self.queue.append(Slot("compare", number))
+                outcomes.append(Outcome("compare", number))
+                continue
+            if number == committing:
+                job.step, job.remaining = job.step + 1, None
+                outcomes.append(Outcome("committed", number))
+            what = called.get(number) if said.waiting else None
+            if what == "end":
+                job.finished = True
+                outcomes.append(Outcome("ended", number))
+            elif self.stopping:
+                job.finished = True
+                outcomes.append(Outcome("stopped", number))
+            elif what == "sync":
+                self.queue.append(Slot("sync", number))
+                outcomes.append(Outcome("sync", number))
+            elif what is not None and not isinstance(what, str):
+                job.remaining = deque(what)
+                outcomes.append(Outcome("admitted", number))
+        return outcomes
+
+    @staticmethod
+    def _hear_of_batches(job: SharedJob, said: JobVerdict) -> bool:
+        if said.stream is None or said.stream < 0:
+            return False
+        stream = job.streams.setdefault(said.stream, Stream())
+        before = (stream.prepared, stream.limit)
+        stream.prepared = max(stream.prepared, said.prepared)
+        if said.limit is not None:
+            stream.limit = said.limit
+        return before != (stream.prepared, stream.limit)

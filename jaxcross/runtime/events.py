@@ -1,0 +1,85 @@
+"""What the driver tells whoever listens: one span for each thing a lane did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One interval on one rank, in that rank's `time.monotonic_ns`.
+
+    Attributes:
+        rank: The rank that measured it.
+        job: Name of the job, or "" for what belongs to no job (a vote).
+        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first step.
+        segment: Index of the segment in its program, -1 for none.
+        kind: What was done. `input` is the preparation of a batch, `host` a job's own work.
+        lane: Number of the lane of that kind.
+        start_ns: When it began. For compute: when the device could begin it.
+        end_ns: When its outputs were there.
+        ready_ns: When its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
+        nbytes: Bytes handed to the wire (collective), or held by the batch (input).
+        label: Free text; an exchange held back by an emulated link is labelled `emulated`.
+    """
+
+    rank: int
+    job: str
+    step: int
+    segment: int
+    kind: SpanKind
+    lane: int
+    start_ns: int
+    end_ns: int
+    ready_ns: int
+    nbytes: int = 0
+    label: str = ""
+
+
+class Instrument:
+    """Base of everything that listens to a run. A hook that is not overridden is never called.
+
+    Hooks are called from lane and job threads, one at a time for each thread: they must be quick and thread-safe, and
+    must not raise.
+    """
+
+    def span(self, span: Span) -> None:
+        """Called when something ended on this rank."""
+
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+        """Called with a fact for a person: `kind` is `status`, `loss`, `done` or `failed`."""
+
+
+class Listeners:
+    """The hooks of several instruments, without those that nobody overrides."""
+
+    def __init__(self, instruments: Iterable[Instrument] = ()) -> None:
+        instruments = tuple(instruments)
+        self._span = tuple(i.span for i in instruments if type(i).span is not Instrument.span)
+        self._note = tuple(i.note for i in instruments if type(i).note is not Instrument.note)
+
+    def span(self, span: Span) -> None:
+        for hook in self._span:
+            hook(span)
+
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+        for hook in self._note:
+            hook(job=job, kind=kind, step=step, value=value)
+
+
+class SpanLog(Instrument):
+    """Keeps every span and note in order of arrival. Appending to a list is atomic in CPython."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.notes: list[tuple[str, str, int, float | str | None]] = []
+
+    def span(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
+        self.notes.append((job, kind, step, value))

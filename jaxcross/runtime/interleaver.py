@@ -1,0 +1,437 @@
+"""Decides what each lane does next. A pure state machine: events in, instructions out.
+
+It has no thread, no clock, and knows neither JAX nor MPI. One class serves `Sequential`, `RoundRobin` and simulators:
+`handle` is its only mutator and `check` states what must always hold.
+
+**Compute lane.** Its order is this rank's own affair. Up to `depth` segments are on the device; whenever fewer are, and
+any job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A compute
+segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are done and,
+if it consumes the step's input state, the step is committed.
+
+**Exchange lane.** Its order is the same on all ranks, because it follows from `Agreed` alone. What a rank does decide
+is *when* it begins the next slot:
+
+- an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
+- a commit vote, the vote for an idle job's turn, a comparison, a sync: at once;
+- the vote while no exchange remains (`lazy`): at once if the job whose turn it is has something to say here, else when
+  the driver's patience is over.
+
+**Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
+other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction every
+slot ends. For all but exchanges the claim is the list above; patience is bounded, and asked for once a slot. An exchange
+waits for its producers: compute segments that neither need an exchange that comes later nor a commit (`Outline` refuses
+both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict which *jobs* run,
+never which segments of a running job, so an admitted step is never held back.
+
+**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here. If it does so on all
+ranks the vote changes something: it admits, ends, grants or ejects. Otherwise a rank without news paces the vote by
+its patience.
+
+**Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
+so in the commit vote; nobody then runs the segments that would overwrite the step's input state. A rank that fails
+between steps says so in any vote. In both cases all ranks compare texts in the next slot and finish the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.agreed import Agreed, Outcome, Slot
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.vote import Ballot, JobBallot, Verdict, point_hash
+
+_MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
+
+PointKind = Literal["step", "batch", "sync", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a job's thread waits to do together with all ranks."""
+
+    kind: PointKind
+    hash: int
+    text: str
+    index: int = -1
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a step on this rank."""
+
+    number: int
+    outline: Outline
+    waiting: list[int]  # compute segments not yet issued, in order
+    issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
+    dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
+    exchanged: set[int] = field(default_factory=set)
+    admitted: bool = False
+    committed: bool = False
+
+    def ready(self) -> int | None:
+        """The first compute segment that may go to the lane."""
+        for segment in self.waiting:
+            if segment in self.outline.after_commit and not self.committed:
+                continue
+            if all(need in self.issued or need in self.exchanged for need in self.outline.needs[segment]):
+                return segment
+        return None
+
+    def complete(self) -> bool:
+        """Whether the caller can have its results."""
+        return (
+            not self.waiting
+            and len(self.dispatched) + len(self.exchanged) == len(self.outline.kinds)
+            and (self.committed or not self.outline.collectives)
+        )
+
+
+@dataclass(slots=True)
+class _Job:
+    """What this rank alone knows of a job."""
+
+    started: bool = False
+    call: _Call | None = None
+    calls: int = 0
+    waits: bool = False  # the thread waits for an answer
+    point: Point | None = None  # and for the other ranks
+    failed: str | None = None
+    returned: bool = False  # its function returned
+    closed: bool = False  # told to raise from now on
+    stream: int = -1
+    syncs: int = 0
+    prepared: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, int] = field(default_factory=dict)
+
+
+class Interleaver:
+    """The state of one rank's run of several jobs.
+
+    Args:
+        jobs: How many jobs there are, the same on all ranks.
+        policy: Whose turn it is, the same on all ranks.
+        depth: How many compute segments may be on the device at once.
+    """
+
+    def __init__(self, jobs: int, policy: Policy, depth: int = 2) -> None:
+        if jobs < 1 or depth < 1:
+            raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
+        self.agreed = Agreed(jobs, policy)
+        self.depth = depth
+        self._jobs = [_Job() for _ in range(jobs)]
+        self._turn = jobs - 1
+        self._on_device: set[tuple[int, int, int]] = set()
+        self._slot: Slot | None = None  # the slot of the exchange lane in progress
+        self._patient = False  # patience was asked for, for the coming slot
+        self._fruitless = 0  # votes in a row that changed nothing
+        self._stop = False
+        self._out: list[m.Instruction] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether every job is over on every rank and the exchange lane was told so."""
+        return self._slot is not None and self._slot.kind == "done"
+
+    def step(self, job: int) -> int:
+        """How many steps of the job are committed."""
+        return self.agreed.jobs[job].step
+
+    def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
+        """Takes note of an event and says what follows from it. Neither waits nor communicates."""
+        match event:
+            case m.StepCalled():
+                self._step_called(event)
+            case m.SegmentDispatched(job, call, segment):
+                if (current := self._current(job, call)) is not None:
+                    current.dispatched.add(segment)
+            case m.SegmentCompleted(job, call, segment):
+                self._on_device.discard((job, call, segment))
+            case m.SegmentFailed(job, call, segment, text):
+                self._on_device.discard((job, call, segment))
+                self._fail(job, text)
+            case m.ExchangeDone(job, segment):
+                self._exchange_done(job, segment)
+            case m.VoteDone(verdict):
+                self._expect("vote")
+                self._vote_done(verdict)
+            case m.TextsCompared(job, texts):
+                self._expect("compare", job)
+                self.agreed.queued_done()
+                self._close(job, "failed", texts)
+            case m.SyncWanted(job, label):
+                mine = self._jobs[job]
+                mine.syncs += 1
+                self._wait_at(job, Point("sync", point_hash("sync", label, mine.syncs), label))
+            case m.SyncDone(job):
+                self._expect("sync", job)
+                self.agreed.queued_done()
+                self._answer(job, m.SyncReturned(job))
+            case m.BatchWanted(job, stream, index):
+                self._jobs[job].stream = stream
+                text = f"asked for batch {index + 1} of data {stream + 1}"
+                self._wait_at(job, Point("batch", point_hash("batch", stream, index), text, index))
+                self._grant_batch(job)
+            case m.BatchPrepared(job, stream, count):
+                self._jobs[job].prepared[stream] = count
+            case m.StreamEnded(job, stream, count):
+                self._jobs[job].limits[stream] = count
+            case m.JobReturned(job):
+                self._jobs[job].returned = True
+            case m.JobRaised(job, text):
+                self._fail(job, text)
+            case m.StopRequested():
+                self._stop = True
+            case m.PatienceElapsed():
+                self._begin_slot(patience_over=True)
+            case m.RunStarted():
+                self._start_jobs()
+            case _:
+                raise InternalError(f"the interleaver does not know the event {event!r}")
+        self._return_steps()
+        self._end_jobs()
+        self._fill_compute_lane()
+        self._begin_slot()
+        out, self._out = tuple(self._out), []
+        return out
+
+    # Jobs.
+
+    def _start_jobs(self) -> None:
+        for job in self.agreed.running():
+            if not self._jobs[job].started:
+                self._jobs[job].started = True
+                self._out.append(m.StartJob(job))
+
+    def _current(self, job: int, call: int) -> _Call | None:
+        current = self._jobs[job].call
+        return current if current is not None and current.number == call else None
+
+    def _step_called(self, event: m.StepCalled) -> None:
+        job, mine, outline = event.job, self._jobs[event.job], event.outline
+        if mine.call is not None or mine.waits:
+            raise InternalError(f"job {job} called a step before its last call returned")
+        mine.calls += 1
+        compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
+        mine.call = _Call(number=mine.calls, outline=outline, waiting=compute)
+        text = f"called step {self.step(job) + 1}\n{outline.text}"
+        point = Point("step", point_hash("step", outline.signature), text) if outline.collectives else None
+        self._wait_at(job, point)
+
+    def _wait_at(self, job: int, point: Point | None) -> None:
+        mine = self._jobs[job]
+        mine.waits, mine.point = True, point
+        if mine.closed and point is not None and point.kind == "end":
+            mine.waits, mine.point = False, None  # the thread is gone, and was told already
+        elif mine.closed:
+            self._answer(job, m.Raised(job))
+
+    def _answer(self, job: int, instruction: m.Instruction) -> None:
+        mine = self._jobs[job]
+        mine.waits, mine.point = False, None
+        if isinstance(instruction, m.StepReturned | m.Raised):
+            mine.call = None
+        self._out.append(instruction)
+
+    def _grant_batch(self, job: int) -> None:
+        mine = self._jobs[job]
+        stream = self.agreed.jobs[job].streams.get(mine.stream)
+        if stream is None or mine.point is None or mine.point.kind != "batch" or mine.failed is not None:
+            return
+        if mine.point.index < stream.prepared:
+            self._answer(job, m.BatchGranted(job, True))
+        elif stream.limit is not None and mine.point.index >= stream.limit:
+            self._answer(job, m.BatchGranted(job, False))
+
+    def _fail(self, job: int, text: str) -> None:
+        mine = self._jobs[job]
+        if mine.failed is None and not mine.closed:
+            mine.failed = text
+        if mine.call is not None:
+            mine.call.waiting.clear()
+
+    def _close(self, job: int, how: Literal["ended", "failed", "stopped"], texts: tuple[str, ...] = ()) -> None:
+        mine = self._jobs[job]
+        ended = mine.point is not None and mine.point.kind == "end"
+        mine.closed = True
+        self._out.append(m.JobFinished(job, how, texts))
+        if mine.call is not None:
+            mine.call.waiting.clear()
+        if mine.waits and not ended:
+            self._answer(job, m.Raised(job))
+        mine.waits, mine.point = False, None
+
+    def _return_steps(self) -> None:
+        for job, mine in enumerate(self._jobs):
+            if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
+                self._answer(job, m.StepReturned(job, self.step(job)))
+
+    def _end_jobs(self) -> None:
+        """Offers the end of jobs whose function returned, once nothing of theirs can fail on the device any more."""
+        for job, mine in enumerate(self._jobs):
+            if mine.returned and not any(key[0] == job for key in self._on_device):
+                mine.returned = False
+                self._wait_at(job, Point("end", point_hash("end"), "ended"))
+
+    # The compute lane.
+
+    def _fill_compute_lane(self) -> None:
+        while len(self._on_device) < self.depth:
+            ready: dict[int, int] = {}
+            for job, mine in enumerate(self._jobs):
+                if mine.call is not None and mine.failed is None and not mine.closed:
+                    segment = mine.call.ready()
+                    if segment is not None:
+                        ready[job] = segment
+            if not ready:
+                return
+            job = self.agreed.policy.next(self._turn, ready, len(self._jobs))
+            call, segment = self._jobs[job].call, ready[job]
+            assert call is not None
+            call.waiting.remove(segment)
+            call.issued.add(segment)
+            self._turn = job
+            self._on_device.add((job, call.number, segment))
+            # Work without exchanges happens between two steps; the others make the next one.
+            step = self.step(job) + (1 if call.outline.collectives and not call.committed else 0)
+            self._out.append(m.Dispatch(job, call.number, step, segment))
+
+    # The exchange lane.
+
+    def _expect(self, kind: str, job: int = -1) -> None:
+        slot, self._slot = self._slot, None
+        if slot is None or slot.kind != kind or (job >= 0 and slot.job != job):
+            raise InternalError(f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}")
+
+    def _begin_slot(self, patience_over: bool = False) -> None:
+        if self._slot is not None:
+            return
+        slot = self.agreed.slot()
+        instruction: m.Instruction
+        if slot.kind == "exchange":
+            mine = self._jobs[slot.job]
+            call = mine.call
+            if call is None:
+                raise InternalError(f"job {slot.job} has an admitted step but no call")
+            needs = call.outline.needs[slot.segment]
+            zero = mine.failed is not None
+            if not zero and not all(need in call.dispatched or need in call.exchanged for need in needs):
+                return
+            instruction = m.RunExchange(slot.job, call.number, self.step(slot.job) + 1, slot.segment, zero)
+        elif slot.kind == "vote":
+            if slot.lazy and not patience_over and not self._has_something_to_say(slot.job):
+                if not self._patient:
+                    self._patient = True
+                    self._out.append(m.BePatient(self._fruitless))
+                return
+            instruction = m.CastVote(self._ballot())
+        elif slot.kind == "compare":
+            instruction = m.CompareTexts(slot.job, self._text(slot.job))
+        elif slot.kind == "sync":
+            instruction = m.RunSync(slot.job)
+        else:
+            instruction = m.Finish()
+        self._slot, self._patient = slot, False
+        self._out.append(instruction)
+
+    def _has_something_to_say(self, job: int) -> bool:
+        mine = self._jobs[job]
+        if mine.failed is not None or self._stop:
+            return True
+        if mine.point is None or mine.point.kind != "batch":
+            return mine.point is not None
+        prepared, limit = mine.prepared.get(mine.stream, 0), mine.limits.get(mine.stream)
+        return prepared > mine.point.index or (limit is not None and limit <= mine.point.index)
+
+    def _ballot(self) -> Ballot:
+        return Ballot(
+            stop=self._stop,
+            jobs=tuple(
+                JobBallot(
+                    point=mine.point.hash if mine.point is not None else None,
+                    good=mine.failed is None,
+                    stream=mine.stream,
+                    prepared=mine.prepared.get(mine.stream, 0),
+                    limit=mine.limits.get(mine.stream),
+                )
+                for mine in self._jobs
+            ),
+        )
+
+    def _text(self, job: int) -> str:
+        mine = self._jobs[job]
+        if mine.failed is not None:
+            return f"failed\n{mine.failed}"
+        return f"{mine.point.kind}\n{mine.point.text}" if mine.point is not None else ""
+
+    def _exchange_done(self, job: int, segment: int) -> None:
+        self._expect("exchange", job)
+        call = self._jobs[job].call
+        if call is None:
+            raise InternalError(f"job {job} made an exchange but has no call")
+        call.exchanged.add(segment)
+        self.agreed.exchange_done(job)
+
+    def _vote_done(self, verdict: Verdict) -> None:
+        called = {job: self._called(mine) for job, mine in enumerate(self._jobs) if mine.point is not None}
+        outcomes = self.agreed.apply(verdict, called)
+        self._fruitless = 0 if outcomes else min(self._fruitless + 1, _MOST_PATIENT)
+        for outcome in outcomes:
+            self._follow(outcome)
+        self._start_jobs()
+
+    @staticmethod
+    def _called(mine: _Job) -> tuple[int, ...] | str:
+        assert mine.point is not None
+        if mine.point.kind != "step":
+            return mine.point.kind
+        assert mine.call is not None
+        return mine.call.outline.collectives
+
+    def _follow(self, outcome: Outcome) -> None:
+        job, call = outcome.job, self._jobs[outcome.job].call
+        if outcome.kind == "admitted":
+            assert call is not None
+            call.admitted = True
+            self._jobs[job].point = None
+        elif outcome.kind == "committed":
+            assert call is not None
+            call.committed = True
+        elif outcome.kind == "ended" or outcome.kind == "stopped":
+            self._close(job, outcome.kind)
+        elif outcome.kind == "batches":
+            self._grant_batch(job)
+
+    # What must always hold.
+
+    def check(self) -> None:
+        """Raises InternalError if the state contradicts itself. Called by tests after every event."""
+
+        def must(holds: bool, what: str) -> None:
+            if not holds:
+                raise InternalError(f"interleaver: {what}")
+
+        must(len(self._on_device) <= self.depth, f"{len(self._on_device)} segments on a lane of depth {self.depth}")
+        must(not self._out, "instructions were left behind")
+        for job, (mine, shared) in enumerate(zip(self._jobs, self.agreed.jobs, strict=True)):
+            call = mine.call
+            must(call is None or mine.waits, f"job {job} has a call that nobody waits for")
+            admitted = call is not None and call.admitted
+            must(not shared.remaining or admitted, f"job {job} has exchanges left of no admitted step")
+            if call is None:
+                continue
+            must(call.dispatched <= call.issued, f"job {job}: dispatched what was not issued")
+            must(not call.issued & set(call.waiting), f"job {job}: a segment both issued and waiting")
+            after = call.issued & call.outline.after_commit
+            must(call.committed or not after, f"job {job}: segments {after} ran before the commit")
+            for segment in call.issued | call.exchanged:
+                needs = call.outline.needs[segment]
+                met = all(need in call.issued or need in call.exchanged for need in needs)
+                must(met or mine.failed is not None, f"job {job}: segment {segment} ran before its needs")
+        if len(self._on_device) < self.depth:
+            for job, mine in enumerate(self._jobs):
+                idle = mine.call is not None and mine.failed is None and not mine.closed and mine.call.ready() is not None
+                must(not idle, f"job {job} has a ready segment but the compute lane is not full")

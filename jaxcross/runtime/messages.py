@@ -1,0 +1,256 @@
+"""What goes into the interleaver (events) and what comes out (instructions). Plain data.
+
+`job` is a job's number, `call` counts a job's calls of any step on this rank: it tells a late completion of one
+call from the next call's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.vote import Ballot, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted(Event):
+    """The lanes stand ready. Sent once, first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested(Event):
+    """A person wants all jobs to stop, on all ranks, between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatienceElapsed(Event):
+    """The time asked for by `BePatient` is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalled(Event):
+    """A job's thread called a step; answered by `StepReturned` or `Raised`."""
+
+    job: int
+    outline: Outline
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWanted(Event):
+    """A job's thread wants batch `index` of a stream; answered by `BatchGranted` or `Raised`."""
+
+    job: int
+    stream: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWanted(Event):
+    """A job's thread wants to communicate on the exchange lane; answered by `SyncReturned` or `Raised`."""
+
+    job: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrepared(Event):
+    """`count` batches of a stream are or were ready on this rank."""
+
+    job: int
+    stream: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded(Event):
+    """A stream has `count` batches in all on this rank."""
+
+    job: int
+    stream: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobReturned(Event):
+    """A job's function returned."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRaised(Event):
+    """A job's function, or its data, raised."""
+
+    job: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDispatched(Event):
+    """A compute segment was handed to the device: its outputs exist as promises."""
+
+    job: int
+    call: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCompleted(Event):
+    """A compute segment's outputs are computed."""
+
+    job: int
+    call: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFailed(Event):
+    """A segment raised, when dispatched or later. A compute segment has then left the lane; an exchange is still
+    made, with zeros, and reported by `ExchangeDone`."""
+
+    job: int
+    call: int
+    segment: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeDone(Event):
+    """A collective segment's outputs are there."""
+
+    job: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class VoteDone(Event):
+    """The vote's outcome."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class TextsCompared(Event):
+    """Every rank's text about a job, by rank."""
+
+    job: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncDone(Event):
+    """What the job wanted to communicate is done."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Something for the driver to do, in the order given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob(Instruction):
+    """Start the job's thread."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch(Instruction):
+    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed."""
+
+    job: int
+    call: int
+    step: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunExchange(Instruction):
+    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs. `zero`: with zeros, at once."""
+
+    job: int
+    call: int
+    step: int
+    segment: int
+    zero: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CastVote(Instruction):
+    """Exchange lane: all-reduce the ballot."""
+
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class CompareTexts(Instruction):
+    """Exchange lane: gather every rank's text about a job that cannot go on."""
+
+    job: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSync(Instruction):
+    """Exchange lane: do what the job's thread asked for."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class BePatient(Instruction):
+    """Exchange lane: nothing to do; report after a while that grows with `level`, unless told otherwise before."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(Instruction):
+    """Exchange lane: every job is finished on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReturned(Instruction):
+    """Answer: all of the step's segments were dispatched. `step` is the job's number of committed steps."""
+
+    job: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGranted(Instruction):
+    """Answer: take the batch, or (`more` false) the loop ends here on every rank."""
+
+    job: int
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReturned(Instruction):
+    """Answer: the communication was done."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raised(Instruction):
+    """Answer: the job is finished, its thread must raise (the reason came with `JobFinished`)."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished(Instruction):
+    """The job is over on every rank. `texts` by rank if it failed."""
+
+    job: int
+    how: Literal["ended", "failed", "stopped"]
+    texts: tuple[str, ...] = ()

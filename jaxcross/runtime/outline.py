@@ -1,0 +1,42 @@
+"""An outline is all that the interleaver knows of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Kinds and dependences of a program's segments. Compare by identity of content; safe to share between jobs.
+
+    Attributes:
+        kinds: Kind of each segment.
+        needs: For each segment, the segments whose outputs it reads.
+        after_commit: Compute segments that may run only once the step is committed on every rank, because they
+            donate or overwrite the step's input state.
+        nbytes: Bytes that each segment hands to the wire; empty means none.
+        signature: What two ranks must agree on before the step is exchanged (see `vote.point_hash`).
+        text: The same for people, one exchange a line.
+        collectives: Indices of the collective segments, in order.
+    """
+
+    kinds: tuple[Literal["compute", "collective"], ...]
+    needs: tuple[tuple[int, ...], ...]
+    after_commit: frozenset[int] = frozenset()
+    nbytes: tuple[int, ...] = ()
+    signature: int = 0
+    text: str = ""
+    collectives: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "collectives", tuple(i for i, kind in enumerate(self.kinds) if kind == "collective"))
+        if len(self.needs) != len(self.kinds):
+            raise ValueError(f"{len(self.kinds)} segments, but needs of {len(self.needs)}")
+        for index, needs in enumerate(self.needs):
+            if any(not 0 <= need < index for need in needs):
+                raise ValueError(f"segment {index} needs {needs}: a segment can only need earlier ones")
+            if self.kinds[index] == "collective" and (index in self.after_commit or self.after_commit & set(needs)):
+                raise ValueError(f"exchange segment {index} waits for the commit that waits for it")
+        if self.after_commit and not self.collectives:
+            raise ValueError("a program without exchanges has no commit to wait for")

@@ -1,0 +1,282 @@
+"""Drives one real `Interleaver` a rank on a virtual clock: no threads, no arrays, no waiting.
+
+The jobs are scripts: generators that yield what a job's thread would do. Segments take the seconds that the script
+says, exchanges begin when the last rank arrives, and ranks that meet in different slots are an error.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.events import Span
+from jaxcross.runtime.interleaver import Interleaver
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.vote import tally
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """The job's thread is busy with something of its own."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
+
+    outline: Outline
+    seconds: tuple[float, ...]
+    fails: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """A batch will be ready after a while: the `count`-th, and the `last` or not. Does not wait."""
+
+    seconds: float
+    stream: int
+    count: int
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Waits for a batch; the script receives whether there is one."""
+
+    stream: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Waits for a communication of the job's own."""
+
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The job's function raises."""
+
+    text: str
+
+
+Action = Think | Step | Prepare | Batch | Sync | Fail
+Script = Generator[Action, Any, None]
+
+
+@dataclass(slots=True)
+class RankResult:
+    """What happened on one rank.
+
+    Attributes:
+        slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)` ...
+        segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
+        finished: How each job ended, and the texts that the ranks compared.
+        steps: Committed steps of each job.
+        spans: What the lanes did; job `i` is called `str(i)`.
+        end_s: When the exchange lane was through.
+    """
+
+    slots: list[tuple[Any, ...]] = field(default_factory=list)
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    finished: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    end_s: float = -1.0
+
+
+class _Rank:
+    def __init__(self, number: int, scripts: Sequence[Script], policy: Policy, depth: int) -> None:
+        self.number = number
+        self.scripts = list(scripts)
+        self.interleaver = Interleaver(len(scripts), policy, depth)
+        self.result = RankResult()
+        self.device_free_s = 0.0
+        self.calls: dict[int, Step] = {}
+        self.ends: dict[tuple[int, int, int], float] = {}
+        self.slot = 0
+
+
+class Simulation:
+    """P ranks, k jobs, a virtual clock.
+
+    Args:
+        scripts: `scripts[rank][job]`.
+        policy: Whose turn it is.
+        depth: Compute segments on the device at once.
+        exchange_s: Seconds an exchange takes once all ranks have come: of (job, step, segment).
+        vote_s: Seconds a vote, a comparison or a sync takes.
+        patience_s: What the driver would wait at each level of patience.
+        stop_at_s: When a person interrupts rank 0, if ever.
+        check: Whether the interleavers validate themselves after every event.
+    """
+
+    def __init__(
+        self,
+        scripts: Sequence[Sequence[Script]],
+        *,
+        policy: Policy,
+        depth: int = 2,
+        exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
+        vote_s: float = 0.0,
+        patience_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
+        stop_at_s: float | None = None,
+        check: bool = True,
+    ) -> None:
+        self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
+        self._exchange_s, self._vote_s, self._patience_s = exchange_s, vote_s, patience_s
+        self._check = check
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._now = 0.0
+        self._meetings: list[dict[int, tuple[tuple[Any, ...], Any]]] = []
+        for rank in self._ranks:
+            self._post(0.0, rank, m.RunStarted())
+        if stop_at_s is not None:
+            self._post(stop_at_s, self._ranks[0], m.StopRequested())
+
+    def run(self, events: int = 1_000_000) -> list[RankResult]:
+        """Runs to the end, or raises InternalError if the ranks hang, disagree or need more than `events` events."""
+        for _ in range(events):
+            if not self._heap:
+                break
+            self._now, _, action = heapq.heappop(self._heap)
+            action()
+        stuck = [rank.number for rank in self._ranks if not rank.interleaver.finished]
+        if stuck:
+            why = "still run" if self._heap else "hang"
+            slots = {rank.number: rank.result.slots[-3:] for rank in self._ranks}
+            raise InternalError(f"ranks {stuck} {why} at {self._now} s; last slots {slots}")
+        for rank in self._ranks:
+            rank.result.steps = [rank.interleaver.step(job) for job in range(len(rank.scripts))]
+        return [rank.result for rank in self._ranks]
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._count), action))
+
+    def _post(self, time_s: float, rank: _Rank, event: m.Event) -> None:
+        self._at(time_s, lambda: self._handle(rank, event))
+
+    def _handle(self, rank: _Rank, event: m.Event) -> None:
+        instructions = rank.interleaver.handle(event)
+        if self._check:
+            rank.interleaver.check()
+        for instruction in instructions:
+            self._follow(rank, instruction)
+
+    def _follow(self, rank: _Rank, instruction: m.Instruction) -> None:
+        now = self._now
+        match instruction:
+            case m.StartJob(job) | m.SyncReturned(job) | m.StepReturned(job, _):
+                self._at(now, lambda: self._resume(rank, job, None))
+            case m.BatchGranted(job, more):
+                self._at(now, lambda: self._resume(rank, job, more))
+            case m.Raised(job):
+                rank.scripts[job].close()
+            case m.Dispatch():
+                self._dispatch(rank, instruction)
+            case m.RunExchange(job, call, step, segment, zero):
+                step_call = rank.calls[job]
+                needs = step_call.outline.needs[segment]
+                own = max((rank.ends.get((job, call, need), now) for need in needs), default=now)
+                slot = ("exchange", job, step, segment)
+                self._at(max(now, own) if not zero else now, lambda: self._meet(rank, slot, own))
+            case m.CastVote(ballot):
+                self._meet(rank, ("vote",), ballot)
+            case m.CompareTexts(job, text):
+                self._meet(rank, ("compare", job), text)
+            case m.RunSync(job):
+                self._meet(rank, ("sync", job), None)
+            case m.BePatient(level):
+                self._post(now + self._patience_s(level), rank, m.PatienceElapsed())
+            case m.JobFinished(job, how, texts):
+                rank.result.finished[job] = (how, texts)
+            case m.Finish():
+                rank.result.end_s = now
+            case _:
+                raise InternalError(f"the simulator cannot follow {instruction!r}")
+
+    def _resume(self, rank: _Rank, job: int, value: object) -> None:
+        try:
+            action = rank.scripts[job].send(value)
+        except StopIteration:
+            self._handle(rank, m.JobReturned(job))
+            return
+        match action:
+            case Think(seconds):
+                self._at(self._now + seconds, lambda: self._resume(rank, job, None))
+            case Step():
+                rank.calls[job] = action
+                self._handle(rank, m.StepCalled(job, action.outline))
+            case Prepare(seconds, stream, count, last):
+                self._post(self._now + seconds, rank, m.BatchPrepared(job, stream, count))
+                if last:
+                    self._post(self._now + seconds, rank, m.StreamEnded(job, stream, count))
+                self._resume(rank, job, None)
+            case Batch(stream, index):
+                self._handle(rank, m.BatchWanted(job, stream, index))
+            case Sync(label):
+                self._handle(rank, m.SyncWanted(job, label))
+            case Fail(text):
+                rank.scripts[job].close()
+                self._handle(rank, m.JobRaised(job, text))
+
+    def _dispatch(self, rank: _Rank, d: m.Dispatch) -> None:
+        key, action = (d.job, d.call, d.segment), rank.calls[d.job]
+        rank.result.segments.append(key)
+        fails = action.fails.get(d.segment)
+        start = max(self._now, rank.device_free_s)
+        if fails == "dispatch":
+            self._post(self._now, rank, m.SegmentFailed(*key, "failed at dispatch"))
+            return
+        end = rank.device_free_s = start + action.seconds[d.segment]
+        rank.ends[key] = end
+        self._post(self._now, rank, m.SegmentDispatched(*key))
+        late = m.SegmentFailed(*key, "failed on the device") if fails else m.SegmentCompleted(*key)
+        self._post(end, rank, late)
+        rank.result.spans.append(_span(rank, d.job, d.step, d.segment, "compute", start, end, self._now))
+
+    def _meet(self, rank: _Rank, slot: tuple[Any, ...], payload: Any) -> None:
+        rank.result.slots.append(slot)
+        if rank.slot == len(self._meetings):
+            self._meetings.append({})
+        meeting = self._meetings[rank.slot]
+        meeting[rank.number] = (slot, payload)
+        rank.slot += 1
+        if len({there for there, _ in meeting.values()}) > 1:
+            raise InternalError(f"ranks meet in different slots: {meeting}")
+        if len(meeting) < len(self._ranks):
+            return
+        payloads = [meeting[number][1] for number in range(len(self._ranks))]
+        end = self._now + (self._exchange_s(*slot[1:]) if slot[0] == "exchange" else self._vote_s)
+        verdict = tally(payloads) if slot[0] == "vote" else None
+        for other in self._ranks:
+            event: m.Event
+            if verdict is not None:
+                event = m.VoteDone(verdict)
+            elif slot[0] == "exchange":
+                event = m.ExchangeDone(slot[1], slot[3])
+                span = _span(other, *slot[1:], "collective", self._now, end, payloads[other.number])
+                other.result.spans.append(span)
+            elif slot[0] == "compare":
+                event = m.TextsCompared(slot[1], tuple(payloads))
+            else:
+                event = m.SyncDone(slot[1])
+            self._post(end, other, event)
+
+
+def _span(rank: _Rank, job: int, step: int, segment: int, kind: Any, start: float, end: float, ready: float) -> Span:
+    ns = [round(t * 1e9) for t in (start, end, ready)]
+    return Span(
+        rank=rank.number, job=str(job), step=step, segment=segment, kind=kind, lane=0,
+        start_ns=ns[0], end_ns=ns[1], ready_ns=ns[2],
+    )  # fmt: skip

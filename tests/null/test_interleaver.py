@@ -1,0 +1,132 @@
+"""The interleaver as a state machine: plain synchronous calls, no simulator."""
+
+import pytest
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.interleaver import Interleaver
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.runtime.vote import tally
+
+PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+LOCAL = Outline(kinds=("compute",), needs=((),))
+
+
+def feed(interleaver, *events):
+    out = []
+    for event in events:
+        out += interleaver.handle(event)
+        interleaver.check()
+    return out
+
+
+def kinds(instructions):
+    return [type(i).__name__ for i in instructions]
+
+
+def vote(interleaver, instructions):
+    """Answers the vote among `instructions` as if this rank were alone."""
+    ballot = next(i.ballot for i in instructions if isinstance(i, m.CastVote))
+    return feed(interleaver, m.VoteDone(tally([ballot])))
+
+
+def test_one_step_in_full():
+    one = Interleaver(1, RoundRobin())
+    assert feed(one, m.RunStarted()) == [m.StartJob(0), m.BePatient(0)]
+    out = feed(one, m.StepCalled(0, PLAIN))
+    # The first compute segment needs no agreement: it starts at the call, beside the vote.
+    assert out[0] == m.Dispatch(0, 1, 1, 0)
+    assert vote(one, out) == []
+    assert feed(one, m.SegmentDispatched(0, 1, 0)) == [m.RunExchange(0, 1, 1, 1, False)]
+    assert feed(one, m.SegmentCompleted(0, 1, 0)) == []
+    out = feed(one, m.ExchangeDone(0, 1))
+    assert kinds(out) == ["CastVote"]  # the commit; segment 2 overwrites the state and must wait for it
+    assert vote(one, out) == [m.Dispatch(0, 1, 1, 2), m.BePatient(0)]
+    assert one.step(0) == 1
+    assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
+    # The end is offered once nothing of the job can fail on the device any more.
+    assert feed(one, m.JobReturned(0)) == []
+    out = vote(one, feed(one, m.SegmentCompleted(0, 1, 2)))
+    assert out == [m.JobFinished(0, "ended"), m.Finish()]
+    assert one.finished
+
+
+def test_depth_bounds_the_segments_on_the_device():
+    one = Interleaver(3, RoundRobin(), depth=2)
+    feed(one, m.RunStarted())
+    out = feed(one, *(m.StepCalled(job, LOCAL) for job in range(3)))
+    assert [i.job for i in out if isinstance(i, m.Dispatch)] == [0, 1]
+    assert [i.job for i in feed(one, m.SegmentCompleted(0, 1, 0)) if isinstance(i, m.Dispatch)] == [2]
+
+
+def test_work_without_exchanges_counts_as_a_turn():
+    one = Interleaver(2, RoundRobin(), depth=1)
+    feed(one, m.RunStarted())
+    order = []
+    pending = feed(one, m.StepCalled(0, LOCAL), m.StepCalled(1, LOCAL))
+    for _ in range(6):
+        d = next(i for i in pending if isinstance(i, m.Dispatch))
+        order.append(d.job)
+        key = (d.job, d.call, d.segment)
+        out = feed(one, m.SegmentDispatched(*key))
+        assert m.StepReturned(d.job, 0) in out
+        pending = feed(one, m.StepCalled(d.job, LOCAL), m.SegmentCompleted(*key))
+    assert order == [0, 1, 0, 1, 0, 1]
+
+
+def test_sequential_starts_the_second_job_when_the_first_is_over():
+    one = Interleaver(2, Sequential())
+    assert feed(one, m.RunStarted())[0] == m.StartJob(0)
+    out = vote(one, feed(one, m.JobReturned(0)))
+    assert out[:2] == [m.JobFinished(0, "ended"), m.StartJob(1)]
+    assert vote(one, feed(one, m.JobReturned(1))) == [m.JobFinished(1, "ended"), m.Finish()]
+
+
+def test_failure_inside_an_admitted_step_sends_zeros_and_does_not_commit():
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    vote(one, feed(one, m.StepCalled(0, PLAIN)))
+    out = feed(one, m.SegmentFailed(0, 1, 0, "boom"))
+    assert out == [m.RunExchange(0, 1, 1, 1, True)]
+    out = vote(one, feed(one, m.ExchangeDone(0, 1)))
+    assert out == [m.CompareTexts(0, "failed\nboom")]
+    assert one.step(0) == 0
+    out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
+    assert out == [m.JobFinished(0, "failed", ("failed\nboom",)), m.Raised(0), m.Finish()]
+
+
+def test_a_call_after_the_job_failed_raises_at_once():
+    one = Interleaver(2, RoundRobin())
+    feed(one, m.RunStarted())
+    out = feed(one, m.SegmentFailed(0, 9, 0, "late"))
+    out = vote(one, out)
+    feed(one, m.TextsCompared(0, ("failed\nlate",)))
+    assert m.Raised(0) in feed(one, m.StepCalled(0, PLAIN))
+
+
+def test_stop_ends_every_job_between_steps():
+    one = Interleaver(2, RoundRobin())
+    feed(one, m.RunStarted())
+    out = vote(one, feed(one, m.StepCalled(0, PLAIN), m.StopRequested()))
+    while not any(isinstance(i, m.Finish) for i in out):  # the first vote may have been cast before the stop
+        out = vote(one, out) if "CastVote" in kinds(out) else feed(one, m.SegmentDispatched(0, 1, 0))
+        if any(isinstance(i, m.RunExchange) for i in out):
+            out = feed(one, m.ExchangeDone(0, 1))
+    assert [i.how for i in out if isinstance(i, m.JobFinished)] == ["stopped", "stopped"]
+    assert one.step(0) == 1
+
+
+def test_an_outline_refuses_an_exchange_that_waits_for_its_own_commit():
+    with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
+        Outline(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
+    with pytest.raises(ValueError, match="segment 0 needs"):
+        Outline(kinds=("compute",), needs=((1,),))
+
+
+def test_reports_out_of_turn_are_internal_errors():
+    one = Interleaver(1, RoundRobin())
+    with pytest.raises(InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"):
+        one.handle(m.ExchangeDone(0, 1))
+    with pytest.raises(ValueError, match="at least one job"):
+        Interleaver(0, RoundRobin())

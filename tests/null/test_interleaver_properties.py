@@ -1,0 +1,237 @@
+"""Invariant 4, and freedom from hangs: random programs, timings and failures on up to 4 ranks and 4 jobs.
+
+The simulator raises if ranks meet in different slots of the exchange lane, or hang, and the interleavers check
+themselves after every event (needs met, nothing before its commit, the compute lane never idle beside a ready segment).
+"""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.runtime.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_outline(rng: random.Random, signature: int) -> Outline:
+    """Exchanges that depend on each other through random compute segments, then an update after the commit."""
+    kinds, needs = [], []
+    for _ in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(0, 2)):
+            kinds.append("compute")
+            needs.append(tuple(sorted(rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2))))))
+        kinds.append("collective")
+        needs.append(tuple(sorted(rng.sample(range(len(kinds) - 1), min(len(kinds) - 1, rng.randint(0, 2))))))
+    last = len(kinds) - 1
+    for _ in range(rng.randint(0, 2)):
+        kinds.append("compute")
+        needs.append((last, len(kinds) - 2) if len(kinds) - 2 != last else (last,))
+    after = frozenset(range(last + 1, len(kinds)))
+    return Outline(kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x")
+
+
+def local_outline(rng: random.Random) -> Outline:
+    n = rng.randint(1, 3)
+    return Outline(kinds=("compute",) * n, needs=tuple((i - 1,) if i else () for i in range(n)))
+
+
+def random_case(rng: random.Random):
+    """Outlines by job and step: the same on all ranks, as a program is."""
+    ranks, jobs = rng.randint(1, 4), rng.randint(1, 4)
+    plans = []
+    for job in range(jobs):
+        variants = [random_outline(rng, 10 * job + v) for v in range(rng.randint(1, 2))]
+        plans.append([rng.choice(variants) for _ in range(rng.randint(0, 5))])
+    locals_ = [local_outline(rng) for _ in range(jobs)]
+    return ranks, jobs, plans, locals_
+
+
+def duration(rng: random.Random) -> float:
+    return rng.choice((0.0, 0.001, rng.random(), 3 * rng.random()))
+
+
+def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segment=0, how="dispatch", data=True):
+    """One rank's thread of one job. Only durations and the fault differ between ranks."""
+    if data:
+        # The last batch is announced as the last; each becomes ready at this rank's own time.
+        at = 0.0
+        for n in range(len(plan)):
+            at += duration(rng)
+            yield Prepare(at, 0, n + 1, n + 1 == len(plan))
+    for n, outline in enumerate(plan):
+        if data and not (yield Batch(0, n)):
+            return
+        yield Think(duration(rng))
+        if n == fault_step and fault == "raise":
+            yield Fail("raised")
+        if n == fault_step and fault == "return":
+            return
+        if n == fault_step and fault == "other":
+            outline = Outline(kinds=outline.kinds, needs=outline.needs, signature=99, text="y")
+        fails = {}
+        if n == fault_step and fault == "segment":
+            compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
+            fails = {compute[segment % len(compute)]: how} if compute else {}
+        yield Step(outline, tuple(duration(rng) for _ in outline.kinds), fails)
+        if n % 2:
+            yield Step(local, tuple(duration(rng) for _ in local.kinds))
+        if n == 2:
+            yield Sync("save")
+
+
+def run(rng: random.Random, ranks, scripts, policy, stop_at_s=None):
+    salt = rng.random()
+    return Simulation(
+        scripts, policy=policy, depth=rng.randint(1, 3),
+        exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(), vote_s=rng.choice((0.0, 0.01)),
+        patience_s=lambda level: min(0.02 * 2**level, 1.0), stop_at_s=stop_at_s,
+    ).run()  # fmt: skip
+
+
+def exchanges_of(result, job):
+    return [slot[2:] for slot in result.slots if slot[0] == "exchange" and slot[1] == job]
+
+
+def expected_exchanges(plan):
+    return [(n + 1, segment) for n, outline in enumerate(plan) for segment in outline.collectives]
+
+
+@settings(max_examples=900, deadline=None)
+@given(seed=SEEDS, sequential=st.booleans(), data=st.booleans())
+def test_every_rank_makes_every_exchange_in_one_order(seed, sequential, data):
+    rng = random.Random(seed)
+    ranks, jobs, plans, locals_ = random_case(rng)
+    scripts = [
+        [script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], data=data) for job in range(jobs)]
+        for rank in range(ranks)
+    ]
+    results = run(rng, ranks, scripts, Sequential() if sequential else RoundRobin())
+    for result in results:
+        assert result.slots == results[0].slots
+        assert result.steps == [len(plan) for plan in plans]
+        assert {how for how, _ in result.finished.values()} == {"ended"}
+        for job in range(jobs):
+            assert exchanges_of(result, job) == expected_exchanges(plans[job])
+    if sequential:
+        order = [slot[1] for slot in results[0].slots if slot[0] == "exchange"]
+        assert order == sorted(order)
+
+
+@settings(max_examples=900, deadline=None)
+@given(
+    seed=SEEDS,
+    fault=st.sampled_from(("raise", "return", "other", "segment", "segment")),
+    how=st.sampled_from(("dispatch", "complete")),
+)
+def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(seed, fault, how):
+    rng = random.Random(seed)
+    ranks, jobs, plans, locals_ = random_case(rng)
+    guilty_rank, guilty = rng.randrange(ranks), rng.randrange(jobs)
+    plan = plans[guilty] = plans[guilty] or [random_outline(rng, 5)]
+    at, segment = rng.randrange(len(plan)), rng.randrange(9)
+    scripts = [
+        [
+            script(
+                random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], segment=segment, how=how,
+                fault=fault if (rank, job) == (guilty_rank, guilty) else None, fault_step=at,
+            )
+            for job in range(jobs)
+        ]
+        for rank in range(ranks)
+    ]  # fmt: skip
+    results = run(rng, ranks, scripts, RoundRobin())
+    compute = "compute" in plan[at].kinds
+    harmless = (ranks == 1 and fault in ("return", "other")) or (fault == "segment" and not compute)
+    for result in results:
+        assert result.slots == results[0].slots
+        assert result.finished == results[0].finished
+        assert result.steps == results[0].steps
+        for job in range(jobs):
+            if job != guilty or harmless:
+                assert result.finished[job][0] == "ended"
+            if job != guilty:
+                assert result.steps[job] == len(plans[job])
+                assert exchanges_of(result, job) == expected_exchanges(plans[job])
+        if harmless:
+            continue
+        assert result.finished[guilty][0] == "failed"
+        texts = result.finished[guilty][1]
+        assert len(texts) == ranks
+        if fault in ("raise", "segment"):
+            assert [t.startswith("failed\n") for t in texts] == [rank == guilty_rank for rank in range(ranks)]
+        else:
+            assert texts[guilty_rank] == ("end\nended" if fault == "return" else f"step\ncalled step {at + 1}\ny")
+            assert {t for rank, t in enumerate(texts) if rank != guilty_rank} == {f"step\ncalled step {at + 1}\nx"}
+        # Nothing overwrote the state of a step that was not committed; a fault after the commit may cost one step.
+        after = fault == "segment" and result.steps[guilty] > at
+        assert result.steps[guilty] == at or after
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=SEEDS)
+def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(seed):
+    rng = random.Random(seed)
+    ranks, jobs = rng.randint(1, 4), rng.randint(1, 3)
+    lengths = [[rng.randint(0, 5) for _ in range(jobs)] for _ in range(ranks)]
+    outlines = [random_outline(rng, job) for job in range(jobs)]
+
+    def loop(rng, length, outline):
+        at = 0.0
+        for n in range(length):
+            at += duration(rng)
+            yield Prepare(at, 0, n + 1, n + 1 == length)
+        if not length:
+            yield Prepare(duration(rng), 0, 0, True)
+        n = 0
+        while (yield Batch(0, n)):
+            assert n < length
+            yield Step(outline, tuple(duration(rng) for _ in outline.kinds))
+            n += 1
+        yield Think(duration(rng))
+
+    scripts = [
+        [loop(random.Random(f"{seed} {r} {j}"), lengths[r][j], outlines[j]) for j in range(jobs)] for r in range(ranks)
+    ]
+    for result in run(rng, ranks, scripts, RoundRobin()):
+        assert result.steps == [min(lengths[r][job] for r in range(ranks)) for job in range(jobs)]
+        assert {how for how, _ in result.finished.values()} == {"ended"}
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=SEEDS, stop_at_s=st.floats(0, 8))
+def test_an_interrupt_stops_all_ranks_at_the_same_step(seed, stop_at_s):
+    rng = random.Random(seed)
+    ranks, jobs, plans, locals_ = random_case(rng)
+    scripts = [
+        [script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job]) for job in range(jobs)]
+        for rank in range(ranks)
+    ]
+    results = run(rng, ranks, scripts, rng.choice((RoundRobin(), Sequential())), stop_at_s)
+    for result in results:
+        assert result.steps == results[0].steps
+        assert result.finished == results[0].finished
+        for job, steps in enumerate(result.steps):
+            assert exchanges_of(result, job) == expected_exchanges(plans[job][:steps])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    times=st.lists(st.tuples(st.floats(0.05, 3), st.floats(0.05, 3)), min_size=1, max_size=4),
+    ranks=st.integers(1, 2),
+)
+def test_round_robin_reaches_the_bound_after_start_up(times, ranks):
+    steps = 30
+    outline = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+
+    def loop(c):
+        for _ in range(steps):
+            yield Step(outline, (c, 0.0))
+
+    scripts = [[loop(c) for c, _ in times] for _ in range(ranks)]
+    end = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda job, *_: times[job][1], check=False).run()[0].end_s
+    bound = max(sum(c for c, _ in times), sum(m for _, m in times), max(c + m for c, m in times))
+    start_up = sum(c + m for c, m in times)
+    assert steps * bound * (1 - 1e-9) <= end <= steps * bound + start_up

@@ -1,0 +1,44 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcross.runtime.vote import Ballot, JobBallot, decode, encode, point_hash, tally
+
+BALLOTS = st.builds(
+    JobBallot,
+    point=st.none() | st.integers(0, 2**62 - 1),
+    good=st.booleans(),
+    stream=st.integers(-1, 3),
+    prepared=st.integers(0, 5),
+    limit=st.none() | st.integers(0, 5),
+)
+
+
+@given(st.integers(1, 4).flatmap(lambda k: st.lists(st.tuples(st.booleans(), st.tuples(*[BALLOTS] * k)), min_size=1)))
+def test_the_minimum_answers_every_question(ranks):
+    ballots = [Ballot(stop=stop, jobs=jobs) for stop, jobs in ranks]
+    verdict = tally(ballots)
+    assert verdict.stop == any(b.stop for b in ballots)
+    for number, said in enumerate(verdict.jobs):
+        mine = [b.jobs[number] for b in ballots]
+        assert said.waiting == all(b.point is not None for b in mine)
+        if said.waiting:
+            assert said.agreed == (len({b.point for b in mine}) == 1)
+        assert said.good == all(b.good for b in mine)
+        streams = {b.stream for b in mine}
+        assert said.stream == (streams.pop() if len(streams) == 1 else None)
+        assert said.prepared == min(b.prepared for b in mine)
+        limits = [b.limit for b in mine if b.limit is not None]
+        assert said.limit == (min(limits) if limits else None)
+
+
+def test_one_rank_hears_what_it_said():
+    ballot = Ballot(jobs=(JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))
+    first, second = decode(encode(ballot)).jobs
+    assert (first.waiting, first.agreed, first.good, first.prepared, first.limit) == (True, True, True, 3, 4)
+    assert (second.waiting, second.good, second.limit) == (False, False, None)
+
+
+def test_point_hashes_can_be_negated():
+    hashes = {point_hash("step", n) for n in range(1000)}
+    assert len(hashes) == 1000
+    assert all(0 <= h < 2**62 for h in hashes)
