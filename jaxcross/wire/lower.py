@@ -103,7 +103,7 @@ def _touches(jaxpr: Any, mesh: Mesh) -> bool:
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        if isinstance(value, tuple | list):
+        if type(value) in (tuple, list):  # named tuples hold no jaxprs, and are built otherwise
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value
 

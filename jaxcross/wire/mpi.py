@@ -47,3 +47,18 @@ class MpiWire:
             return Channel(comm=comm, rank=ranks.index(mesh.rank), size=len(ranks), max_count=self._max_count)
 
         return lower(jaxpr, mesh, connect)
+
+    def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """This rank's index along each axis. Pure."""
+        mesh = self._world.mesh(axes)
+        return dict(zip(mesh.names, mesh.coords, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MpiWire) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[int, int, int]:
+        """What executables depend on: they hold handles of this world's communicators of this lane."""
+        return id(self._world), self._lane, self._max_count

@@ -5,7 +5,6 @@ Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,6 +3,6 @@
 from jaxcross.world.control import Control
 from jaxcross.world.core import World
 from jaxcross.world.mesh import Mesh
-from jaxcross.world.start import initialize
+from jaxcross.world.start import current, initialize
 
-__all__ = ["Control", "Mesh", "World", "initialize"]
+__all__ = ["Control", "Mesh", "World", "current", "initialize"]

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxcross.program.compile import ExecutableCache
 from jaxcross.world.abort import abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.mesh import Mesh, make_mesh
@@ -39,6 +40,7 @@ class World:
         lanes: Exchange lanes a rank may have.
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
+        executables: What this process has compiled, shared by like jobs.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class World:
     lanes: int
     pool_size: int
     control: Control
+    executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Set per process by the launchers that start MPI ranks. SLURM's job-wide SLURM_NTASKS comes last: it also stands in
-# the environment of a batch script, outside any step, where one process is right.
+# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher speaks: under `mpirun`
+# inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not do: a batch script has it, too.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -22,14 +22,10 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """What the launcher's variables say, or None when no launcher started this process."""
-    found = [(name, environ[name]) for name in _SIZES if environ.get(name, "").isdigit()]
-    if not found and environ.get("SLURM_PROCID", "").isdigit() and environ.get("SLURM_NTASKS", "").isdigit():
-        if environ.get("SLURM_STEP_ID", "").isdigit():
-            found = [("SLURM_NTASKS", environ["SLURM_NTASKS"])]
-    if not found:
-        return None
-    name, value = max(found, key=lambda item: int(item[1]))
-    return Launch(size=int(value), variable=name)
+    for name in _SIZES:
+        if environ.get(name, "").isdigit():
+            return Launch(size=int(environ[name]), variable=name)
+    return None
 
 
 def check_launch(launch: Launch | None, *, world_size: int, vendor: str) -> None:

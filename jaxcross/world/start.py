@@ -17,11 +17,13 @@ from jaxcross.world.core import World
 from jaxcross.world.launcher import check_launch, read_launch, vendor_of
 from jaxcross.world.watchdog import Watchdog
 
+# The one world of this process, as MPI is one: steps are decorated before it exists, and find it when called.
+_CURRENT: list[World] = []
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
 def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
-    """Join the MPI world. Call it once, before the first JAX array; waits for every rank.
+    """Join the MPI world. Call it before the first JAX array; waits for every rank. A second call returns the same world.
 
     From here on an exception that nobody catches ends all ranks, XLA's CPU pool is large enough for `lanes` waiting
     exchanges, and several ranks on one node each take their own accelerator. Without a launcher the world has one rank.
@@ -33,6 +35,8 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
     Raises:
         ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, or JAX started too early.
     """
+    if _CURRENT:
+        return _CURRENT[0]
     if watchdog_s <= 0 or lanes < 1:
         raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
     launch = read_launch(os.environ)
@@ -61,7 +65,7 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
     watchdog = Watchdog(world.Dup(), timeout_s=watchdog_s)
     watchdog.start()
     atexit.register(watchdog.stop)
-    return World(
+    world_of_process = World(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -73,6 +77,22 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
         _base=world.Dup(),
         _watchdog=watchdog,
     )
+    _CURRENT.append(world_of_process)
+    return world_of_process
+
+
+def current() -> World:
+    """The world that `initialize` made in this process. Does not communicate.
+
+    Raises:
+        RuntimeError: `initialize` was not called.
+    """
+    if not _CURRENT:
+        raise RuntimeError(
+            "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the script, before the"
+            " first step and the first JAX array."
+        )
+    return _CURRENT[0]
 
 
 def load_mpi() -> Any:

@@ -1,0 +1,129 @@
+"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mpirun:
+    """A launcher on this machine: its path and its vendor (`mpich`, `openmpi`, `intel`, `unknown`)."""
+
+    path: str
+    vendor: str
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `launch` to the command line."""
+    parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py, or -m module, and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the real command, run it, and return its exit code."""
+    from jaxcross.world import pool
+
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if args.ranks < 1 or not program:
+        print(f"`jaxcross launch` needs a script and at least one rank, not {args.ranks}.", file=sys.stderr)
+        return 2
+    mpirun = find_mpirun()
+    if mpirun is None:
+        print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
+        return 1
+    line, extra = mpirun_command(
+        mpirun=mpirun,
+        ranks=args.ranks,
+        program=python_program(program),
+        root=os.geteuid() == 0,
+        cores=pool.cores(),
+        environ=os.environ,
+    )
+    print(printed(line, extra), flush=True)
+    if args.dry_run:
+        return 0
+    process = subprocess.Popen(line, env={**os.environ, **extra})
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # The terminal has interrupted the ranks, too; mpirun returns when they have ended.
+
+
+def python_program(program: Sequence[str]) -> list[str]:
+    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank ends all of them."""
+    return [sys.executable, "-m", "mpi4py", *program]
+
+
+def mpirun_command(
+    *,
+    mpirun: Mpirun,
+    ranks: int,
+    program: Sequence[str],
+    root: bool,
+    cores: int,
+    environ: Mapping[str, str],
+) -> tuple[list[str], dict[str, str]]:
+    """The launch command and the variables that it needs beside the environment. Pure.
+
+    Args:
+        mpirun: The launcher.
+        ranks: Number of ranks, all on this machine.
+        program: What each rank runs.
+        root: Whether root starts it, which Open MPI refuses unless it is told twice.
+        cores: Cores that the ranks share.
+        environ: The environment; what the user has set there stays.
+    """
+    from jaxcross.world import pool
+
+    line = [mpirun.path, "-n", str(ranks)]
+    extra: dict[str, str] = {}
+    if mpirun.vendor == "openmpi":
+        # Bound to a core, a rank's compute would share that core with its own waiting exchange, which polls.
+        line += ["--bind-to", "none"]
+        if root:
+            extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if ranks > cores:
+            extra["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+            extra["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
+        extra["PJRT_NPROC"] = str(pool.needed(cores, 1))
+    return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
+
+
+def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
+    """The command as the user would type it."""
+    return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in extra.items()), shlex.join(line)])
+
+
+def find_mpirun() -> Mpirun | None:
+    """The `mpirun` beside this Python, else the first on PATH. Runs `mpirun --version`."""
+    beside = Path(sys.executable).parent / "mpirun"
+    path = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return Mpirun(path=path, vendor="unknown")
+    return Mpirun(path=path, vendor=vendor_of_mpirun(done.stdout + done.stderr))
+
+
+def vendor_of_mpirun(version: str) -> str:
+    """The vendor from the output of `mpirun --version`. Pure."""
+    text = version.lower()
+    marks = {"open mpi": "openmpi", "openrte": "openmpi", "prte": "openmpi", "intel": "intel"}
+    found = next((vendor for mark, vendor in marks.items() if mark in text), None)
+    return found or ("mpich" if "hydra" in text or "mpich" in text else "unknown")

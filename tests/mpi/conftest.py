@@ -1,0 +1,74 @@
+"""Run a case on several MPI ranks, in a process group of its own and with a time limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxcross.commands.launch import find_mpirun, mpirun_command
+from jaxcross.world import pool
+
+CASES = Path(__file__).parent / "cases"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What the ranks left: exit code of `mpirun`, everything that they printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def check(self) -> Finished:
+        """Fail the test, with the ranks' output, unless all ranks succeeded."""
+        assert self.returncode == 0, f"exit code {self.returncode}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Callable[..., Finished]:
+    """`mpirun(n, case, *args, timeout=120, env={})`: `case` is a file (relative to `cases/`) or Python source."""
+    launcher = find_mpirun()
+    if launcher is None:
+        pytest.skip("no mpirun")
+
+    def call(n: int, case: str, *args: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
+        program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
+        environ = {**os.environ, **(env or {})}
+        line, extra = mpirun_command(
+            mpirun=launcher,
+            ranks=n,
+            program=[sys.executable, *program, *args],
+            root=os.geteuid() == 0,
+            cores=pool.cores(),
+            environ=environ,
+        )
+        return finish(line, {**extra, **environ}, timeout)
+
+    return call
+
+
+def finish(line: Sequence[str], environ: dict[str, str], timeout: float) -> Finished:
+    """Run to the end, or end the whole process group and fail."""
+    process = subprocess.Popen(
+        line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # mpirun passes SIGTERM on to ranks that are in process groups of their own.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            stdout, stderr = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+        pytest.fail(f"no end within {timeout} s\n{stdout}\n{stderr}")
+    return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr)
