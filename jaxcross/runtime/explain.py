@@ -1,0 +1,42 @@
+"""Turns what the ranks said about a job that cannot go on into one error, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.program.agreement import disagreement
+
+
+def describe(error: BaseException) -> str:
+    """One line for an exception, its notes included."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
+def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeError:
+    """The error that ends a job.
+
+    Args:
+        job: Its name.
+        step: How many of its steps are committed, on every rank.
+        texts: By rank: a kind (`failed`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and details.
+    """
+    parts = [text.partition("\n")[::2] for text in texts]
+    failed = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == "failed"]
+    if failed:
+        what = "; on ".join(f"rank {rank} {body}" for rank, body in failed)
+        return JobError(
+            f"Job `{job}` failed on {what}. Every rank leaves the job after step {step}, the last one that all of them "
+            "committed; other jobs go on."
+        )
+    if all(kind == "step" for kind, _ in parts):
+        signatures = [body.partition("\n")[2] for _, body in parts]
+        return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
+    said = "; ".join(f"rank {rank} {body.splitlines()[0] if body else 'was busy'}" for rank, (_, body) in enumerate(parts))
+    return JobError(
+        f"Job `{job}` does different things on different ranks after step {step}: {said}. All ranks must run the same "
+        "loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the loop, and "
+        "decide from values that are equal on all ranks."
+    )
+

@@ -1,0 +1,104 @@
+"""Batches for one job, prepared ahead of it by a thread of their own, off both lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from jaxcross.runtime import messages as m
+
+
+class FeedDriver(Protocol):
+    """What a feed tells its driver."""
+
+    def post(self, event: m.Event) -> None: ...
+    def want_batch(self, job: int, stream: int, index: int) -> bool: ...
+    def job_raised(self, job: int, error: BaseException, where: str) -> None: ...
+
+
+class Feed(Iterator[Any]):
+    """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
+
+    `next` waits until every rank has its batch; as that is voted on while earlier steps run, it seldom does.
+
+    Args:
+        driver: Who votes.
+        job: The job's number.
+        stream: Which of the job's feeds this is; the job must open them in one order on all ranks.
+        data: This rank's batches.
+        steps: Ends after so many, if given.
+        prepare: Called on each batch in the feed's thread, for example to put it on the device.
+        ahead: How many batches may be ready before they are wanted.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: FeedDriver,
+        job: int,
+        stream: int,
+        data: Iterable[Any],
+        steps: int | None = None,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
+        ahead: int = 2,
+    ) -> None:
+        self._driver, self._job, self._stream = driver, job, stream
+        self._data, self._steps, self._prepare = data, steps, prepare
+        self._free = threading.Semaphore(ahead)
+        self._batches: deque[Any] = deque()
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._wanted = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._fill, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._error is not None and not self._batches:
+                raise self._error
+            self._wanted = True
+        more = self._driver.want_batch(self._job, self._stream, self._taken)
+        with self._lock:
+            self._wanted = False
+        if not more:
+            self.close()
+            raise StopIteration
+        self._taken += 1
+        batch = self._batches.popleft()
+        self._free.release()
+        return batch
+
+    def close(self) -> None:
+        """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
+        self._closed = True
+        self._free.release()
+
+    def _fill(self) -> None:
+        count = 0
+        try:
+            source = iter(self._data)
+            while self._steps is None or count < self._steps:
+                self._free.acquire()
+                if self._closed:
+                    return
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    break
+                self._batches.append(self._prepare(batch))
+                del batch
+                count += 1
+                self._driver.post(m.BatchPrepared(self._job, self._stream, count))
+            self._driver.post(m.StreamEnded(self._job, self._stream, count))
+        except BaseException as error:
+            error.add_note("raised by the data given to job.batches")
+            with self._lock:
+                self._error = error
+                waiting = self._wanted and not self._batches
+            # Otherwise the job meets it when it has used the batches that came before.
+            if waiting:
+                self._driver.job_raised(self._job, error, f"after batch {count}")

@@ -1,0 +1,266 @@
+"""What a job's function receives, and the thread that it runs in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxcross.errors import JobError
+from jaxcross.program.compile import Compiled
+from jaxcross.program.segments import Program
+from jaxcross.runtime.driver import Driver, Stopped
+from jaxcross.runtime.events import Listeners, Span, SpanKind
+from jaxcross.runtime.feed import Feed
+from jaxcross.runtime.lanes import LaneThread
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.vote import point_hash
+
+
+class JobThread(LaneThread):
+    """Runs one job's function."""
+
+    def __init__(self, job: JobContext) -> None:
+        super().__init__(f"job-{job.name}", job.main)
+        self.job = job
+
+
+def current_job() -> JobContext | None:
+    """The job whose thread this is, if any."""
+    thread = threading.current_thread()
+    return thread.job if isinstance(thread, JobThread) else None
+
+
+def runner_active() -> bool:
+    """Whether a run is in progress in this process."""
+    return any(isinstance(thread, LaneThread) for thread in threading.enumerate())
+
+
+def check_not_stray(step: str) -> None:
+    """Refuses a step that is called while a run is in progress, from a thread that is no job's.
+
+    Raises:
+        JobError: Its exchanges would have no place in the order that all ranks agreed on.
+    """
+    if current_job() is None and runner_active():
+        raise JobError(
+            f"`{step}` was called from thread `{threading.current_thread().name}`, which is no job of the runner that is"
+            " in progress. Its exchanges would have no place in the order that all ranks share. Call it in a job's own"
+            " function (`runner.add(name, fn)`), not in a thread started there, or before or after `runner.run()`."
+        )
+
+
+def outline_of(program: Program) -> Outline:
+    """What the interleaver knows of a program."""
+    collectives = [s for s in program.segments if s.kind == "collective"]
+    # Where the exchanges are parted into segments matters too: each segment is one place in the agreed order.
+    layout = tuple(len(s.exchanges) for s in collectives)
+    return Outline(
+        kinds=tuple(s.kind for s in program.segments),
+        needs=tuple(program.needs(s) for s in program.segments),
+        after_commit=program.after_commit,
+        nbytes=tuple(s.nbytes for s in program.segments),
+        signature=point_hash(program.exchange_hash(), layout),
+        text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
+    )
+
+
+class JobContext:
+    """One job on this rank: what its function is given, and what the caller of `Runner.add` keeps.
+
+    Attributes:
+        name: Unique in its runner.
+        state: The latest state that the job restored, saved or, at its end, returned. Never one of a step that some
+            rank did not commit.
+        step: How many steps with exchanges it has made; the same on every rank whenever its function looks.
+        history: `(step, metrics)` of each `log` that was read back, in order.
+        examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
+            a batch, times the ranks. Set it where that is not so.
+        error: Why it failed, after the run.
+    """
+
+    def __init__(
+        self, name: str, fn: Callable[..., Any], arguments: Mapping[str, Any], *, listeners: Listeners, world: Any
+    ) -> None:
+        self.name = name
+        self.state: Any = None
+        self.step = 0
+        self.history: list[tuple[int, Any]] = []
+        self.examples_per_step: float | None = None
+        self.error: Exception | None = None
+        self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
+        self._driver: Driver | None = None
+        self._number = -1
+        self._outlines: dict[int, tuple[Compiled, Outline]] = {}
+        self._feeds: list[Feed] = []
+        self._logged: deque[tuple[int, Any]] = deque()
+
+    # For the job's function.
+
+    def log(self, metrics: Any) -> None:
+        """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed."""
+        self._logged.append((self.step, metrics))
+        while self._logged and _computed(self._logged[0][1]):
+            self._read_back()
+
+    def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
+        """This rank's batches from `data`, each put on the device by a thread of its own before it is wanted.
+
+        The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises on
+        one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
+        """
+        driver = self._running()
+        feed = Feed(
+            driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=_to_device
+        )
+        self._feeds.append(feed)
+        return self._measured(feed)
+
+    def restore(self, state: Any, *, mode: Literal["check", "broadcast", "local"] = "check") -> Any:
+        """The state to start from: `state`, after all ranks have made sure that they mean the same. Waits for all.
+
+        Args:
+            state: A pytree of arrays.
+            mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
+                model that is spread over ranks).
+
+        Raises:
+            ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
+        """
+        if mode != "local":
+            state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
+        self.state = state
+        return state
+
+    def save(self, state: Any) -> None:
+        """Keeps `state` as the job's. Does not wait; the arrays must not be donated afterwards."""
+        self.state = state
+
+    def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+        """Runs `work(control)` on every rank's exchange lane at the same place in the agreed order. Waits for all ranks.
+
+        `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
+        """
+        return self._running().together(self._number, label, work)
+
+    @contextmanager
+    def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
+        """A context whose length appears in the report."""
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._listeners.span(
+                Span(
+                    rank=self._world.rank, job=self.name, step=self.step, segment=-1, kind=kind, lane=0,
+                    start_ns=start_ns, end_ns=time.monotonic_ns(), ready_ns=start_ns, label=label,
+                )
+            )  # fmt: skip
+
+    # For `jaxcross.step`.
+
+    def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:
+        """One step of a `crossover` function in this job: waits until its last segment was dispatched.
+
+        Raises:
+            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+        """
+        driver = self._running()
+        known = self._outlines.get(id(compiled))
+        if known is None:
+            # The pair keeps `compiled` alive, hence its id unique.
+            known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
+        outputs, self.step = driver.call(self._number, known[1], compiled.execution(flat_inputs))
+        return outputs
+
+    # For the runner.
+
+    def attach(self, driver: Driver, number: int) -> None:
+        """The run begins: this is the driver's job `number`."""
+        self._driver, self._number = driver, number
+
+    def thread(self) -> threading.Thread:
+        """A new thread that will run the job."""
+        return JobThread(self)
+
+    def main(self) -> None:
+        """The body of the job's thread. Whatever the function raises becomes the job's failure on all ranks."""
+        driver = self._running()
+        try:
+            result = self._fn(self, **self._arguments)
+        except Stopped:
+            driver.job_returned(self._number)
+        except BaseException as error:
+            driver.job_raised(self._number, error, f"after step {self.step}")
+        else:
+            if result is not None:
+                self.state = result
+            driver.job_returned(self._number)
+        finally:
+            for feed in self._feeds:
+                feed.close()
+
+    def close(self) -> None:
+        """The run is over: reads back what is left. Waits for the device."""
+        if self._driver is not None:
+            self.error = self._driver.seats[self._number].error
+        while self._logged:
+            try:
+                self._read_back()
+            except Exception as error:  # a failed step's metrics: the job's own error says more
+                if self.error is None:
+                    raise JobError(f"Job `{self.name}`: what it logged cannot be read back: {error}") from error
+
+    def _running(self) -> Driver:
+        if self._driver is None:
+            raise JobError(
+                f"Job `{self.name}` is not running. Its methods work inside its function, during `runner.run()`."
+            )
+        return self._driver
+
+    def _measured(self, feed: Feed) -> Iterator[Any]:
+        try:
+            while True:
+                with self.measure("input"):
+                    batch = next(feed, _END)
+                if batch is _END:
+                    return
+                if self.examples_per_step is None:
+                    self.examples_per_step = _examples(batch, self._world.size)
+                yield batch
+        finally:
+            feed.close()
+
+    def _read_back(self) -> None:
+        step, metrics = self._logged.popleft()
+        values = jax.tree.map(_host_value, metrics)
+        self.history.append((step, values))
+        if isinstance(values, Mapping) and isinstance(values.get("loss"), float):
+            self._listeners.note(job=self.name, kind="loss", step=step, value=values["loss"])
+
+
+_END = object()
+
+
+def _computed(metrics: Any) -> bool:
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
+
+
+def _host_value(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    return array.item() if array.ndim == 0 else array
+
+
+def _to_device(batch: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x, batch)
+
+
+def _examples(batch: Any, ranks: int) -> float | None:
+    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim]
+    return float(shapes[0][0] * ranks) if shapes else None

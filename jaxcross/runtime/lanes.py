@@ -1,0 +1,220 @@
+"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything."""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.events import Span, SpanKind
+from jaxcross.runtime.vote import decode, encode
+
+if TYPE_CHECKING:
+    from jaxcross.runtime.driver import Call, Driver
+
+_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.002, 0.05
+
+
+def patience_s(level: int) -> float:
+    """How long an exchange lane without news waits before it votes all the same: it only decides when, never what."""
+    return min(_FIRST_PATIENCE_S * 2**level, _LONGEST_PATIENCE_S)
+
+
+class LaneThread(threading.Thread):
+    """A thread of a runner. While one lives, a run is in progress in this process."""
+
+    def __init__(self, name: str, work: Any, driver: Driver | None = None) -> None:
+        super().__init__(name=f"jaxcross-{name}", daemon=True)
+        self._work, self._driver = work, driver
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            if self._driver is None:
+                raise
+            self._driver.die(error)
+
+
+class ComputeLane:
+    """Dispatches compute segments in the interleaver's order; a second thread waits for them in that order, so that a
+    segment's span begins when the device was free for it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._todo: SimpleQueue[tuple[m.Dispatch, Call] | None] = SimpleQueue()
+        self._on_device: SimpleQueue[tuple[m.Dispatch, Call, int] | None] = SimpleQueue()
+        self._threads = [
+            LaneThread("compute", self._dispatch_all, driver),
+            LaneThread("compute-wait", self._wait_for_all, driver),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends both threads after what is queued. Waits."""
+        self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def put(self, instruction: m.Dispatch, call: Call) -> None:
+        self._todo.put((instruction, call))
+
+    def _dispatch_all(self) -> None:
+        driver = self._driver
+        while (item := self._todo.get()) is not None:
+            d, call = item
+            dispatched_ns = driver.clock_ns()
+            try:
+                call.execution.run(d.segment)
+            except Exception as error:
+                driver.segment_failed(d, call, error)
+                continue
+            self._on_device.put((d, call, dispatched_ns))
+            driver.post(m.SegmentDispatched(d.job, d.call, d.segment))
+            del item, call  # arrays must not live until the next segment comes
+        self._on_device.put(None)
+
+    def _wait_for_all(self) -> None:
+        driver, free_ns = self._driver, 0
+        while (item := self._on_device.get()) is not None:
+            d, call, dispatched_ns = item
+            try:
+                call.execution.wait_outputs(d.segment)
+            except Exception as error:
+                driver.segment_failed(d, call, error)
+                continue
+            end_ns = driver.clock_ns()
+            call.ends_ns[d.segment] = end_ns
+            # Before the post: whoever hears of the completion may end the run and ask for the spans.
+            driver.listeners.span(
+                Span(
+                    rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
+                    start_ns=max(dispatched_ns, free_ns), end_ns=end_ns,
+                    ready_ns=min(call.ready_ns(d.segment), max(dispatched_ns, free_ns)),
+                )
+            )  # fmt: skip
+            free_ns = end_ns
+            driver.post(m.SegmentCompleted(d.job, d.call, d.segment))
+            del item, call
+
+
+class ExchangeLane:
+    """Makes exchanges, votes and what jobs do together, one at a time, in the order that all ranks share."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._todo: SimpleQueue[tuple[m.Instruction, Call | None] | None] = SimpleQueue()
+        self._pause = threading.Event()  # never set: a wait that is not a sleep
+        self._thread = LaneThread("exchange", self._work, driver)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, if `Finish` has not done so yet. Waits."""
+        self._todo.put(None)
+        self._thread.join()
+
+    def put(self, instruction: m.Instruction, call: Call | None) -> None:
+        self._todo.put((instruction, call))
+
+    def _work(self) -> None:
+        driver, patience = self._driver, None
+        while True:
+            try:
+                item = self._todo.get(timeout=patience)
+            except Empty:
+                patience = None
+                driver.post(m.PatienceElapsed())
+                continue
+            patience = None
+            if item is None:
+                return
+            match item:
+                case (m.BePatient(level), _):
+                    patience = patience_s(level)
+                case (m.Finish(), _):
+                    driver.over()
+                    return
+                case (m.RunExchange() as instruction, call) if call is not None:
+                    self._exchange(instruction, call)
+                case (instruction, _):
+                    self._talk(instruction)
+            del item
+
+    def _exchange(self, x: m.RunExchange, call: Call) -> None:
+        driver, execution, segment = self._driver, call.execution, x.segment
+        zero = x.zero
+        if not zero:
+            try:
+                execution.wait_inputs(segment)
+            except Exception as error:
+                # This rank has failed, but the others are coming: take part with zeros, and say so in the vote.
+                driver.segment_failed(x, call, error)
+                zero = True
+        if zero:
+            execution.zero_inputs(segment)
+        nbytes = call.outline.nbytes[segment] if call.outline.nbytes else 0
+        start_ns = driver.clock_ns()
+        with driver.world.watching(job=call.name, step=x.step, segment=segment, what="exchange"):
+            execution.run(segment)
+            execution.wait_outputs(segment)
+        label = self._hold(start_ns, nbytes)
+        end_ns = driver.clock_ns()
+        call.ends_ns[segment] = end_ns
+        ready_ns = min(call.ready_ns(segment), start_ns)
+        self._span("collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label)
+        driver.post(m.ExchangeDone(x.job, segment))
+
+    def _talk(self, instruction: m.Instruction) -> None:
+        driver, world = self._driver, self._driver.world
+        start_ns = driver.clock_ns()
+        event: m.Event
+        match instruction:
+            case m.CastVote(ballot):
+                with world.watching(job="", step=0, segment=-1, what="vote"):
+                    event = m.VoteDone(decode(world.control.allreduce_min(encode(ballot))))
+                label, job = self._hold(start_ns, 0), ""
+            case m.CompareTexts(number, text):
+                job, label = driver.seats[number].name, "compare"
+                with world.watching(job=job, step=0, segment=-1, what="comparison"):
+                    event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
+            case m.RunSync(number):
+                seat = driver.seats[number]
+                job, label = seat.name, "together"
+                assert seat.sync is not None
+                with world.watching(job=job, step=0, segment=-1, what="restore or the like"):
+                    try:
+                        seat.sync_result = (seat.sync(world.control), None)
+                    except Exception as error:
+                        seat.sync_result = (None, error)
+                event = m.SyncDone(number)
+            case _:
+                raise TypeError(f"no instruction for the exchange lane: {instruction!r}")
+        self._span("vote", start_ns, driver.clock_ns(), start_ns, job, 0, -1, 0, label)
+        driver.post(event)
+
+    def _hold(self, start_ns: int, nbytes: int) -> str:
+        """Makes what began at `start_ns` last as long as the emulated link would."""
+        driver = self._driver
+        if driver.link is None:
+            return ""
+        rest_s = driver.link.seconds(nbytes) - (driver.clock_ns() - start_ns) / 1e9
+        if rest_s > 0:
+            self._pause.wait(rest_s)
+        return "emulated"
+
+    def _span(
+        self, kind: SpanKind, start_ns: int, end_ns: int, ready_ns: int, job: str, step: int, segment: int, nbytes: int,
+        label: str,
+    ) -> None:  # fmt: skip
+        self._driver.listeners.span(
+            Span(
+                rank=self._driver.world.rank, job=job, step=step, segment=segment, kind=kind, lane=0,
+                start_ns=start_ns, end_ns=end_ns, ready_ns=ready_ns, nbytes=nbytes, label=label,
+            )
+        )  # fmt: skip
