@@ -38,7 +38,7 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
     """The equation with `function` applied to every jaxpr among its parameters (open ones stay open)."""
 
     def convert(item: Any) -> Any:
-        if isinstance(item, tuple | list):
+        if type(item) in (tuple, list):  # named tuples hold no jaxprs, and are built otherwise
             return type(item)(convert(x) for x in item)
         if not isinstance(item, _excore.Jaxpr | _excore.ClosedJaxpr):
             return item

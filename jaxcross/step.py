@@ -94,14 +94,17 @@ class Step:
         function, args = self._bind_static(args)
         leaves, tree = jax.tree.flatten((args, kwargs))
         compiled, first = self._compiled(world, function, args, kwargs, leaves, tree)
-        self._check_alive(leaves, args, kwargs)
         job = runtime.current_job()
-        if job is not None:
-            return job.call(compiled, leaves)
-        runtime.check_not_stray(self.__name__)
-        if first:
-            _agree(world, compiled.program)
-        return _alone(world, compiled, leaves)
+        try:
+            if job is not None:
+                return job.call(compiled, leaves)
+            runtime.check_not_stray(self.__name__)
+            if first:
+                _agree(world, compiled.program)
+            return _alone(world, compiled, leaves)
+        except Exception:
+            self._check_alive(leaves, args, kwargs)
+            raise
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step traced for these arguments. Does not compile, wait or communicate."""
@@ -131,7 +134,7 @@ class Step:
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
         leaves: list[Any], tree: Any,
     ) -> tuple[Compiled, bool]:  # fmt: skip
-        kinds = [_kind(x) for x in leaves]
+        kinds = _kinds(leaves)
         static = getattr(function, "static", ())
         last = self._last
         if last is not None and last[0] == (tree, static) and last[1] == kinds:
@@ -154,13 +157,14 @@ class Step:
         if len(last[1]) == len(kinds):
             for path, old, new in zip(paths, last[1], kinds, strict=False):
                 if old != new:
-                    where = f"argument {path} was {old[0].str_short()}, is {new[0].str_short()}"
+                    where = f"argument {path} was {_short(old)}, is {_short(new)}"
                     break
         if not getattr(self, "_noticed", False):
             self._noticed = True
             _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, where)
 
     def _check_alive(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
+        # Asked only once something went wrong. An array that this very call gave away is gone after its last exchange.
         for n, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
@@ -243,7 +247,7 @@ def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
     """One step without lanes: segments in program order from this thread."""
     execution = compiled.execution(leaves)
     for segment in compiled.program.segments:
-        if segment.kind == "compute":
+        if segment.kind == "compute" or compiled.program.silent(segment):
             execution.run(segment.index)
             continue
         execution.wait_inputs(segment.index)
@@ -253,11 +257,18 @@ def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
     return execution.outputs()
 
 
-def _kind(leaf: Any) -> Any:
-    """What a recompilation depends on."""
-    if isinstance(leaf, jax.Array):
-        return leaf.aval, leaf.sharding if leaf.committed else None
-    return aval_of(leaf), None
+def _kinds(leaves: Sequence[Any]) -> list[Any]:
+    """What a recompilation depends on, a leaf each. On the path of every step: tens of nanoseconds a leaf."""
+    try:
+        if jax.local_device_count() == 1:
+            return [x.aval for x in leaves]
+        return [(x.aval, x.sharding if x.committed else None) for x in leaves]
+    except AttributeError:  # a NumPy array or a Python number among them
+        return [getattr(x, "aval", None) or aval_of(x) for x in leaves]
+
+
+def _short(kind: Any) -> str:
+    return (kind[0] if isinstance(kind, tuple) else kind).str_short()
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

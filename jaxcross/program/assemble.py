@@ -119,6 +119,7 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int) -> list[Any
         eqn, found = graph.eqns[i], graph.wires[i]
         small = len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
         small = small and not isinstance(eqn.invars[0], compat.Literal)
+        small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
         if not small:
             out.append((i, [eqn]))
             continue

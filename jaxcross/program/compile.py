@@ -55,12 +55,14 @@ class Runnable:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
             so that its end can be waited for whatever became of the others.
         device: Where a collective segment runs; None for compute.
+        moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
         shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
     """
 
     segment: Segment
     call: Callable[..., Sequence[Any]]
     device: Any = None
+    moves: bool = False
     shardings: tuple[Any, ...] | None = None
 
 
@@ -127,7 +129,7 @@ class Execution:
         runnable = self._compiled.runnables[index]
         segment, env = runnable.segment, self._env
         args = [env[v] for v in segment.inputs]
-        if runnable.device is not None:
+        if runnable.moves:
             args = [_one_copy(x, runnable.device) for x in args]
         outs = runnable.call(*args)
         if runnable.device is None:
@@ -203,7 +205,7 @@ def compile_program(
             call = cache.get(key, _collective_maker(program, segment, wire, coords, host))
             outs = _return_shardings(program, segment, sharding, host)
             back = tuple(outs) if any(o is not None for o in outs) else None
-            runnables.append(Runnable(segment=segment, call=call, device=host, shardings=back))
+            runnables.append(Runnable(segment=segment, call=call, device=host, moves=back is not None, shardings=back))
         sharding.update(zip(segment.outputs, outs, strict=True))
     return Compiled(
         program=program, runnables=tuple(runnables), constants=tuple(jnp.asarray(c) for c in traced.consts),
@@ -222,11 +224,19 @@ def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:
             env[out] = compat.new_literal(np.int32(coords[eqn.params["axis_name"]]), out.aval)
             continue
         eqn = eqn.replace(invars=invars)
-        if any(True for _ in compat.sub_jaxprs(eqn)):
+        if any(_asks_index(j, coords) for j in compat.sub_jaxprs(eqn)):
             eqn = compat.map_sub_jaxprs(eqn, lambda j: bind_axis_index(j, coords))
         eqns.append(eqn)
     outvars = [env.get(a, a) if not isinstance(a, compat.Literal) else a for a in jaxpr.outvars]
     return compat.replace_eqns(jaxpr, eqns, outvars)
+
+
+def _asks_index(jaxpr: Any, coords: Mapping[str, int]) -> bool:
+    return any(
+        (eqn.primitive.name == "axis_index" and eqn.params["axis_name"] in coords)
+        or any(_asks_index(j, coords) for j in compat.sub_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _compute_maker(
@@ -255,12 +265,44 @@ def _collective_maker(
             return list(function(*args))
 
         collective.__name__ = f"{program.name}_{segment.index}"
+        if program.silent(segment) and (order := _forwarded(program, segment, collective)) is not None:
+            return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         places = [None if host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
                   else SingleDeviceSharding(host)] * len(segment.inputs)  # fmt: skip
         return jax.jit(collective, keep_unused=True).lower(*_structs(program, segment, places)).compile()
 
     return make
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Stands for an executable that would only copy: a sum over one rank is its operand."""
+
+    order: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        return [args[i] for i in self.order]
+
+    def memory_analysis(self) -> None:
+        return None
+
+
+def _forwarded(program: Program, segment: Segment, function: Callable[..., Any]) -> tuple[int, ...] | None:
+    """Which argument each result is, if the function computes nothing and nobody else holds the arguments.
+
+    A result may be donated later, which must never take an array away from the user or from another reader.
+    """
+    if any(v not in segment.dies or v in program.inputs for v in segment.inputs):
+        return None
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in segment.jaxpr.jaxpr.invars]
+    inner, _ = compat.open_jaxpr(jax.make_jaxpr(function)(*avals))
+    if any(v not in inner.invars for v in inner.outvars if not isinstance(v, compat.Literal)) or inner.eqns:
+        return None
+    if any(isinstance(v, compat.Literal) for v in inner.outvars):
+        return None
+    order = tuple(inner.invars.index(v) for v in inner.outvars)
+    return order if len(set(order)) == len(order) else None
 
 
 def _structs(program: Program, segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

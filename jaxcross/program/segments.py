@@ -166,6 +166,11 @@ class Program:
         """Everything that it puts on the wire, in order."""
         return tuple(x for s in self.segments for x in s.exchanges)
 
+    def silent(self, segment: Segment) -> bool:
+        """Whether a collective segment has nobody to speak to: every exchange is over axes of one rank."""
+        sizes = dict(self.axes)
+        return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)
+
     @property
     def last_collective(self) -> int:
         """Index of the last collective segment, -1 without one."""

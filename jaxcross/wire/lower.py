@@ -16,7 +16,7 @@ from jaxcross.wire.messages import Channel
 from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of
 from jaxcross.world.mesh import Mesh
 
-# How exchanges reach their peers: (axes, groups, in mesh order) -> channel.
+# How exchanges reach their peers: (axes, groups) -> channel.
 Connect = Callable[[Sequence[str], Any], Channel]
 
 _LOOPS = ("scan", "while", "cond")
@@ -57,7 +57,7 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
     name = eqn.primitive.name
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
-        results = [_exchange(x, v, connect) for x, v in zip(exchanges, values, strict=True)]
+        results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
         # JAX's types may say more of a result than ours do (a weak type), never another element type.
         return [jnp.asarray(r, dtype=o.aval.dtype) for r, o in zip(results, eqn.outvars, strict=True)]
     if name == "axis_index" and speaks_of(eqn, mesh.sizes):
@@ -80,11 +80,12 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
     return compat.bind_equation(eqn, values, eqn.params)
 
 
-def _exchange(exchange: Exchange, x: Any, connect: Connect) -> Any:
+def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
     params = dict(exchange.params)
     positions = params.pop("positions", ())
     groups = params.pop("groups", None)
-    axes = exchange.axes
+    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
+    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
     channel = connect(axes, groups)
     if exchange.op in REDUCTIONS:
         x = collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
