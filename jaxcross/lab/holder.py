@@ -1,0 +1,208 @@
+"""The process that holds a lab's namespaces. Run as a script in isolated mode: standard library only, one thread.
+
+Speaks one JSON line on standard output (`pid`, `folder`, `user`, or `error`) and then waits for the end of standard
+input. It is process 1 of its own process namespace, so the kernel kills everything in there when it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG = 1
+SUBNET = "10.77.0"
+HEAD = f"{SUBNET}.254"
+FOLDERS = ("/boot", "/srv", "/media", "/mnt")
+"""Where the lab's few files are put, on a private tmpfs: somewhere that exists and that no training needs."""
+
+ENTER = """#!/bin/sh
+# called like ssh: [options] host command...
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+read -r pid cores < "$(dirname "$0")/$host"
+if [ -n "$cores" ]; then set -- taskset -c "$cores" sh -c "$*"; else set -- sh -c "$*"; fi
+exec nsenter --target="$pid" --net --uts -- "$@"
+"""
+
+
+def main() -> None:
+    """Makes the lab that the argument describes, says so, and waits for the end of standard input."""
+    wish = json.loads(sys.argv[1])
+    try:
+        user = _leave()
+    except OSError as error:
+        _say(error=f"the kernel refused new namespaces ({error.strerror}).")
+        return
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready)
+        _first_process(wish, tell)
+    os.close(tell)
+    # the first process keeps the lifeline; this one must not hold its standard input open for it
+    with os.fdopen(ready) as stream:
+        answer = json.loads(stream.readline() or '{"error": "the first process of the namespace died."}')
+    _say(**answer, **({} if "error" in answer else {"pid": pid, "user": user}))
+    os.waitpid(pid, 0)
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _unshare(flags: int) -> None:
+    if _libc().unshare(flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _leave() -> bool:
+    """Enters new namespaces; True if with a user namespace, which root can do without where it is forbidden."""
+    flags = NEWNS | NEWUTS | NEWPID | NEWNET
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        _unshare(flags | NEWUSER)
+    except OSError:
+        if uid != 0:
+            raise
+        _unshare(flags)
+        return False
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    return True
+
+
+def _first_process(wish: dict[str, Any], tell: int) -> NoReturn:
+    """Process 1 of the namespace: builds the hosts, then sleeps until the lifeline ends."""
+    _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        answer: dict[str, Any] = {"folder": str(_build(wish))}
+    except (OSError, subprocess.SubprocessError) as error:
+        answer = {"error": _reason(error)}
+    with os.fdopen(tell, "w") as stream:
+        stream.write(json.dumps(answer) + "\n")
+    if "error" in answer:
+        os._exit(1)
+    # orphans of the hosts end up here and must not stay as zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        said = (error.stderr or "").strip().splitlines()
+        return f"`{' '.join(error.cmd)}` failed: {said[-1] if said else error.returncode}"
+    return str(error)
+
+
+def _do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10)
+
+
+def _build(wish: dict[str, Any]) -> Path:
+    _do("mount", "--make-rprivate", "/")
+    _do("mount", "-t", "proc", "proc", "/proc")
+    folder = next((Path(name) for name in FOLDERS if Path(name).is_dir()), None)
+    if folder is None:
+        raise OSError(f"none of {', '.join(FOLDERS)} exists to put a private file system on.")
+    _do("mount", "-t", "tmpfs", "-o", "mode=755", "jaxcross-lab", str(folder))
+    socket.sethostname("head")
+    names = [f"h{i}" for i in range(wish["hosts"])]
+    addresses = {name: f"{SUBNET}.{i + 1}" for i, name in enumerate(names)}
+    table = "".join(f"{address} {name}\n" for name, address in (*addresses.items(), ("head", HEAD)))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{table}")
+    _do("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
+    (folder / "hostfile").write_text("".join(f"{name}\n" for name in names))
+    (folder / "enter").write_text(ENTER)
+    (folder / "enter").chmod(0o755)
+
+    _do("ip", "link", "set", "lo", "up")
+    _do("ip", "link", "add", "name", "switch", "type", "bridge")
+    _do("ip", "address", "add", f"{HEAD}/24", "dev", "switch")
+    _do("ip", "link", "set", "switch", "up")
+    shares = _shares(sorted(os.sched_getaffinity(0)), len(names))
+    for name, cores in zip(names, shares, strict=True):
+        pid = _host(name)
+        _connect(name, pid, addresses[name], wish)
+        (folder / name).write_text(f"{pid} {','.join(map(str, cores))}\n")
+    for address in addresses.values():
+        _await(address)
+    return folder
+
+
+def _shares(cores: list[int], hosts: int) -> list[list[int]]:
+    """Each host's cores, as equal as can be; nobody is pinned when there are more hosts than cores."""
+    if hosts > len(cores):
+        return [[]] * hosts
+    return [cores[i * len(cores) // hosts : (i + 1) * len(cores) // hosts] for i in range(hosts)]
+
+
+def _host(name: str) -> int:
+    """Forks the process that keeps a host's namespaces; returns when they exist."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(0)
+        _unshare(NEWNET | NEWUTS)
+        socket.sethostname(name)
+        os.write(tell, b".")
+        os.close(tell)
+        while True:
+            signal.pause()
+    os.close(tell)
+    with os.fdopen(ready, "rb") as stream:
+        if not stream.read(1):
+            raise OSError(f"host `{name}` could not be made.")
+    return pid
+
+
+def _connect(name: str, pid: int, address: str, wish: dict[str, Any]) -> None:
+    port = f"to-{name}"
+    inside = ("nsenter", f"--target={pid}", "--net", "--")
+    _do("ip", "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    _do("ip", "link", "set", port, "master", "switch", "up")
+    _do(*inside, "ip", "link", "set", "lo", "up")
+    _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+    _do(*inside, "ip", "link", "set", "eth0", "up")
+    shape = ("tbf", "rate", wish["rate"], "burst", "256kb", "latency", "100ms") if wish["rate"] else ()
+    if shape:
+        _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
+        _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)
+    if wish["latency"]:
+        where = ("parent", "1:1") if shape else ("root",)
+        _do(*inside, "tc", "qdisc", "add", "dev", "eth0", *where, "handle", "10:", "netem", "delay", wish["latency"])
+
+
+def _await(address: str, patience_s: float = 10.0) -> None:
+    """Waits until a host answers: a launch in the first moments of a link has been seen to fail."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((address, 9), timeout=0.5).close()
+            return
+        except ConnectionRefusedError:
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"the host at {address} does not answer ({error}).") from error
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
