@@ -1,0 +1,221 @@
+"""What the table of collectives does not show. Each function is a check that all ranks run; JSON says how it went."""
+
+import json
+import traceback
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+from jax import lax
+from mpi4py import MPI
+
+from jaxcross import _jax_compat as compat
+from jaxcross.wire import MpiWire, issued_bytes, wire_bytes
+from jaxcross.wire.messages import split_counts
+from jaxcross.world import initialize
+
+world = initialize(watchdog_s=60)
+P, RANK = world.size, world.rank
+AXES = {"r": P}
+WIRE = world.wire()
+
+
+def lowered(function, *args, wire=WIRE, axes=AXES):
+    jaxpr = jax.make_jaxpr(function, axis_env=list(axes.items()))(*args)
+    return jaxpr, wire.lower(jaxpr, axes)
+
+
+def run(function, *args, **kwargs):
+    return jax.jit(lowered(function, *args, **kwargs)[1])(*args)
+
+
+def messages(function, *args):
+    """The mpi4jax equations of a lowered function, in program order, loops entered once."""
+
+    def walk(jaxpr):
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+            if eqn.primitive.name.endswith("_mpi"):
+                yield eqn
+            for sub in compat.sub_jaxprs(eqn):
+                yield from walk(sub)
+
+    return list(walk(jax.make_jaxpr(function)(*args)))
+
+
+def groups_of_ranks():
+    groups = [[i for i in range(P) if i % 2 == 0], [i for i in range(P) if i % 2 == 1]]
+    groups = [g for g in groups if g]
+    (got,) = run(lambda x: lax.psum(x, "r", axis_index_groups=groups), jnp.float32(RANK + 1))
+    assert got == sum(i + 1 for i in groups[RANK % 2])
+
+
+def sixteen_bits_round_once():
+    x = jnp.full((5,), 1 + RANK / 128, jnp.bfloat16)
+    expected = sum(np.float32(1 + r / 128) for r in range(P)).astype(jnp.bfloat16)
+    small = run(lambda x: lax.psum(x, "r"), x)[0]
+    assert (small == expected).all() and small.dtype == jnp.bfloat16
+    large = jnp.full((50_001,), 1 + RANK / 128, jnp.bfloat16)
+    _, function = lowered(lambda x: lax.psum(x, "r"), large)
+    assert [e.primitive.name for e in messages(function, large)] == ["alltoall_mpi", "allgather_mpi"]
+    assert (jax.jit(function)(large)[0] == expected).all()
+
+
+def eight_bit_floats():
+    x = jnp.full((3,), RANK + 1, jnp.float8_e4m3fn)
+    total, moved = run(lambda x: (lax.psum(x, "r"), lax.ppermute(x, "r", [(0, P - 1)])), x)
+    assert total.dtype == x.dtype and (total.astype(jnp.float32) == P * (P + 1) / 2).all()
+    assert (moved.astype(jnp.float32) == (1 if RANK == P - 1 else 0)).all()
+
+
+def extremes_of_nan_and_signed_zero():
+    x = jnp.array([jnp.nan if RANK == 0 else 1.0, -jnp.inf, -0.0 if RANK else 0.0, -RANK])
+    top, low = run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x)
+    assert jnp.isnan(top[0]) and jnp.isnan(low[0])
+    assert (top[1:] == jnp.array([-jnp.inf, 0, 0])).all() and (low[1:] == jnp.array([-jnp.inf, 0, 1 - P])).all()
+    assert not np.signbit(top[2]) and np.signbit(low[2])
+
+
+def order_is_the_equations_order():
+    def step(x):
+        a = lax.psum(x, "r")
+        lax.pmin(x, "r")  # nobody reads it, and the peers still take part
+        b = lax.all_gather(jnp.sin(x), "r")
+        c, _ = lax.scan(lambda c, _: (lax.pmax(c, "r") + 1, None), a, None, length=2)
+        d = lax.cond(a[0] > 0, lambda v: lax.psum(v, "r"), lambda v: v, c)
+        return b, lax.ppermute(x, "r", [(i, (i + 1) % P) for i in range(P)]), d
+
+    x = jnp.arange(3.0) + 1
+    jaxpr, function = lowered(step, x)
+    order = ["allreduce_mpi"] * 2 + ["allgather_mpi"] + ["allreduce_mpi"] * 2 + ["sendrecv_mpi"]
+    assert [e.primitive.name for e in messages(function, x)] == order
+    text = jax.jit(function).lower(x).as_text()
+    assert text.count("create_token") == 1, text
+    assert not jax.make_jaxpr(function)(x).effects
+    b, c, d = jax.jit(function)(x)
+    assert (c == x).all() and b.shape == (P, 3) and (d == P * (P * x + 2)).all()
+
+
+def loops_run_their_exchanges():
+    def step(x):
+        def body(carry):
+            i, v = carry
+            return i + 1, lax.psum(v, "r") / P + lax.axis_index("r") * 0
+
+        inner = jax.checkpoint(lambda v: lax.pmean(jnp.sin(v), "r"))
+        return lax.while_loop(lambda c: lax.pmax(c[0], "r") < 3, body, (0, x))[1], jax.grad(lambda v: inner(v).sum())(x)
+
+    x = jnp.arange(4.0)
+    value, gradient = run(step, x)
+    assert jnp.allclose(value, x) and jnp.allclose(gradient, jnp.cos(x), atol=1e-6)
+
+
+def compiled_many_times_and_called_again():
+    _, function = lowered(lambda x: lax.psum(x, "r"), jnp.zeros(2))
+    compiled = jax.jit(function).lower(jnp.zeros(2)).compile()
+    for i in range(3):
+        assert (compiled(jnp.full(2, float(i)))[0] == i * P).all()
+
+
+def nothing_to_return():
+    x = jnp.ones(3)
+    _, function = lowered(lambda x: [lax.psum(x, "r"), ()][1], x)
+    assert jax.jit(function)(x) == []
+    assert "mpi_allreduce_ffi" in jax.jit(function).lower(x).as_text()
+
+
+def long_messages_are_split_without_being_made():
+    huge = jax.ShapeDtypeStruct((2**31 + 10,), jnp.float32)
+    _, function = lowered(lambda x: lax.psum(x, "r"), huge)
+    sizes = tuple(e.invars[0].aval.size for e in messages(function, huge))
+    assert sizes == split_counts(2**31 + 10) == (2**30 + 5, 2**30 + 5)
+    tall = jax.ShapeDtypeStruct((P, 2**31 + 10), jnp.int8)
+    _, function = lowered(lambda x: lax.all_to_all(x, "r", 0, 0, tiled=True), tall)
+    assert [e.invars[0].aval.shape for e in messages(function, tall)] == [(P, 2**30 + 5)] * 2
+
+
+def large_arrays_are_not_copied():
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    _, function = lowered(lambda x: lax.psum(x, "r"), x)
+    text = jax.jit(function).lower(x).as_text()
+    operations = [line for line in text.splitlines() if "stablehlo." in line]
+    assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [True, True, 2], text
+
+
+def bytes_follow_the_formula():
+    ring = [(i, (i + 1) % P) for i in range(P)]
+    x = jnp.ones((P * 1000 + P, 8))
+    half = x.astype(jnp.bfloat16)
+    table = {
+        "psum": (lambda v: lax.psum(v, "r"), x),
+        "pmax": (lambda v: lax.pmax(v, "r"), x),
+        "psum bf16": (lambda v: lax.psum(v, "r"), half),
+        "psum bf16 odd": (lambda v: lax.psum(v, "r"), jnp.ones(50_003, jnp.bfloat16)),
+        "psum bf16 small": (lambda v: lax.psum(v, "r"), half[:3]),
+        "all_gather": (lambda v: lax.all_gather(v, "r"), x),
+        "reduce_scatter": (lambda v: lax.psum_scatter(v, "r", tiled=True), x),
+        "all_to_all": (lambda v: lax.all_to_all(v, "r", 0, 1, tiled=True), x),
+        "ppermute": (lambda v: lax.ppermute(v, "r", ring), x),
+    }
+    for name, (function, operand) in table.items():
+        for wire in (WIRE, MpiWire(world, max_count=12_345)):
+            jaxpr, low = lowered(function, operand, wire=wire)
+            exchanges = [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in wire.recognise(eqn, AXES) or ()]
+            issued = MPI.COMM_WORLD.allreduce(issued_bytes(jax.make_jaxpr(low)(operand), P), op=MPI.MAX)
+            assert [wire_bytes(e, AXES) for e in exchanges] == [issued], (name, issued, exchanges)
+    mean = wire_bytes(exchanges[0], AXES) if P == 1 else x.size * 4
+    assert mean == (0 if P == 1 else x.size * 4)
+
+
+def mpi4jax_equations_are_exchanges_too():
+    comm = MPI.COMM_WORLD.Dup()
+
+    def step(x):
+        y = mpi4jax.allreduce(x, MPI.SUM, comm=comm)
+        z = mpi4jax.sendrecv(
+            y, y, np.int64((RANK - 1) % P), np.int64((RANK + 1) % P), comm=comm
+        )
+        mpi4jax.barrier(comm=comm)
+        b = mpi4jax.bcast(x, 0, comm=comm)
+        return z, b, jax.grad(lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=comm).sum())(x), lax.psum(x, "r")
+
+    x = jnp.arange(3.0) + RANK
+    jaxpr, function = lowered(step, x)
+    found = [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in WIRE.recognise(eqn, AXES) or ()]
+    ops = ["mpi.allreduce", "mpi.sendrecv", "mpi.barrier", "mpi.bcast", "mpi.allreduce", "psum"]
+    assert [e.op for e in found if e.op != "mpi.allreduce"] == [o for o in ops if o != "mpi.allreduce"], found
+    assert dict(found[0].params) == {"ranks": tuple(range(P)), "reduction": "SUM"}
+    z, b, gradient, total = jax.jit(function)(x)
+    everything = P * jnp.arange(3.0) + P * (P - 1) / 2
+    assert (z == everything).all() and (b == jnp.arange(3.0)).all()
+    assert (gradient == 1).all() and (total == everything).all()
+
+
+def mean_halves_the_bytes():
+    from jaxcross.exchange import mean
+
+    tx = mean("r", wire_dtype=jnp.bfloat16)
+    grads = {"w": jnp.full((4,), 1.0 + RANK), "n": jnp.full((2,), 2.0, jnp.bfloat16)}
+    flat, tree = jax.tree.flatten(grads)
+    got = run(lambda *g: jax.tree.leaves(tx.update(jax.tree.unflatten(tree, g), tx.init(grads))[0]), *flat)
+    assert [str(g.dtype) for g in got] == ["bfloat16", "float32"]
+    assert (got[0] == 2).all() and (got[1] == (P + 1) / 2).all()
+
+
+def main():
+    names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
+    helpers = {"lowered", "run", "messages", "main"}
+    found = {}
+    for name in [n for n in names if n not in helpers]:
+        try:
+            globals()[name]()
+            outcome = "ok"
+        except Exception:
+            outcome = traceback.format_exc()
+        everywhere = world.control.allgather_text(outcome)
+        found[name] = "ok" if set(everywhere) == {"ok"} else "\n".join(everywhere)
+    if RANK == 0:
+        print(json.dumps(found))
+
+
+main()

@@ -1,0 +1,95 @@
+"""Communicators, agreements, state checks. Each function is a check that all ranks run; JSON says how it went."""
+
+import json
+import threading
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxcross.errors import ExchangeError
+from jaxcross.world import initialize
+
+world = initialize(watchdog_s=60, lanes=2)
+P, RANK = world.size, world.rank
+
+
+def who_is_where():
+    assert (world.size, world.rank) == (MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank)
+    assert (world.local_rank, world.local_size) == (RANK, P)
+    assert world.vendor in ("mpich", "openmpi")
+    assert len(set(MPI.COMM_WORLD.allgather(world.pool_size))) == 1 and world.pool_size > 2
+
+
+def communicators_are_made_in_any_order_from_several_threads():
+    mesh = world.mesh({"a": 2, "b": -1})
+    wanted = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    found, errors = {}, []
+
+    def make(keys):
+        try:
+            for axis, lane in keys:
+                comm = world.communicator(mesh, (axis,), lane=lane)
+                found[threading.current_thread().name, axis, lane] = comm
+        except Exception:
+            errors.append(traceback.format_exc())
+
+    orders = [wanted, wanted[::-1]] if RANK % 2 else [wanted[::-1], wanted]
+    threads = [threading.Thread(target=make, args=(o,), name=str(i)) for i, o in enumerate(orders)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors, errors
+    for axis, lane in wanted:
+        comm = found["0", axis, lane]
+        assert comm is found["1", axis, lane] or comm.size == 1
+        assert comm.allgather(RANK) == list(mesh.group((axis,)))
+    assert len({id(found["0", "a", lane]) for lane in (0, 1)}) == 2
+
+
+def control_agrees():
+    assert (world.control.allreduce_min(np.array([RANK, -RANK, 5])) == [0, 1 - P, 5]).all()
+    assert world.control.allgather_text(f"rank {RANK}") == [f"rank {r}" for r in range(P)]
+
+
+def equal_state_passes_and_unequal_is_named():
+    state = {"w": jnp.arange(4.0), "key": jax.random.key(3), "step": 7}
+    assert world.broadcast_or_check(state) is state
+    wrong = {**state, "w": state["w"] + (RANK == P - 1)}
+    try:
+        world.broadcast_or_check(wrong)
+        raise AssertionError("not noticed")
+    except ExchangeError as error:
+        assert str(error).startswith(f"The state differs between ranks 0 and {P - 1}, first at `['w']`: "), error
+
+
+def broadcast_gives_rank_zeros_values():
+    state = {"w": jnp.full((3,), RANK, jnp.bfloat16), "key": jax.random.key(RANK), "step": RANK, "e": jnp.zeros((0, 2))}
+    got = world.broadcast_or_check(state, mode="broadcast")
+    assert (got["w"] == 0).all() and got["w"].dtype == jnp.bfloat16 and got["step"] == 0 and type(got["step"]) is int
+    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+    assert got["e"].shape == (0, 2)
+    try:
+        world.broadcast_or_check({"w": jnp.zeros(3 + RANK)}, mode="broadcast")
+        raise AssertionError("not noticed")
+    except ExchangeError as error:
+        assert "first at `['w']`: float32[3] and float32[4]" in str(error), error
+
+
+def main():
+    names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
+    found = {}
+    for name in [n for n in names if n != "main"]:
+        try:
+            globals()[name]()
+            outcome = "ok"
+        except Exception:
+            outcome = traceback.format_exc()
+        everywhere = world.control.allgather_text(outcome)
+        found[name] = "ok" if set(everywhere) == {"ok"} else "\n".join(everywhere)
+    if RANK == 0:
+        print(json.dumps(found))
+
+
+main()

@@ -1,0 +1,44 @@
+"""Each example as a user runs it on two ranks, at toy size."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxcross.data import synthesise
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_mnist_sweep(mpirun: Callable[..., Any]) -> None:
+    pytest.importorskip("sklearn")
+    words = ("--steps", "60", "--lr", "0.03", "0.1", "0.2", "--accuracy", "0.85")
+    done = mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, timeout=240).check()
+    assert done.stdout.count("in crossover and alone the same bits") == 3
+
+
+def test_nnx_mlp(mpirun: Callable[..., Any]) -> None:
+    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), "--steps", "50", "--hidden", "16", timeout=240).check()
+    assert done.stdout.count("in both idioms") == 1
+
+
+def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
+    options = {
+        "--data-dir": tmp_path / "data",
+        "--model": "resnet8",
+        "--image-size": 24,
+        "--batch-size": 8,
+        "--steps": 20,
+        "--policy": "compare",
+        "--json": tmp_path / "result.json",
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
+    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=300).check()
+    assert done.stdout.count("all final states are equal, bit for bit") == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [job["steps"] for job in result["runs"]["crossover"]["jobs"]] == [20, 20]
+    assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())

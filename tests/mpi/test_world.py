@@ -1,0 +1,119 @@
+"""The world on several ranks: communicators, agreements, and how it ends when something goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(watchdog_s={watchdog})\n"
+WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_agreements_and_communicators(mpirun, ranks):
+    done = mpirun(ranks, "world_checks.py").check()
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
+    assert len(found) == 5
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(mpirun):
+    code = START.format(watchdog=60) + "if world.rank == 1:\n    raise ValueError('no more data')" + WAIT
+    done = mpirun(2, code, timeout=40)
+    assert done.returncode != 0
+    assert "jaxcross: rank 1 of 2 failed:" in done.stderr
+    assert "ValueError: no more data" in done.stderr and "Traceback" in done.stderr
+    assert "rank 0 failed" not in done.stderr
+
+
+def test_an_exception_in_a_thread_ends_all(mpirun):
+    code = START.format(watchdog=60) + (
+        "def loader():\n    raise OSError('disk')\n"
+        "if world.rank == 1:\n    threading.Thread(target=loader, name='loader').start()" + WAIT
+    )
+    done = mpirun(2, code, timeout=40)
+    assert done.returncode != 0
+    assert "jaxcross: rank 1 of 2 failed in thread 'loader':" in done.stderr
+    assert "OSError: disk" in done.stderr
+
+
+def test_an_interrupt_ends_all_without_a_traceback(mpirun):
+    code = START.format(watchdog=60) + "if world.rank == 0:\n    raise KeyboardInterrupt" + WAIT
+    done = mpirun(2, code, timeout=40)
+    assert done.returncode != 0
+    assert "jaxcross: rank 0 was interrupted; all 2 ranks end." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
+    code = START.format(watchdog=0.5) + (
+        "def decode_for_ever():\n    threading.Event().wait()\n"
+        "if world.rank == 1:\n    decode_for_ever()\n"
+        "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+    )
+    done = mpirun(3, code, timeout=60)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "s in job 'lr-0.1', step 12, segment 3 (psum)." in output
+    assert "rank 1 has not arrived: it is in no exchange, after 0 of 1 exchanges." in output
+    assert "rank 0 has not arrived" not in output and "rank 2 has not arrived" not in output
+    assert output.count("s in job 'lr-0.1'") == 1, "one report"
+    assert "jaxcross: stacks of rank 1:" in output and "decode_for_ever" in output
+
+
+def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
+    # The late rank holds the interpreter lock, so it cannot answer.
+    code = START.format(watchdog=0.5) + (
+        "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
+        "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+    )
+    done = mpirun(2, code, timeout=60)
+    assert done.returncode != 0
+    assert "rank 1 does not answer: it has ended, or its interpreter is blocked." in done.stderr
+
+
+def alone(code, **environ):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_one_process_without_a_launcher_is_a_world():
+    code = START.format(watchdog=60) + "print(world.size, world.rank, world.mesh('batch').shape)"
+    done = alone(code)
+    assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
+
+
+def test_a_silent_singleton_is_refused():
+    done = alone(START.format(watchdog=60), OMPI_COMM_WORLD_SIZE="4")
+    assert done.returncode != 0
+    message = "The launcher started 4 ranks (`OMPI_COMM_WORLD_SIZE=4`), but MPI sees a world of 1."
+    assert message in done.stderr
+    assert "Remedy: use the `mpirun` of the same MPI" in done.stderr
+
+
+def test_a_pool_that_came_too_early_is_refused():
+    code = "import jax\njax.devices()\nfrom jaxcross.world import initialize\ninitialize(lanes=100)"
+    done = alone(code)
+    assert done.returncode != 0
+    assert "ExchangeError: JAX started before `jaxcross.initialize()`, with a CPU pool of" in done.stderr
+
+
+def test_the_pool_has_the_size_that_the_world_says():
+    code = START.format(watchdog=60) + (
+        "import jax, os\nassert os.environ['PJRT_NPROC'] == str(world.pool_size)\njax.devices()\n"
+        "jax.jit(lambda x: x + 1)(1.0).block_until_ready()\nprint(world.pool_size)"
+    )
+    done = alone(code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2
+
+
+def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
+    (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
+    done = alone(START.format(watchdog=60), PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0
+    assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
+    assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr

@@ -1,0 +1,113 @@
+"""What start-up decides, without MPI: launcher variables, the thread pool, the device, the watchdog's report."""
+
+import pytest
+
+from jaxcross.errors import ExchangeError
+from jaxcross.world import pool
+from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
+from jaxcross.world.start import device_of
+from jaxcross.world.watchdog import Standing, Wait, explain, late_ranks
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"PMI_SIZE": "2"}, Launch(size=2, variable="PMI_SIZE")),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "PMI_SIZE": "1"}, Launch(size=8, variable="OMPI_COMM_WORLD_SIZE")),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, Launch(size=4, variable="SLURM_STEP_NUM_TASKS")),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "1"}, Launch(size=1, variable="PMI_SIZE")),
+        ({"SLURM_NTASKS": "4"}, None),
+        ({"PMI_SIZE": "many"}, None),
+    ],
+)
+def test_launcher_variables(environ, expected):
+    assert read_launch(environ) == expected
+
+
+def test_singletons_are_refused_with_the_remedy():
+    check_launch(None, world_size=1, vendor="mpich")
+    check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=2, vendor="mpich")
+    with pytest.raises(ExchangeError, match=r"^The launcher started 2 ranks \(`PMI_SIZE=2`\), but MPI sees a world of 1"):
+        check_launch(Launch(size=2, variable="PMI_SIZE"), world_size=1, vendor="openmpi")
+    with pytest.raises(ExchangeError, match="srun --mpi=pmix"):
+        check_launch(Launch(size=2, variable="SLURM_STEP_NUM_TASKS"), world_size=1, vendor="mpich")
+
+
+@pytest.mark.parametrize(
+    ("text", "vendor"),
+    [
+        ("MPICH Version:      5.0.2\n", "mpich"),
+        ("Open MPI v5.0.8, package: Open MPI", "openmpi"),
+        ("Intel(R) MPI Library 2021.9", "intel"),
+        ("", "unknown"),
+    ],
+)
+def test_vendors(text, vendor):
+    assert vendor_of(text) == vendor
+
+
+def test_pool_is_never_starved():
+    for cores in range(1, 65):
+        for lanes in range(1, 9):
+            assert pool.needed(cores, lanes) >= cores + lanes
+
+
+def plan(environ=None, *, started=False, cores=2, minimum=2):
+    return pool.plan_pool(4, minimum=minimum, started=started, core_count=cores, environ=environ or {})
+
+
+def test_pool_settings():
+    assert plan() == {"PJRT_NPROC": "4"}
+    assert plan({"NPROC": "6"}) == {}
+    assert plan(started=True) == {}
+    assert pool.effective({"PJRT_NPROC": "7"}, 2) == 7
+    assert pool.effective({}, 2) == 2
+
+
+def test_pool_that_cannot_be_made_large_enough():
+    with pytest.raises(ExchangeError, match="^XLA's CPU pool is too small: `NPROC=1`, but 2 threads are needed."):
+        plan({"NPROC": "1"})
+    with pytest.raises(ExchangeError, match="^JAX started before `jaxcross.initialize\\(\\)`, with a CPU pool of 1 threads"):
+        plan(started=True, cores=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "local_rank", "local_size", "accelerators", "expected"),
+    [
+        ({}, 1, 2, 4, 1),
+        ({}, 3, 4, 2, 1),
+        ({}, 0, 1, 8, None),
+        ({}, 1, 2, 1, None),
+        ({}, 1, 2, 0, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 1, 2, 4, None),
+    ],
+)
+def test_a_rank_takes_the_device_of_its_local_rank(environ, local_rank, local_size, accelerators, expected):
+    got = device_of(environ, local_rank=local_rank, local_size=local_size, accelerators=accelerators)
+    assert got == expected
+
+
+WAIT = Wait(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
+OTHER = Wait(job="b", step=1, segment=0, what="vote", number=6, since_s=0.0)
+
+
+def test_the_report_names_late_and_silent_ranks():
+    answers = {
+        1: Standing(entered=7, waits=(WAIT,)),
+        2: Standing(entered=6, waits=(OTHER,)),
+        3: Standing(entered=5, waits=()),
+        4: None,
+    }
+    assert late_ranks(WAIT, answers) == [2, 3]
+    text = explain(0, WAIT, 300.0, answers)
+    assert text.startswith("jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).")
+    assert "rank 2 has not arrived: it is in job 'b', step 1, segment 0 (vote), after 6 of 7 exchanges." in text
+    assert "rank 3 has not arrived: it is in no exchange, after 5 of 7 exchanges." in text
+    assert "rank 4 does not answer: it has ended, or its interpreter is blocked." in text
+    assert "rank 1" not in text
+
+
+def test_the_report_when_everybody_is_there():
+    text = explain(0, WAIT, 1.0, {1: Standing(entered=7, waits=(WAIT,))})
+    assert "All ranks have arrived: MPI or the network is stuck." in text
