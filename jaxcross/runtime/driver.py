@@ -259,8 +259,10 @@ class Driver:
         job, segment = instruction.job, instruction.segment
         if self.seats[job].cause is None:
             self.seats[job].cause = error
-        kind = call.outline.kinds[segment]
-        text = f"in step {instruction.step}, segment {segment} ({kind}): {describe(error)}"
+        what: str = call.outline.kinds[segment]
+        if segment in call.outline.after_commit:
+            what += f", after the commit: this rank lacks state {instruction.step}"
+        text = f"in step {instruction.step}, segment {segment} ({what}): {describe(error)}"
         self.post(m.SegmentFailed(job, instruction.call, segment, text))
 
     def over(self) -> None:

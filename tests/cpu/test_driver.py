@@ -1,0 +1,180 @@
+"""The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
+
+import pytest
+
+from jaxcross.errors import InternalError, JobError
+from jaxcross.runner import Runner
+from jaxcross.runtime.driver import Driver
+from jaxcross.runtime.events import Instrument, Listeners, SpanLog
+from jaxcross.runtime.explain import describe, explain
+from jaxcross.runtime.job import current_job, outline_of
+from jaxcross.runtime.lanes import LaneThread, patience_s
+from jaxcross.runtime.link import Link
+from jaxcross.runtime.policy import RoundRobin
+from jaxcross.testing import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
+
+
+def runner_of(world, *, steps=2, program=None, compiled=None, **options):
+    """A runner of one job that calls a step a few times."""
+    compiled = compiled or FakeCompiled(program or plain_program(shape=(2, 3)), world, lambda i, values: sum(values))
+
+    def fn(job):
+        state = 0.0
+        for _ in range(steps):
+            state = current_job().call(compiled, [state, 1.0])
+        return state
+
+    runner = Runner(world, **options)
+    runner.add("a", fn)
+    return runner
+
+
+def test_spans_name_what_was_done():
+    def work(world):
+        log = SpanLog()
+        runner_of(world, instruments=[log]).run()
+        return log.spans
+
+    for rank, spans in enumerate(run_ranks(2, work)):
+        lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in spans if s.kind != "vote"]
+        assert lanes == [
+            ("compute", "a", 1, 0, 0), ("collective", "a", 1, 1, 24), ("compute", "a", 1, 2, 0),
+            ("compute", "a", 2, 0, 0), ("collective", "a", 2, 1, 24), ("compute", "a", 2, 2, 0),
+        ]  # fmt: skip
+        assert all(s.rank == rank and s.ready_ns <= s.start_ns <= s.end_ns for s in spans)
+        compute = [s for s in spans if s.kind == "compute"]
+        assert all(a.end_ns <= b.start_ns for a, b in zip(compute, compute[1:], strict=False))
+        exchange = [s for s in spans if s.kind in ("collective", "vote")]
+        assert all(a.end_ns <= b.start_ns for a, b in zip(exchange, exchange[1:], strict=False))
+
+
+def test_every_wait_for_other_ranks_is_watched():
+    def work(world):
+        runner_of(world).run()
+        return world.watched
+
+    for watched in run_ranks(2, work):
+        exchanges = [w for w in watched if w[3] == "exchange"]
+        assert exchanges == [("a", 1, 1, "exchange"), ("a", 2, 1, "exchange")]
+        # One vote admits and one commits each step, one ends the job; a rank that comes late costs further ones.
+        assert len([w for w in watched if w[3] == "vote"]) >= 5
+
+
+def test_an_emulated_link_holds_exchanges_and_says_so():
+    def work(world):
+        log = SpanLog()
+        link = Link(rate_bytes_per_s=24e3, latency_s=0.001)
+        report = runner_of(world, instruments=[log], link=link).run()
+        assert "emulated link" in str(report)
+        return [s for s in log.spans if s.kind == "collective"]
+
+    (spans,) = run_ranks(1, work)
+    assert [s.label for s in spans] == ["emulated"] * 2
+    assert all(s.end_ns - s.start_ns >= 2e6 for s in spans)  # 1 ms latency and 24 bytes at 24 kB/s
+
+
+def test_links_parse():
+    assert Link.parse("500mbit") == Link(rate_bytes_per_s=62.5e6)
+    assert str(Link.parse("0.5gbit")) == "emulated link 500mbit"
+    assert Link.parse("none") is None
+    with pytest.raises(ValueError, match=r"^`fast` is not a link rate\."):
+        Link.parse("fast")
+    with pytest.raises(ValueError, match=r"^a link needs a rate above 0"):
+        Link(rate_bytes_per_s=0)
+
+
+class BrokenExchange(FakeExecution):
+    """An exchange that raises by itself, not because of its inputs."""
+
+    def run(self, index):
+        if index == 1:
+            raise OSError("network unreachable")
+        super().run(index)
+
+
+class Broken(FakeCompiled):
+    def execution(self, inputs):
+        return BrokenExchange(self, inputs)
+
+
+def test_an_exchange_that_breaks_ends_the_run():
+    def work(world):
+        with pytest.raises(OSError, match="network unreachable"):
+            runner_of(world, compiled=Broken(plain_program(), world, lambda i, values: sum(values))).run()
+
+    run_ranks(1, work)
+
+
+class PoisonedInputs(FakeExecution):
+    """What the device reports only when it is waited for."""
+
+    def wait_inputs(self, index):
+        raise FloatingPointError("device ran out of memory")
+
+
+class Poisoned(FakeCompiled):
+    def execution(self, inputs):
+        return (PoisonedInputs if self.world.rank == 0 else FakeExecution)(self, inputs)
+
+
+def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
+    def work(world):
+        runner = runner_of(world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values)))
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 in step 1, segment 1 \(collective\): Floating"):
+            runner.run()
+        return [j.step for j in runner.jobs]
+
+    assert run_ranks(2, work) == [[0], [0]]
+
+
+def test_an_internal_error_reaches_the_caller():
+    def work(world):
+        driver = Driver(world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None)))], policy=RoundRobin())
+        with pytest.raises(InternalError, match="the interleaver does not know the event None"):
+            driver.run()
+
+    run_ranks(1, work)
+
+
+def test_hooks_that_nobody_overrides_are_not_called():
+    class Quiet(Instrument):
+        pass
+
+    listeners = Listeners([Quiet(), SpanLog()])
+    assert len(listeners._span) == len(listeners._note) == 1
+
+
+def test_outlines_follow_the_program():
+    outline = outline_of(plain_program(exchanges=2, shape=(4,)))
+    assert outline.kinds == ("compute", "collective", "compute", "collective", "compute")
+    assert outline.needs == ((), (0,), (1,), (2,), (3,))
+    assert outline.after_commit == {4}
+    assert outline.nbytes == (0, 16, 0, 16, 0)
+    assert outline.signature == outline_of(plain_program("other", exchanges=2, shape=(4,))).signature
+    assert outline.signature != outline_of(plain_program(exchanges=1, shape=(4,))).signature
+    assert outline_of(plain_program(exchanges=0)).collectives == ()
+
+
+def test_patience_is_bounded():
+    assert patience_s(0) == 0.002
+    assert all(a <= b for a, b in zip(map(patience_s, range(16)), map(patience_s, range(1, 17)), strict=True))
+    assert patience_s(16) == 0.05
+
+
+def test_explanations():
+    error = ValueError("boom")
+    error.add_note("here")
+    assert describe(error) == "ValueError: boom (here)"
+    both = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: Y"])
+    assert str(both).startswith("Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves")
+    mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
+    assert str(mixed).startswith(
+        "Job `a` does different things on different ranks after step 1: "
+        "rank 0 asked for batch 2 of data 1; rank 1 restore; rank 2 was busy."
+    )
+
+
+def test_a_manual_clock():
+    clock = ManualClock(5)
+    clock.advance(1e-6)
+    assert clock() == 1005

@@ -1,0 +1,391 @@
+"""The runner on ranks that are threads: jobs, batches, failures, interrupts, and every message."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.runner import Job, Runner, run
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.events import SpanLog
+from jaxcross.runtime.job import check_not_stray, current_job, runner_active
+from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.testing import FakeCompiled, plain_program, run_ranks
+
+
+def add(segment, values):
+    """Compute: first segment state + batch, last one state + what was exchanged."""
+    return sum(values)
+
+
+def make_step(world, name="step", *, exchanges=1, compute=add, shape=()):
+    """A step as `crossover` would hand it to the job: `step(state, batch) -> state`."""
+    compiled = FakeCompiled(plain_program(name, exchanges=exchanges, shape=shape), world, compute)
+
+    def step(state, batch):
+        return current_job().call(compiled, [state, batch])
+
+    return step
+
+
+def loop(job, step, data, state=0.0, steps=None):
+    state = job.restore(state)
+    for batch in job.batches(data, steps):
+        state = step(state, batch)
+        job.save(state)
+        job.log({"loss": float(job.step)})
+    return state
+
+
+def solo(data_by_rank, state=0.0):
+    """What a data-parallel loop of `make_step` computes."""
+    for batches in zip(*data_by_rank, strict=False):
+        state = state + sum(state + batch for batch in batches)
+    return state
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), Sequential()])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_jobs_in_crossover_equal_jobs_alone(ranks, policy):
+    data = {"a": [[1.0, 2.0, 3.0]] * ranks, "b": [[float(r), 5.0] for r in range(ranks)], "c": [[]] * ranks}
+
+    def work(world):
+        log = SpanLog()
+        with Runner(world, policy, instruments=[log]) as runner:
+            for name, batches in data.items():
+                runner.add(name, loop, step=make_step(world, name), data=batches[world.rank])
+            report = runner.run()
+        order = [(s.job, s.step) for s in log.spans if s.kind == "collective"]
+        return [(j.state, j.step) for j in runner.jobs], order, [f.facts.steps for f in report.rounds.jobs], log.notes
+
+    results = run_ranks(ranks, work)
+    for states, order, steps, notes in results:
+        assert states == [(solo(batches), len(batches[0])) for batches in data.values()]
+        assert order == results[0][1]
+        assert steps == [3, 2, 0]
+        assert {(job, value) for job, kind, _, value in notes if kind == "done"} == {(n, "ended") for n in data}
+    if policy == Sequential():
+        assert [job for job, _ in results[0][1]] == ["a"] * 3 + ["b"] * 2
+
+
+def test_data_that_ends_on_one_rank_ends_the_loop_on_all():
+    def work(world):
+        runner = Runner(world)
+        job = runner.add("a", loop, step=make_step(world), data=[1.0] * (5 if world.rank else 3))
+        runner.run()
+        return job.step, job.state
+
+    assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2))] * 2
+
+
+def test_steps_limit_the_batches():
+    def work(world):
+        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4)
+        runner.run()
+        return job.step
+
+    assert run_ranks(2, work) == [4, 4]
+
+
+def failing_loop_results(ranks, guilty, start):
+    """Job `bad` is made by `start(world)`; job `good` must not notice."""
+
+    def work(world):
+        runner = Runner(world)
+        bad = runner.add("bad", *start(world)[:1], **start(world)[1])
+        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0, 3.0, 4.0])
+        with pytest.raises((JobError, ExchangeError)) as raised:
+            runner.run()
+        assert runner.report is not None
+        assert good.state == solo([[1.0, 2.0, 3.0, 4.0]] * ranks)
+        return raised.value, bad
+
+    return run_ranks(ranks, work)
+
+
+@pytest.mark.parametrize(
+    ("segment", "what"), [(0, "compute"), (2, "compute"), (4, "compute, after the commit: this rank lacks state 2")]
+)
+def test_a_failed_segment_ends_its_job_on_every_rank(segment, what):
+    """Segment 0 fails before anything is exchanged, 2 between exchanges, 4 after the commit."""
+
+    def start(world):
+        calls = []
+
+        def compute(index, values):
+            calls.append(index)
+            if world.rank == 1 and index == segment and calls.count(index) == 2:
+                raise FloatingPointError("boom")
+            return sum(values)
+
+        return loop, {"step": make_step(world, "bad", exchanges=2, compute=compute), "data": [1.0, 1.0, 1.0]}
+
+    results = failing_loop_results(2, 1, start)
+    for rank, (error, bad) in enumerate(results):
+        assert str(error).startswith(
+            f"Job `bad` failed on rank 1 in step 2, segment {segment} ({what}): FloatingPointError: boom."
+        )
+        assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
+    # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state 2.
+    assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
+    assert (results[0][1].state == results[1][1].state) == (segment != 4)
+
+
+def test_an_exception_in_a_job_ends_it_on_every_rank():
+    def start(world):
+        def fn(job, step):
+            state = 0.0
+            for n in range(4):
+                if n == 2 and world.rank == 0:
+                    raise KeyError("lost")
+                state = step(state, 1.0)
+                job.save(state)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for rank, (error, bad) in enumerate(failing_loop_results(2, 0, start)):
+        assert str(error).startswith("Job `bad` failed on rank 0 after step 2: KeyError: 'lost'.")
+        assert isinstance(error.__cause__, KeyError) == (rank == 0)
+        assert bad.step == 2
+
+
+def test_data_that_raises_on_one_rank_ends_the_job_on_every_rank():
+    def start(world):
+        def data():
+            yield 1.0
+            if world.rank == 1:
+                raise OSError("disk gone")
+            yield from [1.0, 1.0]
+
+        return loop, {"step": make_step(world, "bad"), "data": data()}
+
+    for error, bad in failing_loop_results(2, 1, start):
+        assert str(error).startswith("Job `bad` failed on rank 1 after")
+        assert "OSError: disk gone (raised by the data given to job.batches)" in str(error)
+        assert bad.step == 1
+
+
+def test_different_step_counts_are_an_error_on_every_rank():
+    def start(world):
+        def fn(job, step):
+            for _ in range(3 if world.rank == 0 else 2):
+                step(0.0, 1.0)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for error, bad in failing_loop_results(2, 0, start):
+        assert str(error).startswith(
+            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3; rank 1 ended."
+        )
+        assert bad.step == 2
+
+
+def test_different_exchanges_are_an_error_that_names_the_line():
+    def start(world):
+        return loop, {"step": make_step(world, "bad", shape=(world.rank,)), "data": [1.0]}
+
+    for error, _ in failing_loop_results(2, 0, start):
+        assert isinstance(error, ExchangeError)
+        assert str(error).startswith("Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is")
+        assert "rank 0: psum batch float32[0]" in str(error)
+        assert "rank 1: psum batch float32[1]" in str(error)
+
+
+def test_different_initial_states_are_an_error_unless_broadcast():
+    def start(world):
+        return loop, {"step": make_step(world, "bad"), "data": [1.0], "state": float(world.rank)}
+
+    for error, _ in failing_loop_results(2, 0, start):
+        assert "The state differs between ranks" in str(error)
+
+    def work(world):
+        runner = Runner(world)
+        job = runner.add("a", lambda job: job.restore(float(world.rank), mode="broadcast"))
+        runner.run()
+        return job.state
+
+    assert run_ranks(2, work) == [0.0, 0.0]
+
+
+def test_several_failures_are_raised_as_one_with_notes():
+    def fail(job):
+        raise RuntimeError(job.name)
+
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", fail)
+        runner.add("b", fail)
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: RuntimeError: a\.") as raised:
+            runner.run()
+        return raised.value.__notes__
+
+    (notes,) = run_ranks(1, work)
+    assert notes[0].startswith("Also: Job `b` failed on rank 0 after step 0: RuntimeError: b.")
+
+
+def test_an_interrupt_stops_all_ranks_at_the_same_step():
+    def work(world):
+        runner = Runner(world)
+
+        def endless(job, step):
+            state = 0.0
+            for batch in job.batches(iter(lambda: 1.0, None)):
+                if world.rank == 0 and job.step == 3 and job.name == "a":
+                    job._driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                state = step(state, batch)
+                job.save(state)
+
+        for name in "ab":
+            runner.add(name, endless, step=make_step(world, name))
+        with pytest.raises(KeyboardInterrupt):
+            runner.run()
+        return [(job.step, job.state, job.error) for job in runner.jobs]
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[0][0] >= 3
+
+
+def test_work_without_exchanges_takes_its_turn_and_is_no_step():
+    def work(world):
+        runner = Runner(world)
+        evaluate = make_step(world, "evaluate", exchanges=0)
+
+        def fn(job, step):
+            for batch in job.batches([1.0, 2.0]):
+                step(0.0, batch)
+                assert evaluate(1.0, 2.0) == 3.0
+            return evaluate(1.0, float(job.step))
+
+        jobs = [runner.add(name, fn, step=make_step(world, name)) for name in "ab"]
+        runner.run()
+        return [job.state for job in jobs]
+
+    assert run_ranks(2, work) == [[3.0, 3.0]] * 2
+
+
+def test_nested_loops_over_batches():
+    def work(world):
+        runner = Runner(world)
+
+        def fn(job, step):
+            seen = []
+            for a in job.batches([1.0, 2.0]):
+                seen += [a, *job.batches([10.0] * (1 + world.rank))]
+                step(0.0, a)
+            return seen
+
+        job = runner.add("a", fn, step=make_step(world))
+        runner.run()
+        return job.state
+
+    assert run_ranks(2, work) == [[1.0, 10.0, 2.0, 10.0]] * 2
+
+
+def test_logs_are_read_back_in_order():
+    def work(world):
+        log = SpanLog()
+        runner = Runner(world, instruments=[log])
+        job = runner.add("a", loop, step=make_step(world), data=[np.ones((4, 2), np.float32)] * 3)
+        report = runner.run()
+        assert [n[2:] for n in log.notes if n[1] == "loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+        facts = report.rounds.jobs[0].facts
+        assert (facts.final_loss, facts.examples_per_step) == (3.0, 4.0 * world.size)
+        return job.history
+
+    assert run_ranks(1, work) == [[(1, {"loss": 1.0}), (2, {"loss": 2.0}), (3, {"loss": 3.0})]]
+
+
+def test_run_is_the_plain_loop():
+    def work(world):
+        one = make_step(world)
+
+        def step(state, batch):
+            state = one(state, batch)
+            return state, {"loss": 0.0}
+
+        jobs = [Job(name, step, 0.0, [1.0] * 5, steps=n) for n, name in ((3, "a"), (9, "b"))]
+        run(jobs, policy=RoundRobin(), world=world)
+        return [(job.state, job.step) for job in jobs]
+
+    assert run_ranks(2, work) == [[(solo([[1.0] * n] * 2), n) for n in (3, 5)]] * 2
+
+
+def test_a_step_must_return_a_pair_in_the_plain_loop():
+    def work(world):
+        with pytest.raises(JobError, match=r"TypeError: the step of job `a` returned no pair `\(state, metrics\)`"):
+            run([Job("a", make_step(world), 0.0, [1.0])], world=world)
+
+    assert run_ranks(1, work) == [None]
+
+
+def test_different_jobs_on_two_ranks():
+    def work(world):
+        runner = Runner(world)
+        runner.add(f"a{world.rank}", loop)
+        with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: "):
+            runner.run()
+
+    assert run_ranks(2, work) == [None, None]
+
+
+def test_bad_arguments():
+    def work(world):
+        runner = Runner(world)
+        with pytest.raises(ValueError, match=r"^A runner without jobs has nothing to run\."):
+            runner.run()
+        with pytest.raises(ValueError, match=r"^A runner without jobs has nothing to run\."):
+            run([], world=world)
+        job = runner.add("a", lambda job: None)
+        with pytest.raises(ValueError, match=r"^There is a job `a` already\."):
+            runner.add("a", lambda job: None)
+        with pytest.raises(TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, not `int`"):
+            runner.add("b", 3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^`''` is no name for a job"):
+            runner.add("", lambda job: None)
+        with pytest.raises(JobError, match=r"^Job `a` is not running\."):
+            job.batches([])
+        with pytest.raises(ValueError, match=r"^`depth` is 0"):
+            Runner(world, depth=0)
+        with pytest.raises(TypeError, match=r"^Job `x` needs a step function, not `int`"):
+            Job("x", 1, None, [])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^Job `x`: `steps` is -1, below 0"):
+            Job("x", print, None, [], steps=-1)
+        runner.run()
+        with pytest.raises(JobError, match=r"^This runner has run\."):
+            runner.run()
+        with pytest.raises(JobError, match=r"^Job `c` comes too late"):
+            runner.add("c", lambda job: None)
+
+    assert run_ranks(1, work) == [None]
+
+
+def test_a_step_in_a_thread_that_is_no_job_is_refused():
+    assert not runner_active()
+    check_not_stray("step")  # no run, no complaint
+
+    def work(world):
+        caught = []
+
+        def stray():
+            assert runner_active()
+            try:
+                check_not_stray("train_step")
+            except JobError as error:
+                caught.append(str(error))
+
+        def fn(job):
+            assert current_job() is job
+            check_not_stray("train_step")
+            thread = threading.Thread(target=stray, name="mine")
+            thread.start()
+            thread.join()
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        runner.run()
+        return caught[0].startswith("`train_step` was called from thread `mine`, which is no job of the runner")
+
+    assert run_ranks(1, work) == [True]
+    assert not runner_active()
