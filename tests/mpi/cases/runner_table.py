@@ -1,0 +1,227 @@
+"""Every rank: jobs over real exchanges. Prints one line a case; any rank that disagrees exits with an error."""
+
+import os
+import signal
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcross
+from jaxcross import JobError, RoundRobin, Runner, Sequential
+from jaxcross.runtime.link import Link
+
+WORLD = jaxcross.initialize(watchdog_s=60)
+RATES = {"lr-0.1": 0.1, "lr-0.4": 0.4, "lr-0.2": 0.2}
+TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
+
+
+def make_step(cut="whole", explode_at=None):
+    """A small network, with synchronised statistics (an exchange that others depend on) and averaged gradients."""
+
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["w1"])
+            mean = jax.lax.pmean(hidden.mean(0), "batch")
+            return jnp.mean((((hidden - mean) @ params["w2"]) - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        grads = jax.lax.pmean(grads, "batch")
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": jax.lax.pmean(value, "batch")}
+
+    return jaxcross.crossover(step, axes="batch", cut=cut, donate_argnums=0)
+
+
+def init(rate):
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"w1": jax.random.normal(keys[0], (8, 16)), "w2": jax.random.normal(keys[1], (16, 1))}
+    opt_state = TX.init(params)
+    opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+    return params, opt_state
+
+
+def data(n, seed=0):
+    rng = np.random.default_rng(100 * seed + WORLD.rank)
+    for _ in range(n):
+        yield {"x": rng.normal(size=(4, 8)).astype(np.float32), "y": rng.normal(size=(4, 1)).astype(np.float32)}
+
+
+def train(job, step, rate, n):
+    state = job.restore(init(rate))
+    for batch in job.batches(data(n)):
+        state, metrics = step(state, batch)
+        job.log(metrics)
+    return state
+
+
+def alone(step, rate, n):
+    state = init(rate)
+    for batch in data(n):
+        state, _ = step(state, batch)
+    return state
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.array_equal(np.asarray(x), np.asarray(y))
+
+
+def crossover_equals_alone():
+    for cut in ("whole", 2):
+        lengths = dict(zip(RATES, (8, 5, 6), strict=True))
+        step = make_step(cut)
+        expected = {name: alone(step, rate, lengths[name]) for name, rate in RATES.items()}
+        for policy in (RoundRobin(), Sequential()):
+            with Runner(WORLD, policy) as runner:
+                for name, rate in RATES.items():
+                    runner.add(name, train, step=step, rate=rate, n=lengths[name])
+                report = runner.run()
+            for job in runner.jobs:
+                same(job.state, expected[job.name])
+                assert job.step == lengths[job.name] == len(job.history)
+            assert [f.facts.steps for f in report.rounds.jobs] == list(lengths.values())
+
+
+def unlike_lengths_of_data():
+    runner = Runner(WORLD)
+    step = make_step()
+
+    def fn(job):
+        state = job.restore(init(0.1))
+        for batch in job.batches(data(3 + 2 * WORLD.rank)):
+            state, _ = step(state, batch)
+        return state
+
+    job = runner.add("a", fn)
+    runner.run()
+    same(job.state, alone(step, 0.1, 3))
+
+
+def evaluation_beside_training():
+    step = make_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        @jaxcross.crossover(axes="batch")
+        def evaluate(state, batch):
+            return jnp.mean(batch["x"] @ state[0]["w1"])
+
+        def fn(job):
+            state = job.restore(init(0.1))
+            for batch in job.batches(data(4)):
+                state, _ = step(state, batch)
+                job.log({"eval": evaluate(state, batch)})
+            return state
+
+        runner = Runner(WORLD)
+        a = runner.add("a", fn)
+        b = runner.add("b", train, step=step, rate=0.2, n=9)
+        runner.run()
+    same(a.state, alone(step, 0.1, 4))
+    same(b.state, alone(step, 0.2, 9))
+    assert len(a.history) == 4
+
+
+def failure_of_one_job():
+    step, last = make_step(), WORLD.size - 1
+
+    def fn(job):
+        state = job.restore(init(0.1))
+        for batch in job.batches(data(6)):
+            if job.step == 3 and WORLD.rank == last:
+                raise ValueError("boom")
+            state, _ = step(state, batch)
+            job.state = state
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=step, rate=0.2, n=6)
+    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."):
+        runner.run()
+    assert bad.step == 3
+    same(bad.state, alone(step, 0.1, 3))
+    same(good.state, alone(step, 0.2, 6))
+
+
+def unlike_exchanges():
+    if WORLD.size == 1:
+        return
+    step = jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b, "batch"), axes="batch")
+    runner = Runner(WORLD)
+    runner.add("bad", lambda job: step(jnp.float32(0), jnp.ones((2 + (WORLD.rank == 1),))))
+    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    with pytest.raises(jaxcross.ExchangeError, match=r"^Job `bad`, step 1: ranks 0 and 1 exchange different things"):
+        runner.run()
+    assert good.step == 4
+
+
+def stray_threads():
+    step, caught = make_step(), []
+
+    def stray():
+        try:
+            step(init(0.1), next(data(1)))
+        except JobError as error:
+            caught.append(str(error))
+
+    def fn(job):
+        thread = threading.Thread(target=stray, name="mine")
+        thread.start()
+        thread.join()
+
+    runner = Runner(WORLD)
+    runner.add("a", fn)
+    runner.run()
+    assert len(caught) == 1
+    assert "was called from thread `mine`" in caught[0]
+
+
+def interrupt():
+    step = make_step()
+
+    def endless(job):
+        state = job.restore(init(0.1))
+        n = 0
+        for batch in job.batches(data(10**9)):
+            if n == 5 and WORLD.rank == 0 and job.name == "a":
+                os.kill(os.getpid(), signal.SIGINT)
+            state, _ = step(state, batch)
+            job.state, n = state, n + 1
+
+    runner = Runner(WORLD)
+    for name in "ab":
+        runner.add(name, endless)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    steps = WORLD.control.allgather_text(str([job.step for job in runner.jobs]))
+    assert len(set(steps)) == 1, steps
+    assert runner.jobs[0].step >= 5
+    for job in runner.jobs:
+        same(job.state, alone(step, 0.1, job.step))
+
+
+def emulated_link():
+    """Exchanges hide behind the other job's work: shown by the spans, not by the clock."""
+    report = jaxcross.run(
+        [jaxcross.Job(name, make_step(), init(rate), data(6), steps=6) for name, rate in RATES.items()],
+        world=WORLD, link=Link(rate_bytes_per_s=1e6, latency_s=1e-3),
+    )  # fmt: skip
+    assert "emulated link" in str(report)
+
+
+CASES = [
+    crossover_equals_alone, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job, unlike_exchanges,
+    stray_threads, interrupt, emulated_link,
+]  # fmt: skip
+
+for case in CASES:
+    case()
+    if WORLD.rank == 0:
+        print(f"passed {case.__name__}", flush=True)

@@ -1,0 +1,14 @@
+"""The runner over real exchanges: one `mpirun` a world size runs the whole table."""
+
+import pytest
+
+CASES = [
+    "crossover_equals_alone", "unlike_lengths_of_data", "evaluation_beside_training", "failure_of_one_job",
+    "unlike_exchanges", "stray_threads", "interrupt", "emulated_link",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_jobs_over_mpi(mpirun, ranks):
+    finished = mpirun(ranks, "runner_table.py", timeout=240).check()
+    assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [f"passed {c}" for c in CASES]
