@@ -64,7 +64,7 @@ class Lab:
         if not sys.platform.startswith("linux"):
             raise OSError(f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`.")
         wish = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency}
-        # -I: the package folder must not come first on the holder's path. Own session: Ctrl-C is for the command, not for it
+        # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is for the command only
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(wish)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -80,7 +80,9 @@ class Lab:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -104,7 +106,9 @@ class Lab:
     def description(self) -> str:
         """For reports: what joins the ranks."""
         rate = self.rate or "unshaped"
-        return f"{self.hosts} hosts, {rate}{f', {self.latency}' if self.latency else ''} (network namespaces)"
+        return (
+            f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in network namespaces)"
+        )
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` inside, on the machine `head` from which all hosts are reached."""

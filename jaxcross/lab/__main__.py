@@ -12,7 +12,9 @@ from jaxcross.lab import Lab
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command among the hosts and returns its exit status. Waits for it."""
-    parser = argparse.ArgumentParser(prog="python -m jaxcross.lab", description="Run a command among hosts on one machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="500mbit", help="of each link, as tc spells it; `none` leaves it unshaped")
     parser.add_argument("--latency", help="of each link, for example 1ms; needs netem in the kernel")
@@ -26,9 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
             process = subprocess.Popen(lab.wrap(command), env=lab.environment())
             # a signal that is meant for the command must not end this process before it
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, lambda number, _: process.send_signal(number) if number != signal.SIGINT else None)
+                signal.signal(
+                    number, lambda number, _: process.send_signal(number) if number != signal.SIGINT else None
+                )
             status = process.wait()
-            print(f"lab: {lab.bytes_crossed() / 1e6:.1f} MB crossed {lab.description}", file=sys.stderr)
+            print(f"lab: {lab.bytes_crossed() / 1e6:.1f} MB crossed the {lab.description}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

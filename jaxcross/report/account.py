@@ -19,8 +19,8 @@ LOSSES = {
     "peer": "exchange waited for another rank",
     "imbalance": "one rank computes longer than the mean",
     "votes": "agreeing on the next steps",
-    "input": "a job waited for its next batch",
     "order": "the lane's next work hung on the other lane or on another job",
+    "input": "a job waited for its next batch",
     "other": "not explained by the spans",
 }
 """The named parts of `period - bound`, in the order in which they are shown."""
@@ -252,8 +252,9 @@ def _gaps(timeline: Timeline, window: Interval, limit: str, chain_job: str) -> d
         "dispatch": subtract(late, union([*compute, *transfer])) if limit == "chain" else late,
         "votes": timeline.vote,
         "peer": timeline.peer,
-        "input": timeline.input,
         "order": union([*compute, *transfer]),
+        # last: a batch that is prepared while something else holds the lane up costs nothing
+        "input": timeline.input,
     }
     lengths: dict[str, int] = {}
     for cause, when in causes.items():

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's palette: told apart by colour-blind readers too."""
-QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#444444"}
+QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK, FAINT = "#222222", "#777777"
 MOST_RANKS = 8
+MOST_NAMES = 5
 
 
 def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
@@ -35,7 +36,7 @@ def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, run, lanes in zip(axes, runs, rows, strict=True):
         _panel(axis, run, lanes, colours)
-    axes[-1].set_xlabel("seconds since the run began", color=INK)
+    axes[-1].set_xlabel("seconds since the first step began", color=INK)
     axes[-1].set_xlim(0, max(_length_s(run) for run in runs) * 1.005)
     total = sum(heights) + 1.75
     figure.subplots_adjust(
@@ -70,11 +71,9 @@ def _rows(report: Report) -> list[Row]:
         waits = [s for s in own if s.kind in ("compile", "input")]
         lanes = sorted({s.lane for s in own if s.kind == "compute"} or {0})
         for lane in lanes:
-            rows.append(
-                (rank, _lane_name("compute", lane, lanes), [s for s in own if s.kind == "compute" and s.lane == lane])
-            )
-        # waiting and compiling fill the compute lane's gaps; drawn first, so that work covers them
-        rows[-len(lanes)] = (rank, rows[-len(lanes)][1], waits + rows[-len(lanes)][2])
+            mine = [s for s in own if s.kind == "compute" and s.lane == lane]
+            # waiting and compiling fill the gaps of the first compute lane
+            rows.append((rank, _lane_name("compute", lane, lanes), waits + mine if lane == lanes[0] else mine))
         lanes = sorted({s.lane for s in own if s.kind in ("collective", "vote")} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind in ("collective", "vote") and s.lane == lane]
@@ -92,7 +91,9 @@ def _length_s(report: Report) -> float:
 
 
 def _begin(report: Report) -> int:
-    return min([start for start, _ in report.wall_ns.values()] + [s.start_ns for s in report.spans], default=0)
+    """When the first step began. Of two runs only the first compiles: start-up would be no fair part of the picture."""
+    work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
+    return min(work or [start for start, _ in report.wall_ns.values()], default=0)
 
 
 def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str]) -> None:
@@ -100,10 +101,12 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str]) -> 
     for y, (_, _, spans) in enumerate(rows):
         for kind in ("compile", "input", "compute", "collective", "vote"):
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
-                pieces = [s for s in spans if s.kind == kind and s.job == job]
+                pieces = [s for s in spans if s.kind == kind and s.job == job and s.end_ns > begin]
                 bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in pieces]
                 if bars:
-                    axis.broken_barh(bars, (y - 0.4, 0.8), **_style(kind, colours.get(job, FAINT)))
+                    # votes wait in an idle lane: a thin line, so that they do not look like work
+                    place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
+                    axis.broken_barh(bars, place, **_style(kind, colours.get(job, FAINT)))
     names = [f"rank {rank}  {lane}" for rank, lane, _ in rows]
     axis.set_yticks(range(len(rows)), names, fontsize=9, color=INK)
     axis.set_ylim(len(rows) - 0.45, -0.55)
@@ -115,6 +118,9 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str]) -> 
         f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, bound {seconds(rounds.bound_s)}, "
         f"{rounds.hidden_share:.0%} of exchange hidden"
     )
+    start = min((begin_of_run for begin_of_run, _ in run.wall_ns.values()), default=begin)
+    if begin - start >= 1e8:
+        note += f"   (after {seconds((begin - start) / 1e9)} of start-up)"
     if len(run.ranks) > MOST_RANKS:
         note += f"   (first {MOST_RANKS} of {len(run.ranks)} ranks)"
     axis.set_title(note, loc="left", fontsize=10.5, color=INK)
@@ -143,11 +149,11 @@ def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: fl
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}
-    handles = [Patch(label=f"{name} computes", **_style("compute", colour)) for name, colour in colours.items()]
-    handles += [Patch(label=f"{name} exchanges", **_style("collective", colour)) for name, colour in colours.items()]
-    words = {"compile": "compiling", "input": "waiting for a batch", "vote": "vote"}
+    handles = [Patch(label=name, facecolor=colour) for name, colour in list(colours.items())[:MOST_NAMES]]
+    words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
+    words |= {"input": "waiting for a batch", "vote": "vote"}
     handles += [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.098, top), ncols=min(len(handles), 7), frameon=False, fontsize=9,
-        handlelength=2.2, columnspacing=1.6, borderaxespad=0.0,
+        handles=handles, loc="upper left", bbox_to_anchor=(0.098, top), ncols=len(handles), frameon=False,
+        fontsize=9, handlelength=2.2, columnspacing=1.6, borderaxespad=0.0,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from jaxcross.report.table import number, seconds
-from jaxcross.runtime.events import Span
+from jaxcross.runtime.events import Instrument, Span
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Row:
         return "" if self.loss is None else f"loss {number(self.loss)}"
 
 
-class LiveView:
+class LiveView(Instrument):
     """An instrument that shows each job's state, step, pace and loss.
 
     Lane threads call it, so it never waits for anything but its own short lock. Without a terminal it prints a line
@@ -80,20 +80,25 @@ class LiveView:
             self._bars = None
 
     def span(self, span: Span) -> None:
-        """Takes a finished span: a new step number is progress, `compile` a change of state."""
-        if not self._enabled or not span.job or span.kind not in ("compute", "collective", "compile"):
+        """Takes a finished span: a new step number is progress, the first batch or `compile` a change of state."""
+        if not self._enabled or not span.job or span.kind not in ("compute", "collective", "compile", "input"):
             return
         with self._lock:
             row = self._rows.setdefault(span.job, _Row(None))
             if span.kind == "compile":
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
-            if row.current is not None and span.step != row.current:
+            if span.kind == "input":
+                if row.current is None and not row.done:
+                    self._state(span.job, row, "has data, traces and compiles its first step")
+                return
+            if row.current is not None and span.step > row.current:
                 self._stepped(span.job, row, span.start_ns)
             row.current = span.step
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
+        del step
         if not self._enabled:
             return
         with self._lock:

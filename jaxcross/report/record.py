@@ -9,12 +9,12 @@ from dataclasses import astuple, fields, replace
 from statistics import median
 from typing import Any
 
-from jaxcross.runtime.events import Span
+from jaxcross.runtime.events import Instrument, Span
 
 SPAN_FIELDS = tuple(f.name for f in fields(Span))
 
 
-class Recorder:
+class Recorder(Instrument):
     """An instrument that keeps the latest spans of this rank. Never waits; safe from several threads."""
 
     def __init__(self, limit: int = 200_000) -> None:
@@ -25,9 +25,6 @@ class Recorder:
         # append is atomic; the count may lag by a few under contention, which only makes `dropped` a hint
         self._spans.append(span)
         self._seen += 1
-
-    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Remarks are not kept."""
 
     def spans(self) -> tuple[Span, ...]:
         """What was kept, oldest first."""

@@ -19,10 +19,13 @@ WIDTH = 110
 
 def plain(report: Report) -> str:
     """The table as text without colour, the same in a terminal, a file and a log."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
-    console.print(render(report))
-    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
-    return "\n".join(line.rstrip() for line in lines)
+    return _printed(render(report))
+
+
+def _printed(renderable: Group | Table, width: int = WIDTH) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(renderable)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def render(report: Report) -> Group:
@@ -78,7 +81,7 @@ def _footnotes(report: Report) -> list[str]:
     rounds = report.rounds
     limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
-        "Seconds are per step (last row: per round), in the steady state; hidden: share of exchange time under some job's computation.",
+        "Seconds are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
         (
             f"Round {seconds(rounds.period_s)} (one step of every job), bound {seconds(rounds.bound_s)} "
             f"({limits[rounds.limit]}), efficiency {rounds.efficiency:.0%}."
@@ -93,3 +96,25 @@ def _footnotes(report: Report) -> list[str]:
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines
+
+
+def comparison(first: Report, second: Report) -> str:
+    """Two runs of the same jobs as one plain table: per job and in total, with the speed-up of the second."""
+    table = Table(title=", ".join(filter(None, ["both runs", second.placement, second.link])), title_justify="left")
+    for name in ("run", "job"):
+        table.add_column(name, no_wrap=True)
+    for name in ("steps", "images/s", "compute s", "exchange s", "hidden", "round s", "bound s", "speed-up"):
+        table.add_column(name, justify="right")
+    for run in (first, second):
+        rounds = run.rounds
+        for i, job in enumerate(rounds.jobs):
+            cells = [str(job.facts.steps), number(job.examples_per_s), number(job.compute_s), number(job.exchange_s)]
+            table.add_row(run.policy if i == 0 else "", job.facts.name, *cells, f"{job.hidden_share:.0%}", "", "", "")
+        steps = str(sum(job.facts.steps for job in rounds.jobs))
+        cells = [steps, number(rounds.examples_per_s), number(sum(job.compute_s for job in rounds.jobs))]
+        cells += [number(sum(job.exchange_s for job in rounds.jobs)), f"{rounds.hidden_share:.0%}"]
+        cells += [number(rounds.period_s), number(rounds.bound_s), f"{run.speedup(over=first):.2f}x"]
+        table.add_row("", f"all {len(rounds.jobs)}", *cells, style="bold", end_section=True)
+    return _printed(table, width=WIDTH + 20) + (
+        "\nA round is one step of every job; bound: the shortest round that any order of this work allows."
+    )

@@ -145,7 +145,8 @@ def test_every_arrow_starts_in_a_compute_slice_and_ends_at_its_exchange():
         end = ends[number]
         (maker,) = [
             e for e in slices
-            if (e["pid"], e["tid"], e["cat"]) == (start["pid"], start["tid"], "compute") and e["ts"] <= start["ts"] < e["ts"] + e["dur"]
+            if (e["pid"], e["tid"], e["cat"]) == (start["pid"], start["tid"], "compute")
+            and e["ts"] <= start["ts"] < e["ts"] + e["dur"]
         ]  # fmt: skip
         (exchange,) = [
             e for e in slices

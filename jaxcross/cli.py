@@ -1,0 +1,40 @@
+"""`jaxcross doctor | demo | launch | data`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from jaxcross import __version__
+
+COMMANDS = ("doctor", "demo", "launch", "data")
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Each command's module adds its own part and imports nothing heavy for it."""
+    top = argparse.ArgumentParser(
+        prog="jaxcross",
+        description="Several distributed JAX training jobs share one accelerator; exchanges hide behind computation.",
+    )
+    top.add_argument("--version", action="version", version=f"jaxcross {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        import_module(f"jaxcross.commands.{name}").add_parser(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status, 130 after Ctrl-C."""
+    options = parser().parse_args(arguments)
+    try:
+        return import_module(f"jaxcross.commands.{options.command}").run(options)
+    except KeyboardInterrupt:
+        print(f"jaxcross {options.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,277 @@
+"""`jaxcross demo`: two training jobs on two ranks, first one after the other, then in crossover, measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxcross.lab import Lab
+    from jaxcross.report import Report
+
+MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
+PATIENCE_S = 10.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `demo` to the command line."""
+    parser = subparsers.add_parser("demo", help="train two ResNets in crossover on this machine", description=__doc__)
+    add = parser.add_argument
+    add("--link", default="500mbit", metavar="RATE", help="between the ranks, or `none` (default %(default)s)")
+    add("--ranks", type=_positive, default=2, metavar="N", help="MPI ranks (default %(default)s)")
+    add("--jobs", type=_positive, default=2, metavar="K", help="training jobs (default %(default)s)")
+    add("--model", choices=MODELS, default="resnet50", metavar="NAME", help=f"{', '.join(MODELS)}; default %(default)s")
+    add("--image-size", type=_positive, default=224, metavar="PIXELS", help="default %(default)s")
+    add("--batch-size", type=_positive, default=4, metavar="B", help="images a rank and step (default %(default)s)")
+    add("--steps", type=_positive, default=6, metavar="S", help="of each job (default %(default)s)")
+    add("--output", type=Path, default=Path("jaxcross-demo"), metavar="DIR", help="default %(default)s")
+    add("--json", type=Path, metavar="FILE", help="write the measured numbers there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes data, trains, shows the comparison. Starts processes and waits for them; leaves none behind.
+
+    After a failure or Ctrl-C the output folder is removed if this call made it.
+    """
+    made = not args.output.exists()
+    try:
+        with _terminable():
+            return _demo(args)
+    except BaseException as error:
+        if made:
+            shutil.rmtree(args.output, ignore_errors=True)
+        if not isinstance(error, DemoError):
+            raise
+        print(f"jaxcross demo: {error}", file=sys.stderr)
+        return 1
+
+
+class DemoError(Exception):
+    """The demo cannot go on; its text is for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the ranks are started.
+
+    Attributes:
+        line: What is executed.
+        shown: What a user would type for the same.
+        environ: Its environment.
+        link: What joins the ranks, in words; every output shows it.
+    """
+
+    line: Sequence[str]
+    shown: str
+    environ: Mapping[str, str]
+    link: str
+
+
+def _demo(args: argparse.Namespace) -> int:
+    example = find_example()
+    args.output.mkdir(parents=True, exist_ok=True)
+    data = _write_data(args)
+    with ExitStack() as stack:
+        lab, why_not = _lab(args, stack)
+        launch = _launch(args, example, data, lab)
+        _say(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
+        _say(f"Training {args.jobs} jobs on {args.ranks} ranks, one after the other and then in crossover:\n")
+        _say(f"  {launch.shown}\n")
+        _train(launch)
+        if lab is not None:
+            _say(f"{lab.bytes_crossed() / 1e6:.0f} MB crossed the link.")
+    return _finish(args, launch)
+
+
+def find_example() -> Path:
+    """The training script: beside the package in a checkout, inside it in a wheel.
+
+    Raises:
+        DemoError: Neither is there.
+    """
+    package = Path(__file__).resolve().parent.parent
+    places = [package.parent / "examples", package / "_examples"]
+    for folder in places:
+        if (folder / "imagenet_resnet.py").exists():
+            return folder / "imagenet_resnet.py"
+    raise DemoError(f"imagenet_resnet.py is neither in {places[0]} nor in {places[1]}. Install jaxcross again.")
+
+
+def _write_data(args: argparse.Namespace) -> Path:
+    _say("Writing a small data set in ImageNet's format ...")
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxcross.data.synth import synthesise
+
+    folder = args.output / "data"
+    wanted = max(64, args.steps * args.batch_size * args.ranks)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("images", total=None)
+        synthesise(
+            folder, images=min(wanted, 1024), progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    return folder
+
+
+def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
+    """A real link where the machine allows one; else None and the reason."""
+    from jaxcross.lab import Lab
+    from jaxcross.runtime.link import Link
+
+    try:
+        if Link.parse(args.link) is None or args.ranks == 1:
+            return None, ""
+        return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
+    except ValueError as error:
+        raise DemoError(f"--link: {error}") from error
+    except OSError as error:
+        return None, str(error)
+
+
+def _launch(args: argparse.Namespace, example: Path, data: Path, lab: Lab | None) -> Launch:
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, printed, python_program
+    from jaxcross.world import pool
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")
+    link = "none" if args.link == "none" or args.ranks == 1 else f"emulated link {args.link}"
+    if lab is not None:
+        link = lab.description
+    cores = pool.cores()
+    line, extra = mpirun_command(
+        mpirun=mpirun,
+        ranks=args.ranks,
+        program=python_program([str(example), *_options(args, data, link, emulate=lab is None)]),
+        root=os.geteuid() == 0,
+        # in the lab each host has its own share of the cores
+        cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
+        environ=os.environ,
+    )
+    if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
+        # ranks that share a GPU must not each take three quarters of its memory
+        extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environ = {**os.environ, **extra}
+    if lab is None:
+        return Launch(line=line, shown=printed(line, extra), environ=environ, link=link)
+    by_hand = [sys.executable, "-m", "jaxcross.lab", "--hosts", str(args.ranks), "--rate", args.link, "--", *line]
+    return Launch(line=lab.wrap(line), shown=printed(by_hand, extra), environ=lab.environment(environ), link=link)
+
+
+def _options(args: argparse.Namespace, data: Path, link: str, *, emulate: bool) -> list[str]:
+    options = ["--data-dir", str(data.resolve()), "--model", args.model, "--image-size", str(args.image_size)]
+    options += ["--batch-size", str(args.batch_size), "--steps", str(args.steps), "--eval-steps", "0"]
+    for job in range(args.jobs):
+        options += ["--job", f"lr={0.01 * 2**job:g},seed={job}"]
+    options += ["--policy", "compare", "--output", str(args.output.resolve())]
+    if link != "none":
+        options += ["--link", f"emulate:{args.link}" if emulate else link]
+    return options
+
+
+def _train(launch: Launch) -> None:
+    """Runs the ranks with this terminal as theirs. Waits; if it is interrupted, until they have ended."""
+    process = subprocess.Popen(launch.line, env=launch.environ)
+    try:
+        status = process.wait()
+    except BaseException:
+        # Ctrl-C has reached mpirun as well: it gets time to end its ranks
+        try:
+            process.wait(PATIENCE_S / 2)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.terminate()
+        try:
+            process.wait(PATIENCE_S / 2)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+            process.wait()
+        raise
+    if status != 0:
+        raise DemoError(
+            f"training ended with status {status}; its last words are above. `jaxcross doctor` may know why."
+        )
+
+
+def _finish(args: argparse.Namespace, launch: Launch) -> int:
+    from jaxcross.report import Report
+    from jaxcross.report.table import comparison
+
+    _say("Drawing ...")
+    names = ("sequential", "crossover")
+    sequential, crossover = (replace(Report.load(args.output / f"{name}.json"), policy=name) for name in names)
+    trace = args.output / "crossover.trace.json"
+    gantt = crossover.to_gantt(args.output / "gantt.png", compare=sequential)
+    if args.json:
+        result = numbers(sequential, crossover, link=launch.link, trace=trace, gantt=gantt)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(comparison(sequential, crossover))
+    print(f"Chrome trace (open in https://ui.perfetto.dev): {trace}")
+    print(f"Gantt chart of both runs: {gantt}", flush=True)
+    return 0
+
+
+def numbers(sequential: Report, crossover: Report, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
+    """What `--json` writes. Jobs are those of the crossover run, seconds those of a job-step in the steady state."""
+    rounds, k = crossover.rounds, max(len(crossover.jobs), 1)
+    return {
+        "link": link,
+        "sequential_s_per_step": sequential.rounds.s_per_step,
+        "crossover_s_per_step": rounds.s_per_step,
+        "speedup": crossover.speedup(over=sequential),
+        "bound_s_per_step": rounds.bound_s / k,
+        "efficiency": rounds.efficiency,
+        "hidden_share": rounds.hidden_share,
+        "jobs": [
+            {
+                "name": job.facts.name,
+                "images_per_second": job.examples_per_s,
+                "steps": job.facts.steps,
+                "final_loss": _finite(job.facts.final_loss),
+            }
+            for job in rounds.jobs
+        ],
+        "trace": str(trace),
+        "gantt": str(gantt),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that what was started is ended."""
+
+    def stop(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
