@@ -1,0 +1,308 @@
+"""Exchanges without MPI: all ranks of a step in one process, in lock step, and the `vmap` oracle they are held against.
+
+Nothing here waits or communicates. `LocalRanks` stands wherever a `Wire` is asked for; `run_program` and `run_jaxpr`
+evaluate one equation at a time and never compile two together, so that two orders of one computation can be compared
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.segments import Exchange, Program, Segment
+from jaxcross.program.trace import Traced
+from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
+from jaxcross.world.mesh import Mesh, make_mesh
+
+_CALLS = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "custom_lin", "shard_map",
+})  # fmt: skip
+_NO_OPS = LOCAL | {"pcast"}
+
+
+@final
+class LocalRanks:
+    """A `Wire` whose ranks all live in this process.
+
+    Its compiled form (`lower`) computes what one rank gets if every other rank sends what it sends.
+
+    Args:
+        rank: Whose results `lower` gives.
+    """
+
+    __slots__ = ("_rank",)
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+
+    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        """The equation's exchanges over `axes`, or None, as the real wire sees them."""
+        return recognise(eqn, axes)
+
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+        """A function that JAX can compile: `jaxpr` for this rank, its peers holding the same operands."""
+        function = vmapped(jaxpr_as_fun(jaxpr), axes, in_axes=None)
+        coords = tuple(self.coords(axes).values())
+        return lambda *args: [x[coords] for x in function(*args)]
+
+    def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """This rank's index along each axis."""
+        mesh = make_mesh(axes, rank=self._rank, size=math.prod(axes.values()))
+        return dict(zip(mesh.names, mesh.coords, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalRanks) and self._rank == other._rank
+
+    def __hash__(self) -> int:
+        return hash(self._rank)
+
+
+def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0) -> Callable[..., Any]:
+    """`function` under one `jax.vmap` an axis, outermost axis first."""
+    for name, size in reversed(axes.items()):
+        function = jax.vmap(function, in_axes=in_axes, axis_name=name, axis_size=size)
+    return function
+
+
+def vmap_oracle(
+    step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """What JAX itself says of a step on P ranks: one nested `vmap` over all of them, compiled.
+
+    Args:
+        step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by `vmap`).
+        axes: Axis name -> size, row-major over ranks.
+        args_per_rank: Positional arguments of each rank, in rank order.
+
+    Returns:
+        The step's result on each rank, as NumPy arrays.
+    """
+    return over_ranks(step, axes)(args_per_rank)
+
+
+def over_ranks(step: Callable[..., Any], axes: Mapping[str, int]) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
+    """`vmap_oracle` for many calls: compiled once for equal shapes."""
+    sizes = tuple(axes.values())
+    compiled = jax.jit(vmapped(step, axes))
+
+    def grid(*parts: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(parts[0]), jax.dtypes.prng_key):
+            return jnp.stack(parts).reshape(*sizes, *parts[0].shape)
+        return np.stack([np.asarray(jnp.asarray(p)) for p in parts]).reshape(*sizes, *np.shape(parts[0]))
+
+    def one(x: Any, place: tuple[Any, ...]) -> Any:
+        return x[place] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)[place]
+
+    def call(args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        out = compiled(*jax.tree.map(grid, *args_per_rank))
+        places = [np.unravel_index(r, sizes) for r in range(math.prod(sizes))]
+        return [jax.tree.map(functools.partial(one, place=place), out) for place in places]
+
+    return call
+
+
+def decide(traced: Traced, leaves: Sequence[Any]) -> Traced:
+    """The variant of a traced step that the host takes for these flat arguments."""
+    while traced.undecided is not None:
+        inputs = [jnp.asarray(leaves[p]) for p in traced.undecided.inputs]
+        (index,) = jaxpr_as_fun(traced.undecided.jaxpr)(*inputs)
+        traced = traced.decide(min(max(int(index), 0), traced.undecided.branches - 1))
+    return traced
+
+
+def run_program(
+    program: Program, leaves_per_rank: Sequence[Sequence[Any]], *, compute: Callable[..., Any] | None = None
+) -> list[list[Any]]:
+    """One step of a program on all ranks in lock step, its hand-overs checked: a freed value cannot be read.
+
+    Args:
+        program: Cut from a traced step.
+        leaves_per_rank: Flat arguments of each rank, constants not among them.
+        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`; one equation at a
+            time if None.
+
+    Returns:
+        Flat results of each rank.
+    """
+    axes = dict(program.axes)
+    envs = [dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True)) for leaves in leaves_per_rank]
+    for segment in program.segments:
+        args = [[env[v] for v in segment.inputs] for env in envs]
+        if segment.kind == "compute" and compute is not None:
+            results = compute(segment, axes, args)
+        else:
+            results = run_jaxpr(segment.jaxpr, axes, args)
+        for env, outs in zip(envs, results, strict=True):
+            for v in segment.dies:
+                del env[v]
+            env.update(zip(segment.outputs, outs, strict=True))
+    return [[env[v] for v in program.outputs] for env in envs]
+
+
+class ComputeUnderVmap:
+    """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for bit the same."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Any] = {}  # by identity of the segment's jaxpr, which is kept alive beside
+
+    def __call__(self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Results of each rank."""
+        function = jaxpr_as_fun(segment.jaxpr)
+        if not segment.inputs:
+            return [list(function()) for _ in args]
+        _, call = self._calls.setdefault(id(segment.jaxpr), (segment.jaxpr, over_ranks(function, axes)))
+        return call(args)
+
+
+def run_jaxpr(jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """A jaxpr on all ranks, equation by equation, exchanges for all of them together."""
+    size = math.prod(axes.values())
+    meshes = [make_mesh(axes, rank=r, size=size) for r in range(size)]
+    return _evaluate(jaxpr, meshes, [list(args) for args in args_per_rank])
+
+
+def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    inner, consts = compat.open_jaxpr(jaxpr)
+    variables = [*inner.constvars, *inner.invars]
+    envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
+
+    def read(env: Mapping[Any, Any], atom: Any) -> Any:
+        return atom.val if isinstance(atom, compat.Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        values = [[read(env, a) for a in eqn.invars] for env in envs]
+        for env, outs in zip(envs, _equation(eqn, meshes, values), strict=True):
+            env.update(zip(eqn.outvars, outs, strict=True))
+    return [[read(env, a) for a in inner.outvars] for env in envs]
+
+
+def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    """The results of one equation on each rank."""
+    name, axes = eqn.primitive.name, meshes[0].sizes
+    exchanges = recognise(eqn, axes)
+    if exchanges is not None:
+        columns = [
+            _exchange(x, meshes, [np.asarray(v[n]) for v in values], eqn.outvars[n].aval)
+            for n, x in enumerate(exchanges)
+        ]
+        return list(zip(*columns, strict=True))
+    if name == "axis_index" and speaks_of(eqn, axes):
+        return [[jnp.int32(mesh.index(eqn.params["axis_name"]))] for mesh in meshes]
+    if name in _NO_OPS and speaks_of(eqn, axes):
+        return values
+    if name in _CALLS:
+        (body, *_) = compat.sub_jaxprs(eqn)
+        return _evaluate(body, meshes, values)
+    if name == "cond":
+        return _cond(eqn, meshes, values)
+    if name == "scan":
+        return _scan(eqn, meshes, values)
+    if name == "while":
+        return _while(eqn, meshes, values)
+    return [compat.bind_equation(eqn, v, eqn.params) for v in values]
+
+
+def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    branches = eqn.params["branches"]
+    taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
+    if len(set(taken)) == 1:
+        return _evaluate(branches[taken[0]], meshes, [v[1:] for v in values])
+    # Ranks part: each goes its own way, which an exchange inside would not survive.
+    return [_alone(branches[t], mesh, v[1:]) for t, mesh, v in zip(taken, meshes, values, strict=True)]
+
+
+def _alone(jaxpr: Any, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
+    if any(recognise(e, mesh.sizes) is not None for e in compat.open_jaxpr(jaxpr)[0].eqns):
+        raise ValueError("ranks take different branches of a `cond` that holds an exchange: under MPI they would hang")
+    return _evaluate(jaxpr, [mesh], [args])[0]
+
+
+def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    params = eqn.params
+    n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    consts = [v[:n_consts] for v in values]
+    carry = [v[n_consts : n_consts + n_carry] for v in values]
+    xs = [v[n_consts + n_carry :] for v in values]
+    stacks: list[dict[int, list[Any]]] = [{} for _ in values]
+    for i in reversed(range(length)) if params["reverse"] else range(length):
+        args = [[*c, *k, *(x[i] for x in x_)] for c, k, x_ in zip(consts, carry, xs, strict=True)]
+        for rank, outs in enumerate(_evaluate(params["jaxpr"], meshes, args)):
+            carry[rank] = list(outs[:n_carry])
+            stacks[rank][i] = list(outs[n_carry:])
+    avals = [v.aval for v in eqn.outvars[n_carry:]]
+    return [
+        [*c, *(jnp.stack([s[i][n] for i in range(length)]) if length else jnp.zeros(a.shape, a.dtype)
+               for n, a in enumerate(avals))]
+        for c, s in zip(carry, stacks, strict=True)
+    ]  # fmt: skip
+
+
+def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts = [v[:n_cond] for v in values]
+    body_consts = [v[n_cond : n_cond + n_body] for v in values]
+    carry = [v[n_cond + n_body :] for v in values]
+    while True:
+        more = [bool(o[0]) for o in _evaluate(
+            params["cond_jaxpr"], meshes, [[*c, *k] for c, k in zip(cond_consts, carry, strict=True)])]  # fmt: skip
+        if not any(more):
+            return carry
+        if not all(more):
+            raise ValueError("ranks leave a `while` loop at different times, which this evaluator does not follow")
+        carry = _evaluate(params["body_jaxpr"], meshes, [[*c, *k] for c, k in zip(body_consts, carry, strict=True)])
+
+
+def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
+    """What one exchange gives each rank, from what each rank brings. Sums go rank after rank, narrow floats in float32."""
+    params = dict(exchange.params)
+    positions = params.get("positions", ())
+    if exchange.op in ("psum", "pmax", "pmin") and positions:
+        local = {"psum": np.sum, "pmax": np.max, "pmin": np.min}[exchange.op]
+        xs = [local(x, axis=positions).astype(x.dtype) for x in xs]
+    outs = []
+    for mesh in meshes:
+        group = mesh.group(exchange.axes, params.get("groups"))
+        parts = [xs[r] for r in group]
+        outs.append(jnp.asarray(_combine(exchange.op, parts, group.index(mesh.rank), params), dtype=aval.dtype))
+    return outs
+
+
+def _combine(op: str, parts: Sequence[np.ndarray], me: int, params: Mapping[str, Any]) -> np.ndarray:
+    if op == "psum":
+        return _sum(parts)
+    if op in ("pmax", "pmin"):
+        return functools.reduce(np.maximum if op == "pmax" else np.minimum, parts)
+    if op == "all_gather":
+        join = np.concatenate if params["tiled"] else np.stack
+        return join(parts, axis=params["dimension"])
+    if op == "reduce_scatter":
+        total = _sum(parts)
+        if params["tiled"]:
+            return np.split(total, len(parts), axis=params["dimension"])[me]
+        return np.take(total, me, axis=params["dimension"])
+    if op == "all_to_all":
+        mine = [np.split(p, len(parts), axis=params["split_axis"])[me] for p in parts]
+        return np.concatenate(mine, axis=params["concat_axis"])
+    if op == "ppermute":
+        source = next((s for s, d in params["perm"] if d == me), None)
+        return np.zeros_like(parts[me]) if source is None else parts[source]
+    if op == "pbroadcast":
+        return parts[params["source"]]
+    raise NotImplementedError(f"LocalRanks does not make `{op}`")
+
+
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    dtype = parts[0].dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return functools.reduce(np.add, [p.astype(np.float32) if narrow else p for p in parts]).astype(dtype)

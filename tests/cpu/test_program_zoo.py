@@ -1,0 +1,57 @@
+"""Every step of the zoo, cut, on several ranks in lock step: equal to JAX's own `vmap` over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from zoo import ZOO, Row, assert_close
+
+from jaxcross.program.segments import parse
+from jaxcross.program.trace import Traced, trace
+from jaxcross.testing_wire import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
+
+RANKS = 4
+
+
+def traced(row: Row, ranks: int) -> tuple[Any, Any, Traced]:
+    step, state = row.build(ranks)
+    args = (state, row.batch(0, 0))
+    return step, state, trace(step, args, axes=row.axes(ranks), wire=LocalRanks(), donate_argnums=(0,))
+
+
+@pytest.mark.parametrize("row", ZOO, ids=lambda r: r.name)
+def test_lock_step_equals_vmap(row: Row) -> None:
+    step, state, whole = traced(row, RANKS)
+    axes = row.axes(RANKS)
+    states, programs = [state] * RANKS, {}
+    oracle, compute = over_ranks(step, axes), ComputeUnderVmap()
+    for n in range(row.steps):
+        args = [(states[r], row.batch(r, n)) for r in range(RANKS)]
+        leaves = [jax.tree.leaves((a, {})) for a in args]
+        flat = decide(whole, leaves[0])
+        if row.vmap:
+            expected = oracle(args)
+        else:
+            out = run_jaxpr(whole.whole, axes, leaves)
+            expected = [jax.tree.unflatten(whole.out_tree, x) for x in out]
+        for cut, bucket_bytes in (("whole", 1 << 20), (3, 64)):
+            if (key := (cut, flat.choices)) not in programs:
+                programs[key] = flat.cut(cut, bucket_bytes=bucket_bytes)
+            results = run_program(programs[key], leaves, compute=compute)
+            got = [jax.tree.unflatten(whole.out_tree, x) for x in results]
+            assert_close(got, expected, row.rtol, f"{row.name}, step {n}, cut={cut!r}")
+        states = [s for s, _ in expected]
+
+
+@pytest.mark.parametrize("row", ZOO, ids=lambda r: r.name)
+@pytest.mark.parametrize("cut", ["whole", 1, 3, "auto"])
+def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
+    _, state, whole = traced(row, RANKS)
+    flat = decide(whole, jax.tree.leaves(((state, row.batch(0, 0)), {})))
+    program = flat.cut(cut).verify()
+    assert parse(program.text()).text() == program.text()
+    assert program.exchanges, "every row exchanges something"
+    assert all(x.source != "unknown line" for x in program.exchanges)
+    assert len(str(program).splitlines()) == len(program.segments) + 1

@@ -1,0 +1,476 @@
+"""The one table of small train steps. A new row is at once tested in lock step, over MPI, and by every cut.
+
+Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis `batch` (or several).
+The state is equal on all ranks, the batch is the rank's own; `exact` rows use arithmetic whose sums do not round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax import struct
+from flax.training import dynamic_scale as dynamic_scale_lib
+from flax.training.train_state import TrainState
+from jax import lax
+
+WIDTH, CLASSES, BATCH = 6, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One step of the zoo.
+
+    Attributes:
+        name: What it shows.
+        build: Ranks -> (step, initial state). The state is the same on every rank.
+        batch: (rank, step number) -> this rank's batch.
+        axes: Ranks -> axis name -> size.
+        rtol: Against `vmap`, whose sums round in another order; 0 where all arithmetic is exact.
+        steps: How many are run; enough for counters to come round.
+        vmap: Whether `vmap` can stand for it (`axis_index_groups` it cannot).
+    """
+
+    name: str
+    build: Callable[[int], tuple[Callable[..., Any], Any]]
+    batch: Callable[[int, int], Any]
+    axes: Callable[[int], dict[str, int]] = lambda n: {"batch": n}
+    rtol: float = 2e-5
+    steps: int = 2
+    vmap: bool = True
+
+
+def images(rank: int, step: int) -> dict[str, Any]:
+    """A batch of labelled rows."""
+    rng = np.random.default_rng((step, rank))
+    return {
+        "image": jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32),
+        "label": jnp.asarray(rng.integers(0, CLASSES, BATCH)),
+    }
+
+
+def integers(rank: int, step: int) -> Any:
+    """Small integers, one array; floats made of them add without rounding."""
+    return jnp.asarray(np.random.default_rng((step, rank)).integers(-8, 9, (12, 12)), jnp.int32)
+
+
+class MLP(nn.Module):
+    """Two layers; optionally normalised, dropped out, rematerialised."""
+
+    norm: bool = False
+    axis_name: str | None = None
+    dropout: float = 0.0
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        dense = nn.remat(nn.Dense) if self.remat else nn.Dense
+        x = dense(8)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(x)
+        x = nn.relu(x)
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        return dense(CLASSES)(x)
+
+
+class NormState(TrainState):
+    """Flax's ImageNet example: statistics beside the parameters."""
+
+    batch_stats: Any = struct.field(default_factory=dict)
+
+
+class ScaledState(TrainState):
+    """Flax's ImageNet example, mixed precision: `dynamic_scale` in the state."""
+
+    dynamic_scale: Any = None
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, CLASSES)).mean()
+
+
+def momentum() -> optax.GradientTransformation:
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def linen_state(model: MLP, tx: optax.GradientTransformation, cls: Any = TrainState, **extra: Any) -> Any:
+    variables = model.init(jax.random.key(0), jnp.ones((1, WIDTH)), train=False)
+    if "batch_stats" in variables:
+        extra["batch_stats"] = variables["batch_stats"]
+    return cls.create(apply_fn=model.apply, params=variables["params"], tx=tx, **extra)
+
+
+def compute_metrics(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    metrics = {"loss": cross_entropy(logits, labels), "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels)}
+    return lax.pmean(metrics, axis_name="batch")
+
+
+def pmap_style(tx: Callable[[], optax.GradientTransformation] = momentum, *, jit: bool = False, **model: Any) -> Any:
+    """As in Flax's examples: gradients and metrics averaged in the step."""
+
+    def build(ranks: int) -> tuple[Any, Any]:
+        state = linen_state(MLP(**model), tx())
+
+        def train_step(state: TrainState, batch: Any) -> Any:
+            def loss_fn(params: Any) -> Any:
+                logits = state.apply_fn({"params": params}, batch["image"])
+                return cross_entropy(logits, batch["label"]), logits
+
+            (_, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+            grads = lax.pmean(grads, axis_name="batch")
+            return state.apply_gradients(grads=grads), compute_metrics(logits, batch["label"])
+
+        return jax.jit(train_step) if jit else train_step, state
+
+    return build
+
+
+def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
+    """Statistics local to the rank, averaged over ranks (as `sync_batch_stats`), or synchronised in the forward pass."""
+
+    def build(ranks: int) -> tuple[Any, Any]:
+        state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)
+
+        def train_step(state: NormState, batch: Any) -> Any:
+            def loss_fn(params: Any) -> Any:
+                variables = {"params": params, "batch_stats": state.batch_stats}
+                logits, updates = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
+                penalty = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
+                return cross_entropy(logits, batch["label"]) + 1e-4 * penalty, (updates, logits)
+
+            (_, (updates, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+            grads = lax.pmean(grads, axis_name="batch")
+            stats = updates["batch_stats"]
+            if averaged:
+                stats = lax.pmean(stats, axis_name="batch")
+            state = state.apply_gradients(grads=grads, batch_stats=stats)
+            return state, compute_metrics(logits, batch["label"])
+
+        return train_step, state
+
+    return build
+
+
+def dropout(ranks: int) -> tuple[Any, Any]:
+    """A key folded with step and rank, as `pmap` code does."""
+    state = (linen_state(MLP(dropout=0.5), optax.adam(1e-2)), jax.random.key(7))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        train, key = state
+        mine = jax.random.fold_in(jax.random.fold_in(key, train.step), lax.axis_index("batch"))
+
+        def loss_fn(params: Any) -> Any:
+            logits = train.apply_fn({"params": params}, batch["image"], rngs={"dropout": mine})
+            return cross_entropy(logits, batch["label"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(train.params)
+        return (train.apply_gradients(grads=lax.pmean(grads, "batch")), key), lax.pmean(loss, "batch")
+
+    return train_step, state
+
+
+def dynamic_scale(ranks: int) -> tuple[Any, Any]:
+    """fp16 with `DynamicScale(axis_name=...)`, as Flax's ImageNet example has it; a scale that overflows at first."""
+    state = linen_state(MLP(), momentum(), ScaledState, dynamic_scale=dynamic_scale_lib.DynamicScale(scale=2.0**17))
+
+    def train_step(state: ScaledState, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+            logits = state.apply_fn({"params": half}, batch["image"].astype(jnp.float16))
+            return cross_entropy(logits.astype(jnp.float32), batch["label"])
+
+        grad_fn = state.dynamic_scale.value_and_grad(loss_fn, axis_name="batch")
+        scale, is_finite, loss, grads = grad_fn(state.params)
+        new = state.apply_gradients(grads=grads)
+        select = partial(jnp.where, is_finite)
+        new = new.replace(
+            opt_state=jax.tree.map(select, new.opt_state, state.opt_state),
+            params=jax.tree.map(select, new.params, state.params), dynamic_scale=scale,
+        )  # fmt: skip
+        return new, {"loss": lax.pmean(loss, "batch"), "scale": scale.scale}
+
+    return train_step, state
+
+
+def exchange_in(wrap: Callable[[optax.GradientTransformation], Any]) -> Any:
+    """The exchange inside the optimizer, which is then wrapped."""
+
+    def build(ranks: int) -> tuple[Any, Any]:
+        mean = optax.stateless(lambda updates, _: lax.pmean(updates, "batch"))
+        state = linen_state(MLP(), wrap(optax.chain(mean, momentum())))
+
+        def train_step(state: TrainState, batch: Any) -> Any:
+            def loss_fn(params: Any) -> Any:
+                return cross_entropy(state.apply_fn({"params": params}, batch["image"]), batch["label"])
+
+            loss, grads = jax.value_and_grad(loss_fn)(state.params)
+            return state.apply_gradients(grads=grads), lax.pmean(loss, "batch")
+
+        return train_step, state
+
+    return build
+
+
+def only_good_gradients(tx: optax.GradientTransformation) -> Any:
+    return optax.apply_if_finite(tx, max_consecutive_errors=3)
+
+
+def nnx_functional(ranks: int) -> tuple[Any, Any]:
+    """NNX split by hand: graph static, state in and out."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.one = nnx.Linear(WIDTH, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.two = nnx.Linear(8, CLASSES, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.two(nnx.relu(self.norm(self.one(x))))
+
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, momentum(), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    def train_step(state: Any, batch: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(batch["image"]), batch["label"]))(model)
+        optimizer.update(model, lax.pmean(grads, "batch"))
+        return nnx.state((model, optimizer)), lax.pmean(loss, "batch")
+
+    return train_step, state
+
+
+def plain(function: Callable[..., Any], state: Callable[[], Any] = lambda: jnp.zeros((12, 12))) -> Any:
+    """A row whose step is a bare function of state, batch and number of ranks."""
+    return lambda ranks: (partial(_call, function, ranks), state())
+
+
+def _call(function: Callable[..., Any], ranks: int, state: Any, batch: Any) -> Any:
+    return function(state, batch, ranks)
+
+
+def dependent(state: Any, batch: Any, ranks: int) -> Any:
+    """Exchanges that need one another: a norm of the sum, then a choice by it, then a second sum (as Adasum, PowerSGD)."""
+    g = lax.psum(batch.astype(jnp.float32), "batch")
+    p = g @ jnp.ones((12, 2)) / 128
+    p = lax.psum(jnp.round(p), "batch")
+    q = lax.psum(batch.astype(jnp.float32).T @ p, "batch")
+    return state + jnp.round(p @ q.T / 4096), {"norm": jnp.max(jnp.abs(q)), "p": p}
+
+
+def two_sums_by_two_rules(state: Any, batch: Any, ranks: int) -> Any:
+    """Clipping after the exchange by a norm over ranks."""
+    g = lax.psum(batch, "batch")
+    limit = lax.pmax(jnp.max(jnp.abs(batch)), "batch")
+    return state + jnp.clip(g, -limit, limit), (limit, lax.pmin(jnp.min(batch), "batch"))
+
+
+def cond_counter(state: Any, batch: Any, ranks: int) -> Any:
+    """Periodic averaging: the host knows from a counter whether this step exchanges."""
+    count, params = state
+    params = params + batch
+    params = lax.cond(count % 2 == 1, lambda p: lax.psum(p * 2, "batch"), lambda p: p, params)
+    # Between averages ranks drift apart; the state handed on is made equal again so that all rows compare alike.
+    return (count + 1, lax.pmax(params, "batch")), params.sum()
+
+
+def cond_data(state: Any, batch: Any, ranks: int) -> Any:
+    """A predicate that no host can know: made from the exchanged data itself, equal on all ranks."""
+    big = lax.pmax(batch.max(), "batch") > 7
+
+    def yes(x: Any) -> Any:
+        y = lax.psum(x * 3, "batch")
+        return lax.cond(y.sum() % 2 == 0, lambda v: lax.pmax(v - 1, "batch"), lambda v: v + 5, y)
+
+    return state + lax.pmin(lax.cond(big, yes, lambda x: lax.pmin(x, "batch"), batch), "batch"), big
+
+
+def scan_exchange(state: Any, batch: Any, ranks: int) -> Any:
+    """A ring: one exchange an iteration."""
+    ring = [(i, (i + 1) % ranks) for i in range(ranks)]
+
+    def body(carry: Any, _: Any) -> Any:
+        total, x = carry
+        x = lax.ppermute(x, "batch", ring)
+        return (total + x, x), x[0, 0]
+
+    (total, _), heads = lax.scan(body, (jnp.zeros_like(batch), batch), None, length=ranks)
+    return state + total, heads.sum()
+
+
+def while_exchange(state: Any, batch: Any, ranks: int) -> Any:
+    """A loop that all ranks leave together."""
+    total = lax.while_loop(lambda c: jnp.abs(c).max() < 500, lambda c: lax.psum(jnp.abs(c) + 1, "batch"), batch)
+    return state + lax.pmax(total, "batch"), total.sum()
+
+
+def all_collectives(axes: Any, ranks: int, state: Any, batch: Any) -> Any:
+    n = ranks
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    x = batch
+    parts = {
+        "psum": lax.psum(x, axes),
+        "pmax": lax.pmax(x, axes),
+        "pmin": lax.pmin(x, axes),
+        "pmean": lax.pmean(x.astype(jnp.float32) * 12, axes),
+        "all_gather": lax.all_gather(x, axes).sum(0),
+        "all_gather_tiled": lax.all_gather(x, axes, axis=1, tiled=True)[:, :12],
+        "psum_scatter": jnp.broadcast_to(lax.psum_scatter(x[:n], axes), (12, 12)),
+        "psum_scatter_tiled": lax.psum_scatter(jnp.tile(x, (1, n)), axes, scatter_dimension=1, tiled=True),
+        "all_to_all": lax.all_to_all(x[:n], axes, 0, 0)[0],
+        "all_to_all_tiled": lax.all_to_all(jnp.tile(x, (n, 1)), axes, 0, 1, tiled=True)[:, :12],
+        "bool": lax.psum(x > 0, axes),
+        "bfloat16": lax.psum((x % 4).astype(jnp.bfloat16), axes),
+        "float16": lax.pmax(x.astype(jnp.float16), axes),
+        "int8": lax.pmin(x.astype(jnp.int8), axes),
+        "one": lax.psum(1, axes),
+    }
+    if isinstance(axes, str):
+        parts["ppermute"] = lax.ppermute(x, axes, ring)
+        parts["partial ppermute"] = lax.ppermute(x, axes, ring[:-1])
+        parts["index"] = lax.axis_index(axes) * x
+    total = sum(v.astype(jnp.float32).sum() if hasattr(v, "astype") else v for v in parts.values())
+    return state + lax.psum(total, axes) + lax.psum(x, axes), parts
+
+
+def two_axes(ranks: int) -> dict[str, int]:
+    return {"row": 2, "col": ranks // 2} if ranks % 2 == 0 else {"row": 1, "col": ranks}
+
+
+def over_two_axes(state: Any, batch: Any, ranks: int) -> Any:
+    """One axis after the other, both at once, and the second one's order."""
+    g = lax.psum(lax.pmax(batch, "col"), "row")
+    state = state + lax.psum(g, ("row", "col"))
+    return all_collectives(("row", "col"), ranks, state, batch + lax.axis_index("row") * 3 + lax.axis_index("col"))
+
+
+def literal_and_passed_through(state: Any, batch: Any, ranks: int) -> Any:
+    """Results that no equation makes, and the same result twice."""
+    total = lax.psum(batch, "batch")
+    return state, (total, total, 3.0, state, jnp.int32(4))
+
+
+def unused_exchange(state: Any, batch: Any, ranks: int) -> Any:
+    lax.psum(batch * 2, "batch")
+    return state + lax.psum(batch, "batch"), ()
+
+
+def local_axis_too(state: Any, batch: Any, ranks: int) -> Any:
+    """`vmap` inside the step over an axis of its own, summed together with ours."""
+    rows = jax.vmap(lambda x: lax.psum(x, ("batch", "local")), axis_name="local")(batch)
+    cols = jax.vmap(lambda x: lax.psum(x, ("batch", "local")), axis_name="local")(batch.T)
+    return state + rows + cols, ()
+
+
+def tensor_parallel(state: Any, batch: Any, ranks: int) -> Any:
+    """A gradient through `psum` and `all_gather`: the transposes exchange, too."""
+    x = batch.astype(jnp.float32)
+
+    def loss(w: Any) -> Any:
+        h = lax.psum(x @ w, "batch")
+        return jnp.sum(lax.all_gather(h, "batch").sum(0) * x)
+
+    return state + lax.psum(jax.grad(loss)(state), "batch"), ()
+
+
+def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
+    """An exchange in the backward pass only, through `custom_vjp`; one in a `custom_jvp`; one under remat in a jit."""
+
+    @jax.custom_vjp
+    def copied(x: Any) -> Any:
+        return x
+
+    copied.defvjp(lambda x: (x, None), lambda _, g: (lax.psum(g, "batch"),))
+
+    @jax.custom_jvp
+    def summed(x: Any) -> Any:
+        return lax.psum(x, "batch")
+
+    summed.defjvp(lambda p, t: (summed(p[0]), lax.psum(t[0], "batch") * 2))
+    x = batch.astype(jnp.float32)
+    inner = jax.jit(jax.checkpoint(lambda w: jnp.sum(summed(copied(w) * x))))
+    return state + lax.pmax(jax.grad(inner)(state), "batch"), inner(state + 1)
+
+
+def grouped(state: Any, batch: Any, ranks: int) -> Any:
+    """`axis_index_groups`, which `vmap` cannot run."""
+    half = max(ranks // 2, 1)
+    groups = [[*range(half)], [*range(half, ranks)]] if ranks % 2 == 0 else [[*range(ranks)]]
+    return state + lax.pmax(lax.psum(batch, "batch", axis_index_groups=groups), "batch"), ()
+
+
+def _counted() -> Any:
+    return jnp.int32(0), jnp.zeros((12, 12), jnp.int32)
+
+
+def _int_state() -> Any:
+    return jnp.zeros((12, 12), jnp.int32)
+
+
+def _exact(name: str, function: Callable[..., Any], state: Callable[[], Any] = _int_state, **options: Any) -> Row:
+    return Row(name=name, build=plain(function, state), batch=integers, rtol=0, **options)
+
+
+ZOO: tuple[Row, ...] = (
+    Row(name="linen pmap-style", build=pmap_style(), batch=images),
+    Row(name="already jitted", build=pmap_style(jit=True), batch=images),
+    Row(name="nn.remat", build=pmap_style(remat=True), batch=images),
+    Row(name="adamw, clipped after the exchange", batch=images,
+        build=pmap_style(lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))),
+    Row(name="batch norm, local", build=batch_norm(), batch=images),
+    Row(name="batch norm, averaged", build=batch_norm(averaged=True), batch=images),
+    Row(name="batch norm, synchronised", build=batch_norm(axis_name="batch"), batch=images),
+    Row(name="dropout", build=dropout, batch=images),
+    Row(name="dynamic scale fp16", build=dynamic_scale, batch=images, rtol=2e-3, steps=3),
+    Row(name="MultiSteps", build=exchange_in(partial(optax.MultiSteps, every_k_schedule=2)), batch=images, steps=4),
+    Row(name="apply_if_finite", build=exchange_in(only_good_gradients), batch=images),
+    Row(name="schedule, injected", batch=images, build=pmap_style(
+        lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=optax.cosine_decay_schedule(0.1, 10)))),
+    Row(name="nnx functional", build=nnx_functional, batch=images),
+    _exact("dependent exchanges", dependent, lambda: jnp.zeros((12, 12))),
+    _exact("clip by a norm over ranks", two_sums_by_two_rules),
+    _exact("cond by a counter", cond_counter, _counted, steps=4),
+    _exact("cond by data", cond_data, steps=3),
+    _exact("scan", scan_exchange),
+    _exact("while", while_exchange),
+    _exact("all collectives", lambda s, b, n: all_collectives("batch", n, s, b), lambda: jnp.zeros((12, 12))),
+    _exact("two axes", over_two_axes, lambda: jnp.zeros((12, 12)), axes=two_axes),
+    _exact("literal and passed-through results", literal_and_passed_through),
+    _exact("unused exchange", unused_exchange),
+    _exact("vmap inside", local_axis_too),
+    _exact("gradient through collectives", tensor_parallel, lambda: jnp.zeros((12, 12)), steps=1),
+    _exact("custom derivatives", custom_derivatives, lambda: jnp.ones((12, 12))),
+    _exact("axis_index_groups", grouped, vmap=False),
+)  # fmt: skip
+
+
+def ranks_of(axes: dict[str, int]) -> int:
+    return math.prod(axes.values())
+
+
+def assert_close(got: Any, expected: Any, rtol: float, what: str) -> None:
+    """Same structure, types, and values within `rtol` of the leaf's largest element (1e-6 at least); equal for 0."""
+    tree = jax.tree.structure(got)
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert tree == expected_tree, what
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), expected_leaves, strict=True):
+        where = f"{what}: {jax.tree_util.keystr(path)}"
+        if jnp.issubdtype(jnp.asarray(a).dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{where}: {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        if rtol == 0 or a.dtype.kind not in "f":
+            np.testing.assert_array_equal(a, b, err_msg=where)
+        else:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            scale = float(np.max(np.abs(b), initial=0.0))
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, 1e-6), err_msg=where)
