@@ -172,8 +172,8 @@ def _batches(stream: Stream, *, epochs: int | None, threads: int, start_step: in
     if stream.steps_per_epoch == 0:
         raise ValueError(
             f"Split `{stream.records.split}` in `{stream.records.folder}` has {len(stream.records)} records, fewer "
-            f"than one batch of {stream.batch_size} on each of {stream.size} ranks. Use a smaller `batch_size`, or more "
-            f"records. {REMEDY}"
+            f"than one batch of {stream.batch_size} on each of {stream.size} ranks. Use a smaller `batch_size`, or "
+            f"more records. {REMEDY}"
         )
     if epochs is not None:
         stream = replace(stream, steps=epochs * stream.steps_per_epoch)

@@ -71,6 +71,7 @@ def open_records(data_dir: str | Path, split: str = "train") -> Records:
         ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds no labelled images.
     """
     folder = find_folder(data_dir)
+    builder: Any  # its methods are decorated: a type checker cannot read their signatures
     try:
         builder = tfds.builder_from_directory(folder)
     except Exception as error:
@@ -92,6 +93,5 @@ def open_records(data_dir: str | Path, split: str = "train") -> Records:
             f"`label`. {REMEDY}"
         )
     # The JPEG bytes are wanted as they lie: a crop is decoded and scaled once, by OpenCV, off the GIL.
-    skip: Any = tfds.decode.SkipDecoding  # a decorated class, whose signature a type checker cannot read
-    source: Any = builder.as_data_source(split, decoders={"image": skip()})
+    source: Any = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
     return Records(folder=folder, split=split, num_classes=features["label"].num_classes, source=source)
