@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxcross.commands.launch import Mpirun
     from jaxcross.lab import Lab
     from jaxcross.report import Report
 
@@ -80,12 +81,22 @@ class Launch:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    example = find_example()
+    from jaxcross.commands.launch import find_mpirun
+    from jaxcross.runtime.link import Link
+
+    # whatever can be wrong is found before anything is written
+    example, mpirun = find_example(), find_mpirun()
+    if mpirun is None:
+        raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")
+    try:
+        slow = Link.parse(args.link) is not None and args.ranks > 1
+    except ValueError as error:
+        raise DemoError(f"--link: {error}") from error
     args.output.mkdir(parents=True, exist_ok=True)
     data = _write_data(args)
     with ExitStack() as stack:
-        lab, why_not = _lab(args, stack)
-        launch = _launch(args, example, data, lab)
+        lab, why_not = _lab(args, stack) if slow else (None, "")
+        launch = _launch(args, example, mpirun, data, lab, slow=slow)
         _say(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
         _say(f"Training {args.jobs} jobs on {args.ranks} ranks, one after the other and then in crossover:\n")
         _say(f"  {launch.shown}\n")
@@ -129,28 +140,21 @@ def _write_data(args: argparse.Namespace) -> Path:
 def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
     """A real link where the machine allows one; else None and the reason."""
     from jaxcross.lab import Lab
-    from jaxcross.runtime.link import Link
 
     try:
-        if Link.parse(args.link) is None or args.ranks == 1:
-            return None, ""
         return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
-    except ValueError as error:
-        raise DemoError(f"--link: {error}") from error
     except OSError as error:
         return None, str(error)
 
 
-def _launch(args: argparse.Namespace, example: Path, data: Path, lab: Lab | None) -> Launch:
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, printed, python_program
+def _launch(
+    args: argparse.Namespace, example: Path, mpirun: Mpirun, data: Path, lab: Lab | None, *, slow: bool
+) -> Launch:
+    from jaxcross.commands.launch import mpirun_command, printed, python_program
     from jaxcross.world import pool
 
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")
-    link = "none" if args.link == "none" or args.ranks == 1 else f"emulated link {args.link}"
-    if lab is not None:
-        link = lab.description
+    emulated = f"emulated link {args.link}" if slow else "none"
+    link = emulated if lab is None else lab.description
     cores = pool.cores()
     line, extra = mpirun_command(
         mpirun=mpirun,

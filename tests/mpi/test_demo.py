@@ -1,0 +1,106 @@
+"""The demo as a user calls it, as small as it gets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "2"]
+
+
+def demo(*options):
+    return [sys.executable, "-m", "jaxcross.cli", "demo", *TOY, *options]
+
+
+def end(process, patience_s=30):
+    """Ends what a failed test has left of the demo's process group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(patience_s)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    line = demo("--link", "none", "--output", str(folder / "out"), "--json", str(folder / "result.json"))
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=180)
+    finally:
+        end(process)
+    assert process.returncode == 0, stdout + stderr
+    return folder, stdout
+
+
+def test_it_writes_the_promised_numbers(finished):
+    folder, _ = finished
+    result = json.loads((folder / "result.json").read_text())
+    assert set(result) == {
+        "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "bound_s_per_step", "efficiency",
+        "hidden_share", "jobs", "trace", "gantt",
+    }  # fmt: skip
+    assert result["link"] == "none"
+    assert [set(job) for job in result["jobs"]] == [{"name", "images_per_second", "steps", "final_loss"}] * 2
+    assert [job["steps"] for job in result["jobs"]] == [2, 2]
+    assert result["speedup"] == result["sequential_s_per_step"] / result["crossover_s_per_step"]
+    assert 0 <= result["hidden_share"] <= 1
+    assert result["efficiency"] > 0
+
+
+def test_it_leaves_a_trace_and_a_picture(finished):
+    folder, _ = finished
+    events = json.loads((folder / "out" / "crossover.trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert (folder / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_shows_the_line_that_it_runs_and_the_table(finished):
+    _, stdout = finished
+    (line,) = [text for text in stdout.splitlines() if "mpirun -n 2" in text]
+    assert "--policy compare" in line
+    assert "all final states are equal, bit for bit" in stdout
+    assert stdout.index("both runs") < stdout.index("speed-up") < stdout.index("Chrome trace")
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        demo("--link", "none", "--output", str(tmp_path / "out")),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    # a demo that never starts to train must not hang the test
+    guard = threading.Timer(120, end, [process])
+    guard.start()
+    try:
+        for text in process.stdout:
+            if text.startswith("resnet18"):
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        # the pipe ends when the last rank, too, is gone
+        rest = process.stdout.read()
+        assert process.wait(60) == 130
+        assert "jaxcross demo: interrupted" in rest
+        assert not (tmp_path / "out").exists()
+    finally:
+        guard.cancel()
+        process.stdout.close()
+        end(process)
+
+
+def test_a_bad_link_is_refused(tmp_path):
+    done = subprocess.run(
+        demo("--link", "fast", "--output", str(tmp_path / "out")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "jaxcross demo: --link: `fast` is not a link rate" in done.stderr
+    assert not (tmp_path / "out").exists()

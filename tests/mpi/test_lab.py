@@ -1,0 +1,107 @@
+"""Several hosts on one machine: MPI really crosses the shaped link, and nothing is left when it ends."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcross.commands.launch import find_mpirun
+from jaxcross.lab import Lab, available
+
+REASON = available()
+needs_lab = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+RANK = """
+import os, json, socket
+import numpy as np
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+total = np.empty(1_000_000, np.float32)
+world.Allreduce(np.full(1_000_000, world.rank + 1, np.float32), total)
+facts = world.gather([socket.gethostname(), sorted(os.sched_getaffinity(0)), float(total[0])])
+if world.rank == 0:
+    print(json.dumps(facts))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hosts": 0}, "a lab has 1 to 200 hosts, not `0`"),
+        ({"rate": "fast"}, "`fast` is no rate"),
+        ({"latency": "5"}, "`5` is no latency"),
+    ],
+)
+def test_wishes_that_cannot_be_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        Lab(**options)
+
+
+def test_a_closed_lab_runs_nothing():
+    with pytest.raises(ValueError, match="the lab is closed"):
+        Lab().wrap(["true"])
+
+
+@needs_lab
+def test_ranks_meet_over_the_link():
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    with Lab(hosts=2, rate="500mbit") as lab:
+        before = lab.bytes_crossed()
+        done = lab.run([mpirun.path, "-n", "2", sys.executable, "-c", RANK], capture_output=True, text=True, timeout=60)
+        crossed = lab.bytes_crossed() - before
+    assert done.returncode == 0, done.stderr
+    (host0, cores0, total0), (host1, cores1, total1) = json.loads(done.stdout.splitlines()[-1])
+    assert (host0, host1) == ("h0", "h1")
+    assert total0 == total1 == 3.0
+    assert not set(cores0) & set(cores1) or cores0 == cores1  # apart, unless there are fewer cores than hosts
+    # each rank must at least send half of its 4 MB and receive the other half of the sum
+    assert 8_000_000 <= crossed <= 20_000_000
+
+
+@needs_lab
+def test_hosts_see_one_another_and_two_labs_do_not_meet():
+    with Lab(hosts=3, rate=None) as lab, Lab(hosts=2) as other:
+        names = lab.run(["getent", "hosts", "h2"], capture_output=True, text=True).stdout
+        strangers = other.run(["getent", "hosts", "h2"], capture_output=True, text=True)
+        where = lab.run(["pwd"], capture_output=True, text=True).stdout.strip()
+    assert names.split() == ["10.77.0.3", "h2"]
+    assert strangers.returncode != 0
+    assert where == str(Path.cwd())
+
+
+@needs_lab
+def test_commands_die_with_the_lab():
+    with Lab(hosts=2) as lab:
+        process = subprocess.Popen(
+            lab.wrap(["sh", "-c", "echo up; exec sleep 1000"]), stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+    assert process.wait(timeout=10) != 0
+    assert process.stdout.read() == ""
+    process.stdout.close()
+
+
+@needs_lab
+def test_killing_the_driver_kills_everything_inside():
+    line = [sys.executable, "-m", "jaxcross.lab", "--", "sh", "-c", "echo up; exec sleep 1000"]
+    driver = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "up\n"
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    # the pipe ends only when the command inside, the last one to hold it, is dead
+    assert driver.stdout.read() == ""
+    driver.stdout.close()
+
+
+@needs_lab
+def test_the_driver_returns_the_commands_status_and_says_what_crossed():
+    line = [sys.executable, "-m", "jaxcross.lab", "--rate", "1gbit", "--", "sh", "-c", "exit 3"]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "MB crossed the real link 1gbit (2 hosts in network namespaces)" in done.stderr
