@@ -146,7 +146,9 @@ def judge(found: Findings) -> list[Check]:
         Check(
             name="network namespaces",
             found="available" if found.namespaces else "not available",
-            remedy="" if found.namespaces else "`jaxcross demo` will emulate its link and say so; training is not affected.",
+            remedy=""
+            if found.namespaces
+            else "`jaxcross demo` will emulate its link and say so; training is not affected.",
         )
     )
     return checks
@@ -190,7 +192,9 @@ def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
     if exchange.get("correct") and exchange.get("ranks") == 2:
         return Check(name=name, found="correct")
     found = str(exchange.get("error", f"wrong: {dict(exchange)}"))
-    remedy = "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."
+    remedy = (
+        "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."
+    )
     return Check(name=name, found=found, remedy=remedy, fatal=True)
 
 

@@ -84,7 +84,8 @@ def allgather(x: jax.Array, channel: Channel) -> jax.Array:
     import mpi4jax
 
     return _as_carrier(
-        x, lambda bits: _in_pieces(lambda piece: mpi4jax.allgather(piece, comm=channel.comm), bits, channel, stacked=True)
+        x,
+        lambda bits: _in_pieces(lambda piece: mpi4jax.allgather(piece, comm=channel.comm), bits, channel, stacked=True),
     )
 
 

@@ -165,5 +165,3 @@ def _reduction_name(op: Any) -> str:
 
     names = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
     return next((n for n in names if getattr(MPI, n) == op), "user")
-
-

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcross.errors import ExchangeError
@@ -59,7 +60,7 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _host(leaf: Any) -> np.ndarray:
@@ -73,7 +74,8 @@ def _form(leaf: Any) -> str:
 
 def _digest(leaf: Any) -> str:
     array = np.ascontiguousarray(_host(leaf))
-    content = hashlib.blake2b(array.view(np.uint8) if array.size and array.ndim else array.tobytes(), digest_size=8)
+    # A view, not a copy, of arrays that may fill half of the memory.
+    content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
 
@@ -84,7 +86,7 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> Any:
         comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)
     received = content.view(array.dtype).reshape(array.shape)
     if _is_key(leaf):
-        received = jax.random.wrap_key_data(received, impl=jax.random.key_impl(leaf))
+        received = jax.random.wrap_key_data(jnp.asarray(received), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
         return jax.device_put(received, leaf.sharding)
     return type(leaf)(received) if isinstance(leaf, bool | int | float | complex) else received

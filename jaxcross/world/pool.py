@@ -17,12 +17,12 @@ def cores() -> int:
 
 
 def needed(core_count: int, lanes: int) -> int:
-    """Threads for `core_count` cores of compute while `lanes` exchanges wait.
+    """Threads for `core_count` cores of compute while `lanes` exchanges wait: one a core, and one more than lanes.
 
-    The pool has twice the cores where that is enough: XLA splits work into as many parts as the pool has threads,
-    and cores + 1 parts on a few cores leave all but one of them idle at the end.
+    No more than that: on 2 cores a convolution took 26 ms with 2 threads, 40 with 3 and 50 with 4. A waiting exchange
+    runs in its lane's own thread, and holds a thread of the pool only where its program has other work beside it.
     """
-    return max(2 * core_count, core_count + lanes)
+    return max(core_count, lanes + 1)
 
 
 def plan_pool(

@@ -5,6 +5,7 @@ It runs in a process of its own, because a broken MPI may end the process that t
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -39,11 +40,10 @@ def probe_mpi4jax() -> dict[str, Any]:
 def probe_jax() -> dict[str, Any]:
     """JAX's versions and devices. Starts JAX's backends."""
     import jax
-    import jaxlib
 
     return {
         "version": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
     }
 

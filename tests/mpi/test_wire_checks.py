@@ -4,21 +4,22 @@ import json
 
 import pytest
 
-NAMES = """
-bytes_follow_the_formula
-compiled_many_times_and_called_again
-eight_bit_floats
-extremes_of_nan_and_signed_zero
-groups_of_ranks
-large_arrays_are_not_copied
-long_messages_are_split_without_being_made
-loops_run_their_exchanges
-mean_halves_the_bytes
-mpi4jax_equations_are_exchanges_too
-nothing_to_return
-order_is_the_equations_order
-sixteen_bits_round_once
-""".split()
+NAMES = [
+    "a_shard_map_body_runs_on_each_rank",
+    "bytes_follow_the_formula",
+    "compiled_many_times_and_called_again",
+    "eight_bit_floats",
+    "extremes_of_nan_and_signed_zero",
+    "groups_of_ranks",
+    "large_arrays_are_not_copied",
+    "long_messages_are_split_without_being_made",
+    "loops_run_their_exchanges",
+    "mean_halves_the_bytes",
+    "mpi4jax_equations_are_exchanges_too",
+    "nothing_to_return",
+    "order_is_the_equations_order",
+    "sixteen_bits_round_once",
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

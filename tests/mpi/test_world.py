@@ -51,7 +51,8 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     code = START.format(watchdog=0.5) + (
         "def decode_for_ever():\n    threading.Event().wait()\n"
         "if world.rank == 1:\n    decode_for_ever()\n"
-        "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+        "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
+        + WAIT.strip().replace("\n", "\n    ")
     )
     done = mpirun(3, code, timeout=60)
     output = done.stdout + done.stderr

@@ -4,6 +4,7 @@ import json
 import traceback
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
@@ -172,9 +173,7 @@ def mpi4jax_equations_are_exchanges_too():
 
     def step(x):
         y = mpi4jax.allreduce(x, MPI.SUM, comm=comm)
-        z = mpi4jax.sendrecv(
-            y, y, np.int64((RANK - 1) % P), np.int64((RANK + 1) % P), comm=comm
-        )
+        z = mpi4jax.sendrecv(y, y, np.int64((RANK - 1) % P), np.int64((RANK + 1) % P), comm=comm)
         mpi4jax.barrier(comm=comm)
         b = mpi4jax.bcast(x, 0, comm=comm)
         return z, b, jax.grad(lambda v: mpi4jax.allreduce(v, MPI.SUM, comm=comm).sum())(x), lax.psum(x, "r")
@@ -189,6 +188,22 @@ def mpi4jax_equations_are_exchanges_too():
     everything = P * jnp.arange(3.0) + P * (P - 1) / 2
     assert (z == everything).all() and (b == jnp.arange(3.0)).all()
     assert (gradient == 1).all() and (total == everything).all()
+
+
+def a_shard_map_body_runs_on_each_rank():
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.AbstractMesh((P,), ("r",))
+    step = jax.shard_map(
+        lambda w, x: jax.grad(lambda w: jnp.sin(w * x).sum())(w),
+        mesh=mesh,
+        in_specs=(spec(), spec("r")),
+        out_specs=spec(),
+    )
+    (eqn,) = compat.open_jaxpr(jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3 * P)))[0].eqns
+    (body,) = compat.sub_jaxprs(eqn)
+    function = WIRE.lower(jax.extend.core.ClosedJaxpr(*compat.open_jaxpr(body)), AXES)
+    (gradient,) = jax.jit(function)(jnp.ones(3), jnp.full(3, RANK + 1.0))
+    assert jnp.allclose(gradient, sum((r + 1) * jnp.cos(r + 1.0) for r in range(P)), atol=1e-6), gradient
 
 
 def mean_halves_the_bytes():

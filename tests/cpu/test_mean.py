@@ -1,0 +1,59 @@
+"""The mean exchange as an optax transformation, several ranks in one process."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxcross.exchange import mean
+
+GRADS = {"w": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones((4, 2), jnp.bfloat16), "n": None}
+
+
+def over_ranks(tx, grads):
+    params = jax.tree.map(lambda g: g[0], grads)
+    state = tx.init(params)
+    return jax.vmap(lambda g: tx.update(g, state, params)[0], axis_name="batch")(grads)
+
+
+def test_mean_equals_pmean():
+    got = over_ranks(mean("batch"), GRADS)
+    assert (got["w"] == GRADS["w"].mean(0)).all() and got["w"].shape == (4, 3)
+    assert (got["b"] == 1).all() and got["b"].dtype == jnp.bfloat16
+    assert got["n"] is None
+
+
+def test_sixteen_bits_on_the_wire():
+    jaxpr = jax.make_jaxpr(
+        lambda g: mean("batch", jnp.bfloat16).update(g, optax.EmptyState())[0], axis_env=[("batch", 4)]
+    )
+    sums = [
+        eqn.invars[0].aval
+        for eqn in jaxpr({"w": jnp.ones(3), "i": jnp.ones(2, jnp.float16)}).eqns
+        if "psum" in str(eqn)
+    ]
+    assert sorted(str(a.dtype) for a in sums) == ["bfloat16", "float16"]
+    got = over_ranks(mean("batch", jnp.bfloat16), GRADS)
+    assert got["w"].dtype == jnp.float32
+    assert jnp.allclose(got["w"], GRADS["w"].mean(0), rtol=1e-2)
+    assert (got["b"] == 1).all()
+
+
+def test_in_a_chain_it_is_data_parallel_training():
+    tx = optax.chain(mean("batch"), optax.sgd(0.5))
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    assert state[0] == optax.EmptyState()
+    updates = jax.vmap(lambda g: tx.update(g, state, params)[0], axis_name="batch")(GRADS["w"])
+    assert (updates == -0.5 * GRADS["w"].mean(0)).all()
+
+
+def test_several_axes():
+    grads = jnp.arange(6.0).reshape(2, 3, 1)
+    step = jax.vmap(lambda g: mean(("a", "b")).update(g, optax.EmptyState())[0], axis_name="b")
+    assert (jax.vmap(step, axis_name="a")(grads) == grads.mean()).all()
+
+
+def test_a_wire_type_must_be_a_float():
+    with pytest.raises(ValueError, match="^`wire_dtype` is int8: gradients need a floating-point type on the wire"):
+        mean("batch", jnp.int8)

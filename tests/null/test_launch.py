@@ -1,0 +1,86 @@
+"""The launch command for each vendor, without running it."""
+
+import argparse
+import sys
+
+from jaxcross.commands import launch
+from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, vendor_of_mpirun
+
+MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
+OPENMPI = Mpirun(path="mpirun", vendor="openmpi")
+
+
+def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
+    return mpirun_command(
+        mpirun=mpirun, ranks=ranks, program=["python", "a.py", "--x"], root=root, cores=cores, environ=environ or {}
+    )
+
+
+def test_mpich():
+    line, extra = command(MPICH)
+    assert line == ["/venv/bin/mpirun", "-n", "2", "python", "a.py", "--x"]
+    assert extra == {"PJRT_NPROC": "4"}
+
+
+def test_openmpi_is_not_bound_and_may_be_root_and_oversubscribed():
+    line, extra = command(OPENMPI, ranks=8, root=True)
+    assert line == ["mpirun", "-n", "8", "--bind-to", "none", "python", "a.py", "--x"]
+    assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == extra["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert extra["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    _, extra = command(OPENMPI)
+    assert extra == {"PJRT_NPROC": "4"}
+
+
+def test_the_users_settings_stay():
+    _, extra = command(MPICH, environ={"NPROC": "3"})
+    assert extra == {}
+    _, extra = command(OPENMPI, root=True, environ={"PJRT_NPROC": "3", "OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def test_a_pool_of_one_core_still_has_two_threads():
+    _, extra = command(MPICH, cores=1)
+    assert extra == {"PJRT_NPROC": "2"}
+
+
+def test_ranks_run_through_mpi4py():
+    assert python_program(["a.py", "1"]) == [sys.executable, "-m", "mpi4py", "a.py", "1"]
+
+
+def test_the_line_can_be_pasted():
+    assert printed(["mpirun", "-n", "2", "a b.py"], {"X": "1 2"}) == "X='1 2' mpirun -n 2 'a b.py'"
+
+
+def test_vendors():
+    assert vendor_of_mpirun("mpirun (Open MPI) 5.0.8") == "openmpi"
+    assert vendor_of_mpirun("HYDRA build details:\n Version: 5.0.2") == "mpich"
+    assert vendor_of_mpirun("Intel(R) MPI Library for Linux") == "intel"
+    assert vendor_of_mpirun("?") == "unknown"
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    launch.add_parser(parser.add_subparsers())
+    return parser.parse_args(["launch", *argv])
+
+
+def test_the_command_line():
+    args = parse("-n", "3", "script.py", "--lr", "0.1")
+    assert (args.ranks, args.program, args.run) == (3, ["script.py", "--lr", "0.1"], launch.run)
+
+
+def test_nothing_to_run(capsys):
+    assert launch.run(parse("-n", "2")) == 2
+    assert capsys.readouterr().err.startswith("`jaxcross launch` needs a script and at least one rank, not 2.")
+
+
+def test_no_mpirun(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: None)
+    assert launch.run(parse("script.py")) == 1
+    assert capsys.readouterr().err.startswith("No `mpirun` was found. Remedy: `pip install mpich`")
+
+
+def test_dry_run_prints_the_real_line(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    assert launch.run(parse("-n", "2", "--dry-run", "script.py")) == 0
+    assert f"/venv/bin/mpirun -n 2 {sys.executable} -m mpi4py script.py" in capsys.readouterr().out
