@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -57,7 +57,7 @@ class Runner:
         self._listeners = Listeners((self._recorder, *instruments))
         self._used = False
 
-    def __enter__(self) -> Runner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -77,7 +77,7 @@ class Runner:
         if not isinstance(name, str) or not name:
             raise ValueError(f"`{name!r}` is no name for a job: use a text that is not empty")
         if any(job.name == name for job in self.jobs):
-            raise ValueError(f"There is a job `{name}` already. Reports and errors need a name of its own for each job.")
+            raise ValueError(f"There is a job `{name}` already. Reports and errors need one name for each job.")
         if not callable(fn):
             raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, not `{type(fn).__name__}`")
         job = JobContext(name, fn, kwargs, listeners=self._listeners, world=self.world)
@@ -97,7 +97,9 @@ class Runner:
             ValueError: There are no jobs.
         """
         if not self.jobs:
-            raise ValueError("A runner without jobs has nothing to run. Call `runner.add(name, fn)` first, on every rank.")
+            raise ValueError(
+                "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
+            )
         if self._used:
             raise JobError("This runner has run. Make a new Runner for another run.")
         self._used = True
@@ -118,7 +120,8 @@ class Runner:
         end_ns = time.monotonic_ns()
         for job in self.jobs:
             job.close()
-        self.report = self._report(start_ns, end_ns)
+        with self.world.watching(job="", step=0, segment=-1, what="report"):
+            self.report = self._report(start_ns, end_ns)
         if interrupt is not None:
             raise interrupt
         self._raise_errors()
@@ -127,7 +130,8 @@ class Runner:
     def _agree(self) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
         mine = json.dumps({"jobs": [job.name for job in self.jobs], "policy": self.policy.name})
-        texts = self.world.control.allgather_text(mine)
+        with self.world.watching(job="", step=0, segment=-1, what="start of the run"):
+            texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
@@ -176,7 +180,13 @@ class Job:
     """
 
     def __init__(
-        self, name: str, step: Callable[[Any, Any], Any], state: Any, batches: Iterable[Any], *, steps: int | None = None
+        self,
+        name: str,
+        step: Callable[[Any, Any], Any],
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
     ) -> None:
         if not callable(step):
             raise TypeError(f"Job `{name}` needs a step function, not `{type(step).__name__}`")

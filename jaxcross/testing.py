@@ -44,7 +44,9 @@ class _Table:
 
 
 class FakeControl:
-    """`Control` between threads; also carries the exchanges of a `FakeCompiled`, which says so if ranks meet in different ones."""
+    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in different ones
+    get an error.
+    """
 
     def __init__(self, rank: int, table: _Table) -> None:
         self.rank, self.size, self._table = rank, len(table.values), table
@@ -106,7 +108,7 @@ class FakeWorld:
 
 
 def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
-    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what the first of them raised."""
+    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of them did."""
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
@@ -128,21 +130,25 @@ def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
     if stuck := [thread.name for thread in threads if thread.is_alive()]:
         raise TimeoutError(f"{stuck} did not end")
     # A rank that was left alone at the barrier is not the culprit.
-    for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+    raised = [error for error in errors if error is not None]
+    for error in sorted(raised, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return results
 
 
 def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()) -> Program:
     """compute, exchange, ..., compute: a program of scalars that passes one value along, and the step's input to its
-    end. `exchanges=0` is a single compute segment."""
+    end. `exchanges=0` is a single compute segment.
+    """
     aval = Aval(shape=shape, dtype="float32")
     segments: list[Segment] = []
     value, count = 0, 2  # value 0 is the state, value 1 the batch
     for n in range(exchanges):
         reads = (0, 1) if n == 0 else (value,)
         segments.append(
-            Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=() if n == 0 else (value,))
+            Segment(
+                index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=() if n == 0 else (value,)
+            )
         )
         exchange = Exchange(op="psum", axes=("batch",), dtype="float32", shape=shape)
         segments.append(

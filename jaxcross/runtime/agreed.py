@@ -111,7 +111,8 @@ class Agreed:
 
     def apply(self, verdict: Verdict, called: Mapping[int, Sequence[int] | str]) -> list[Outcome]:
         """The vote is over. `called` says what each job waits for here: the collective segments of the step it called,
-        "end", "sync" or "batch". Read only for jobs that wait at the same point on all ranks, hence equal on all."""
+        "end", "sync" or "batch". Read only for jobs that wait at the same point on all ranks, hence equal on all.
+        """
         committing, self.commit, self.voted = self.commit, None, True
         self.stopping |= verdict.stop
         outcomes: list[Outcome] = []

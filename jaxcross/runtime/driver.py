@@ -200,9 +200,8 @@ class Driver:
 
     # For job threads.
 
-    def call(self, job: int, outline: Outline, execution: Execution) -> tuple[Any, int]:
-        """Runs one step: its results (perhaps not computed yet) and the job's number of committed steps. Waits until
-        its last segment was dispatched."""
+    def call(self, job: int, outline: Outline, execution: Execution) -> Any:
+        """Runs one step: its results, perhaps not computed yet. Waits until its last segment was dispatched."""
         seat = self.seats[job]
         seat.calls += 1
         seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns())
@@ -211,7 +210,7 @@ class Driver:
         finally:
             seat.call = None
         assert isinstance(answer, m.StepReturned)
-        return execution.outputs(), answer.step
+        return execution.outputs()
 
     def want_batch(self, job: int, stream: int, index: int) -> bool:
         """Whether every rank has this batch (or some rank's data ended before it). Waits for the ranks."""

@@ -27,16 +27,16 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     if failed:
         what = "; on ".join(f"rank {rank} {body}" for rank, body in failed)
         return JobError(
-            f"Job `{job}` failed on {what}. Every rank leaves the job after step {step}, the last one that all of them "
-            "committed; other jobs go on."
+            f"Job `{job}` failed on {what}. Every rank leaves the job after step {step}, the last one that all of "
+            "them committed; other jobs go on."
         )
     if all(kind == "step" for kind, _ in parts):
         signatures = [body.partition("\n")[2] for _, body in parts]
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
-    said = "; ".join(f"rank {rank} {body.splitlines()[0] if body else 'was busy'}" for rank, (_, body) in enumerate(parts))
+    lines = [body.splitlines()[0] if body else "was busy" for _, body in parts]
+    said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     return JobError(
         f"Job `{job}` does different things on different ranks after step {step}: {said}. All ranks must run the same "
-        "loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the loop, and "
-        "decide from values that are equal on all ranks."
+        "loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the loop, "
+        "and decide from values that are equal on all ranks."
     )
-

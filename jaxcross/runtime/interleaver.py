@@ -3,10 +3,10 @@
 It has no thread, no clock, and knows neither JAX nor MPI. One class serves `Sequential`, `RoundRobin` and simulators:
 `handle` is its only mutator and `check` states what must always hold.
 
-**Compute lane.** Its order is this rank's own affair. Up to `depth` segments are on the device; whenever fewer are, and
-any job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A compute
-segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are done and,
-if it consumes the step's input state, the step is committed.
+**Compute lane.** Its order is this rank's own affair. Up to `depth` segments are on the device; whenever fewer are,
+and any job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A
+compute segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are
+done and, if it consumes the step's input state, the step is committed.
 
 **Exchange lane.** Its order is the same on all ranks, because it follows from `Agreed` alone. What a rank does decide
 is *when* it begins the next slot:
@@ -17,15 +17,15 @@ is *when* it begins the next slot:
   the driver's patience is over.
 
 **Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
-other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction every
-slot ends. For all but exchanges the claim is the list above; patience is bounded, and asked for once a slot. An exchange
-waits for its producers: compute segments that neither need an exchange that comes later nor a commit (`Outline` refuses
-both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict which *jobs* run,
-never which segments of a running job, so an admitted step is never held back.
+other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
+every slot ends. For all but exchanges the claim is the list above; patience is bounded, and asked for once a slot. An
+exchange waits for its producers: compute segments that neither need an exchange that comes later nor a commit
+(`Outline` refuses both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict
+which *jobs* run, never which segments of a running job, so an admitted step is never held back.
 
-**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here. If it does so on all
-ranks the vote changes something: it admits, ends, grants or ejects. Otherwise a rank without news paces the vote by
-its patience.
+**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here. If it does so
+on all ranks the vote changes something: it admits, ends, grants or ejects. Otherwise a rank without news paces the
+vote by its patience.
 
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
 so in the commit vote; nobody then runs the segments that would overwrite the step's input state. A rank that fails
@@ -34,78 +34,17 @@ between steps says so in any vote. In both cases all ranks compare texts in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Outcome, Slot
-from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.invariants import check_lanes
+from jaxcross.runtime.local import LocalCall, LocalJob, Point
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.vote import Ballot, JobBallot, Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
-
-PointKind = Literal["step", "batch", "sync", "end"]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """What a job's thread waits to do together with all ranks."""
-
-    kind: PointKind
-    hash: int
-    text: str
-    index: int = -1
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a step on this rank."""
-
-    number: int
-    outline: Outline
-    waiting: list[int]  # compute segments not yet issued, in order
-    issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
-    dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
-    exchanged: set[int] = field(default_factory=set)
-    admitted: bool = False
-    committed: bool = False
-
-    def ready(self) -> int | None:
-        """The first compute segment that may go to the lane."""
-        for segment in self.waiting:
-            if segment in self.outline.after_commit and not self.committed:
-                continue
-            if all(need in self.issued or need in self.exchanged for need in self.outline.needs[segment]):
-                return segment
-        return None
-
-    def complete(self) -> bool:
-        """Whether the caller can have its results."""
-        return (
-            not self.waiting
-            and len(self.dispatched) + len(self.exchanged) == len(self.outline.kinds)
-            and (self.committed or not self.outline.collectives)
-        )
-
-
-@dataclass(slots=True)
-class _Job:
-    """What this rank alone knows of a job."""
-
-    started: bool = False
-    call: _Call | None = None
-    calls: int = 0
-    waits: bool = False  # the thread waits for an answer
-    point: Point | None = None  # and for the other ranks
-    failed: str | None = None
-    returned: bool = False  # its function returned
-    closed: bool = False  # told to raise from now on
-    stream: int = -1
-    syncs: int = 0
-    prepared: dict[int, int] = field(default_factory=dict)
-    limits: dict[int, int] = field(default_factory=dict)
 
 
 class Interleaver:
@@ -122,7 +61,7 @@ class Interleaver:
             raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
         self.agreed = Agreed(jobs, policy)
         self.depth = depth
-        self._jobs = [_Job() for _ in range(jobs)]
+        self._jobs = [LocalJob() for _ in range(jobs)]
         self._turn = jobs - 1
         self._on_device: set[tuple[int, int, int]] = set()
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
@@ -206,7 +145,7 @@ class Interleaver:
                 self._jobs[job].started = True
                 self._out.append(m.StartJob(job))
 
-    def _current(self, job: int, call: int) -> _Call | None:
+    def _current(self, job: int, call: int) -> LocalCall | None:
         current = self._jobs[job].call
         return current if current is not None and current.number == call else None
 
@@ -216,7 +155,7 @@ class Interleaver:
             raise InternalError(f"job {job} called a step before its last call returned")
         mine.calls += 1
         compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
-        mine.call = _Call(number=mine.calls, outline=outline, waiting=compute)
+        mine.call = LocalCall(number=mine.calls, outline=outline, waiting=compute)
         text = f"called step {self.step(job) + 1}\n{outline.text}"
         point = Point("step", point_hash("step", outline.signature), text) if outline.collectives else None
         self._wait_at(job, point)
@@ -384,7 +323,7 @@ class Interleaver:
         self._start_jobs()
 
     @staticmethod
-    def _called(mine: _Job) -> tuple[int, ...] | str:
+    def _called(mine: LocalJob) -> tuple[int, ...] | str:
         assert mine.point is not None
         if mine.point.kind != "step":
             return mine.point.kind
@@ -400,38 +339,15 @@ class Interleaver:
         elif outcome.kind == "committed":
             assert call is not None
             call.committed = True
-        elif outcome.kind == "ended" or outcome.kind == "stopped":
+        elif outcome.kind in ("ended", "stopped"):
             self._close(job, outcome.kind)
         elif outcome.kind == "batches":
             self._grant_batch(job)
 
-    # What must always hold.
-
     def check(self) -> None:
-        """Raises InternalError if the state contradicts itself. Called by tests after every event."""
-
-        def must(holds: bool, what: str) -> None:
-            if not holds:
-                raise InternalError(f"interleaver: {what}")
-
-        must(len(self._on_device) <= self.depth, f"{len(self._on_device)} segments on a lane of depth {self.depth}")
-        must(not self._out, "instructions were left behind")
-        for job, (mine, shared) in enumerate(zip(self._jobs, self.agreed.jobs, strict=True)):
-            call = mine.call
-            must(call is None or mine.waits, f"job {job} has a call that nobody waits for")
-            admitted = call is not None and call.admitted
-            must(not shared.remaining or admitted, f"job {job} has exchanges left of no admitted step")
-            if call is None:
-                continue
-            must(call.dispatched <= call.issued, f"job {job}: dispatched what was not issued")
-            must(not call.issued & set(call.waiting), f"job {job}: a segment both issued and waiting")
-            after = call.issued & call.outline.after_commit
-            must(call.committed or not after, f"job {job}: segments {after} ran before the commit")
-            for segment in call.issued | call.exchanged:
-                needs = call.outline.needs[segment]
-                met = all(need in call.issued or need in call.exchanged for need in needs)
-                must(met or mine.failed is not None, f"job {job}: segment {segment} ran before its needs")
-        if len(self._on_device) < self.depth:
-            for job, mine in enumerate(self._jobs):
-                idle = mine.call is not None and mine.failed is None and not mine.closed and mine.call.ready() is not None
-                must(not idle, f"job {job} has a ready segment but the compute lane is not full")
+        """Raises InternalError if the state contradicts itself. For tests, after every event: it costs as much as
+        the event did.
+        """
+        check_lanes(self.depth, self._on_device, self._jobs, self.agreed)
+        if self._out:
+            raise InternalError("interleaver: instructions were left behind")

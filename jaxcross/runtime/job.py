@@ -50,9 +50,9 @@ def check_not_stray(step: str) -> None:
     """
     if current_job() is None and runner_active():
         raise JobError(
-            f"`{step}` was called from thread `{threading.current_thread().name}`, which is no job of the runner that is"
-            " in progress. Its exchanges would have no place in the order that all ranks share. Call it in a job's own"
-            " function (`runner.add(name, fn)`), not in a thread started there, or before or after `runner.run()`."
+            f"`{step}` was called from thread `{threading.current_thread().name}`, which is no job of the runner that "
+            "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a job's "
+            "own function (`runner.add(name, fn)`), not in a thread started there, or before or after `runner.run()`."
         )
 
 
@@ -78,7 +78,8 @@ class JobContext:
         name: Unique in its runner.
         state: The latest state that the job restored, saved or, at its end, returned. Never one of a step that some
             rank did not commit.
-        step: How many steps with exchanges it has made; the same on every rank whenever its function looks.
+        step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
+            the first function with exchanges that it called: evaluation does not count.
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
             a batch, times the ranks. Set it where that is not so.
@@ -97,6 +98,7 @@ class JobContext:
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
         self._driver: Driver | None = None
         self._number = -1
+        self._counted: str | None = None
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
         self._feeds: list[Feed] = []
         self._logged: deque[tuple[int, Any]] = deque()
@@ -112,8 +114,8 @@ class JobContext:
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
         """This rank's batches from `data`, each put on the device by a thread of its own before it is wanted.
 
-        The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises on
-        one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
+        The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises
+        on one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
         """
         driver = self._running()
         feed = Feed(
@@ -143,7 +145,7 @@ class JobContext:
         self.state = state
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
-        """Runs `work(control)` on every rank's exchange lane at the same place in the agreed order. Waits for all ranks.
+        """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
 
         `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
         """
@@ -176,7 +178,11 @@ class JobContext:
         if known is None:
             # The pair keeps `compiled` alive, hence its id unique.
             known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
-        outputs, self.step = driver.call(self._number, known[1], compiled.execution(flat_inputs))
+        outputs = driver.call(self._number, known[1], compiled.execution(flat_inputs))
+        if known[1].collectives:
+            if self._counted is None:
+                self._counted = compiled.program.name
+            self.step += compiled.program.name == self._counted
         return outputs
 
     # For the runner.
@@ -249,7 +255,8 @@ _END = object()
 
 
 def _computed(metrics: Any) -> bool:
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 def _host_value(leaf: Any) -> Any:

@@ -39,7 +39,8 @@ class LaneThread(threading.Thread):
 
 class ComputeLane:
     """Dispatches compute segments in the interleaver's order; a second thread waits for them in that order, so that a
-    segment's span begins when the device was free for it."""
+    segment's span begins when the device was free for it.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -112,7 +112,8 @@ class SegmentCompleted(Event):
 @dataclass(frozen=True, slots=True)
 class SegmentFailed(Event):
     """A segment raised, when dispatched or later. A compute segment has then left the lane; an exchange is still
-    made, with zeros, and reported by `ExchangeDone`."""
+    made, with zeros, and reported by `ExchangeDone`.
+    """
 
     job: int
     call: int

@@ -9,7 +9,8 @@ from typing import Protocol
 
 class Policy(Protocol):
     """Decides from its arguments alone: the exchange lane of every rank asks the same question and must hear the same
-    answer. Policies are immutable and have neither clock nor random numbers."""
+    answer. Policies are immutable and have neither clock nor random numbers.
+    """
 
     @property
     def name(self) -> str:
@@ -48,4 +49,5 @@ class Sequential:
         return tuple(job for job, over in enumerate(finished) if not over)[:1]
 
     def next(self, last: int, candidates: Collection[int], jobs: int) -> int:
+        del last, jobs
         return min(candidates)

@@ -265,7 +265,8 @@ class Simulation:
                 event = m.VoteDone(verdict)
             elif slot[0] == "exchange":
                 event = m.ExchangeDone(slot[1], slot[3])
-                span = _span(other, *slot[1:], "collective", self._now, end, payloads[other.number])
+                _, job, step, segment = slot
+                span = _span(other, job, step, segment, "collective", self._now, end, payloads[other.number])
                 other.result.spans.append(span)
             elif slot[0] == "compare":
                 event = m.TextsCompared(slot[1], tuple(payloads))

@@ -86,11 +86,10 @@ def encode(ballot: Ballot) -> np.ndarray:
     vector = np.empty(_HEADER + _FIELDS * len(ballot.jobs), np.int64)
     vector[0] = not ballot.stop
     for row, job in zip(vector[_HEADER:].reshape(-1, _FIELDS), ballot.jobs, strict=True):
-        waiting = job.point is not None
         row[:] = (
-            waiting,
-            job.point if waiting else _NEUTRAL,
-            -job.point if waiting else _NEUTRAL,
+            job.point is not None,
+            _NEUTRAL if job.point is None else job.point,
+            _NEUTRAL if job.point is None else -job.point,
             job.good,
             job.stream,
             -job.stream,

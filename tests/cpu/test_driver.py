@@ -1,5 +1,7 @@
 """The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
 
+from itertools import pairwise
+
 import pytest
 
 from jaxcross.errors import InternalError, JobError
@@ -43,9 +45,9 @@ def test_spans_name_what_was_done():
         ]  # fmt: skip
         assert all(s.rank == rank and s.ready_ns <= s.start_ns <= s.end_ns for s in spans)
         compute = [s for s in spans if s.kind == "compute"]
-        assert all(a.end_ns <= b.start_ns for a, b in zip(compute, compute[1:], strict=False))
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(compute))
         exchange = [s for s in spans if s.kind in ("collective", "vote")]
-        assert all(a.end_ns <= b.start_ns for a, b in zip(exchange, exchange[1:], strict=False))
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(exchange))
 
 
 def test_every_wait_for_other_ranks_is_watched():
@@ -129,7 +131,9 @@ def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
 
 def test_an_internal_error_reaches_the_caller():
     def work(world):
-        driver = Driver(world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None)))], policy=RoundRobin())
+        driver = Driver(
+            world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None)))], policy=RoundRobin()
+        )
         with pytest.raises(InternalError, match="the interleaver does not know the event None"):
             driver.run()
 
@@ -166,7 +170,9 @@ def test_explanations():
     error.add_note("here")
     assert describe(error) == "ValueError: boom (here)"
     both = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: Y"])
-    assert str(both).startswith("Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves")
+    assert str(both).startswith(
+        "Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves"
+    )
     mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
     assert str(mixed).startswith(
         "Job `a` does different things on different ranks after step 1: "

@@ -122,7 +122,7 @@ def test_a_failed_segment_ends_its_job_on_every_rank(segment, what):
         return loop, {"step": make_step(world, "bad", exchanges=2, compute=compute), "data": [1.0, 1.0, 1.0]}
 
     results = failing_loop_results(2, 1, start)
-    for rank, (error, bad) in enumerate(results):
+    for rank, (error, _) in enumerate(results):
         assert str(error).startswith(
             f"Job `bad` failed on rank 1 in step 2, segment {segment} ({what}): FloatingPointError: boom."
         )
@@ -187,7 +187,9 @@ def test_different_exchanges_are_an_error_that_names_the_line():
 
     for error, _ in failing_loop_results(2, 0, start):
         assert isinstance(error, ExchangeError)
-        assert str(error).startswith("Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is")
+        assert str(error).startswith(
+            "Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is"
+        )
         assert "rank 0: psum batch float32[0]" in str(error)
         assert "rank 1: psum batch float32[1]" in str(error)
 
@@ -263,6 +265,24 @@ def test_work_without_exchanges_takes_its_turn_and_is_no_step():
         return [job.state for job in jobs]
 
     assert run_ranks(2, work) == [[3.0, 3.0]] * 2
+
+
+def test_evaluation_with_exchanges_is_no_step():
+    def work(world):
+        runner = Runner(world)
+        evaluate = make_step(world, "evaluate")
+
+        def fn(job, step):
+            for batch in job.batches([1.0, 2.0]):
+                step(0.0, batch)
+                evaluate(1.0, 2.0)
+            return job.step
+
+        job = runner.add("a", fn, step=make_step(world))
+        report = runner.run()
+        return job.state, report.jobs[0].steps
+
+    assert run_ranks(2, work) == [(2, 2)] * 2
 
 
 def test_nested_loops_over_batches():

@@ -11,4 +11,6 @@ CASES = [
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_over_mpi(mpirun, ranks):
     finished = mpirun(ranks, "runner_table.py", timeout=240).check()
-    assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [f"passed {c}" for c in CASES]
+    assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
+        f"passed {c}" for c in CASES
+    ]

@@ -99,7 +99,7 @@ def expected_exchanges(plan):
     return [(n + 1, segment) for n, outline in enumerate(plan) for segment in outline.collectives]
 
 
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(seed=SEEDS, sequential=st.booleans(), data=st.booleans())
 def test_every_rank_makes_every_exchange_in_one_order(seed, sequential, data):
     rng = random.Random(seed)
@@ -120,7 +120,7 @@ def test_every_rank_makes_every_exchange_in_one_order(seed, sequential, data):
         assert order == sorted(order)
 
 
-@settings(max_examples=900, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(
     seed=SEEDS,
     fault=st.sampled_from(("raise", "return", "other", "segment", "segment")),
@@ -170,7 +170,7 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(seed, fault, how):
         assert result.steps[guilty] == at or after
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
 def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(seed):
     rng = random.Random(seed)
@@ -200,7 +200,7 @@ def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(seed):
         assert {how for how, _ in result.finished.values()} == {"ended"}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=SEEDS, stop_at_s=st.floats(0, 8))
 def test_an_interrupt_stops_all_ranks_at_the_same_step(seed, stop_at_s):
     rng = random.Random(seed)
@@ -217,7 +217,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(seed, stop_at_s):
             assert exchanges_of(result, job) == expected_exchanges(plans[job][:steps])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     times=st.lists(st.tuples(st.floats(0.05, 3), st.floats(0.05, 3)), min_size=1, max_size=4),
     ranks=st.integers(1, 2),
@@ -232,6 +232,6 @@ def test_round_robin_reaches_the_bound_after_start_up(times, ranks):
 
     scripts = [[loop(c) for c, _ in times] for _ in range(ranks)]
     end = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda job, *_: times[job][1], check=False).run()[0].end_s
-    bound = max(sum(c for c, _ in times), sum(m for _, m in times), max(c + m for c, m in times))
+    bound = max(sum(c for c, _ in times), sum(m for _, m in times), *(c + m for c, m in times))
     start_up = sum(c + m for c, m in times)
     assert steps * bound * (1 - 1e-9) <= end <= steps * bound + start_up

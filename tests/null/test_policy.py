@@ -3,7 +3,9 @@ import pytest
 from jaxcross.runtime.policy import RoundRobin, Sequential
 
 
-@pytest.mark.parametrize(("last", "candidates", "expected"), [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)])
+@pytest.mark.parametrize(
+    ("last", "candidates", "expected"), [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)]
+)
 def test_round_robin_takes_the_next_job_cyclically(last, candidates, expected):
     assert RoundRobin().next(last, candidates, 3) == expected
 

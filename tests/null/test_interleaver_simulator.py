@@ -1,0 +1,50 @@
+"""The simulator itself: it must notice what it is there to notice."""
+
+import pytest
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin
+from jaxcross.runtime.simulator import Simulation, Step, Think
+
+PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+
+
+def loop(steps, seconds=(1.0, 0.0, 0.5)):
+    for _ in range(steps):
+        yield Step(PLAIN, seconds)
+
+
+def test_one_job_alone_takes_the_sum_of_its_parts():
+    (result,) = Simulation([[loop(4)]], policy=RoundRobin(), exchange_s=lambda *slot: 2.0).run()
+    assert result.steps == [4]
+    assert result.end_s == pytest.approx(4 * (1.0 + 2.0 + 0.5))
+    spans = [(s.kind, s.start_ns / 1e9, s.end_ns / 1e9) for s in result.spans[:3]]
+    assert spans == [("compute", 0.0, 1.0), ("collective", 1.0, 3.0), ("compute", 3.0, 3.5)]
+
+
+def test_two_jobs_hide_each_others_exchanges():
+    (result,) = Simulation([[loop(50), loop(50)]], policy=RoundRobin(), exchange_s=lambda *slot: 1.5).run()
+    assert result.end_s == pytest.approx(50 * 3.0, rel=0.05)  # alone it would be 300 s
+
+
+def test_ranks_wait_for_the_slowest():
+    fast, slow = Simulation([[loop(3)], [loop(3, (4.0, 0.0, 0.0))]], policy=RoundRobin()).run()
+    assert fast.slots == slow.slots
+    assert fast.end_s == slow.end_s == pytest.approx(3 * (4.0 + 1.0), abs=0.6)
+
+
+def test_a_job_that_never_returns_is_noticed():
+    def stuck():
+        while True:
+            yield Think(1.0)
+
+    with pytest.raises(InternalError, match=r"^ranks \[0, 1\] still run at "):
+        Simulation([[stuck()], [loop(1)]], policy=RoundRobin()).run(events=500)
+
+
+def test_ranks_that_meet_in_different_slots_are_noticed():
+    simulation = Simulation([[loop(2)], [loop(2)]], policy=RoundRobin())
+    simulation._ranks[1].interleaver.agreed.commit = 0  # as if this rank alone had made an exchange
+    with pytest.raises((InternalError, AssertionError)):
+        simulation.run()
