@@ -45,6 +45,19 @@ def test_a_closed_lab_runs_nothing():
         Lab().wrap(["true"])
 
 
+def test_a_missing_tool_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OSError, match="no lab on this machine: the command `ip` is missing"), Lab():
+        pass
+
+
+@needs_lab
+def test_a_kernel_that_refuses_a_step_is_quoted():
+    # a rate that passes for one and that tc cannot represent
+    with pytest.raises(OSError, match="no lab on this machine: `tc qdisc add dev to-h0"), Lab(rate="0bit"):
+        pass
+
+
 @needs_lab
 def test_ranks_meet_over_the_link():
     mpirun = find_mpirun()

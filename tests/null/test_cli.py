@@ -130,3 +130,25 @@ def test_both_runs_in_one_table():
     text = comparison(report(4_000_000_000, "sequential"), report(2_000_000_000, "crossover"))
     totals = [line.split() for line in text.splitlines() if "all 1" in line]
     assert [line[-2] for line in totals] == ["1.00x", "2.00x"]
+
+
+def test_an_emulated_link_says_so_everywhere():
+    from jaxcross.commands.launch import Mpirun
+
+    args = cli.parser().parse_args(["demo", "--link", "100mbit"])
+    mpirun = Mpirun(path="mpirun", vendor="mpich")
+    launch = demo._launch(args, Path("example.py"), mpirun, Path("data"), None, slow=True)
+    assert launch.link == "emulated link 100mbit"
+    assert list(launch.line[-2:]) == ["--link", "emulate:100mbit"]
+    assert launch.shown.endswith("--link emulate:100mbit")
+
+
+def test_without_a_link_nothing_is_emulated():
+    from jaxcross.commands.launch import Mpirun
+
+    args = cli.parser().parse_args(["demo", "--link", "none", "--jobs", "3"])
+    mpirun = Mpirun(path="mpirun", vendor="mpich")
+    launch = demo._launch(args, Path("example.py"), mpirun, Path("data"), None, slow=False)
+    assert launch.link == "none"
+    assert "--link" not in launch.line
+    assert launch.line.count("--job") == 3
