@@ -1,9 +1,10 @@
 """The one primitive of the wire: a stretch of a program that holds exchanges, called like an ordinary operation.
 
-mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs about 200 us a call and cannot
-be compiled ahead of time. The region has no effect of its own: when it is lowered it makes an XLA token, and JAX threads
-that through the mpi4jax calls inside, in equation order, loops and branches included. The calls are marked as having
-side effects, so XLA neither drops nor merges them. One call costs what any small jitted function costs.
+mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs hundreds of microseconds a call
+and cannot be compiled ahead of time (`benchmarks/wire_call.py`). The region has no effect of its own: when it is
+lowered it makes an XLA token, and JAX threads that through the mpi4jax calls inside, in equation order, loops and branches
+included. The calls are marked as having side effects, so XLA neither drops nor merges them. One call costs what any
+small jitted function costs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def bind(jaxpr: Any, *args: Any) -> list[Any]:
 
 
 @region_p.def_abstract_eval
-def _abstract(*avals: Any, jaxpr: Any) -> Sequence[Any]:
+def _abstract(*_avals: Any, jaxpr: Any) -> Sequence[Any]:
     return jaxpr.out_avals
 
 
@@ -36,7 +37,7 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx.replace(tokens_in=tokens), *args)
 
 
-def _keep(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _keep(_used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     # The peers take part whether or not this rank reads the result.
     return [True] * len(eqn.invars), eqn
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxcross.errors import ExchangeError
 
-# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher speaks: under `mpirun`
-# inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not do: a batch script has it, too.
+# Set per process by the launchers that start MPI ranks. SLURM's counts only where no MPI launcher speaks: under
+# `mpirun` inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not do: a batch script has it, too.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 

@@ -72,6 +72,8 @@ def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
 
     Args:
         axes: One name (an axis over all ranks), or name to size, outermost first; one size may be -1.
+        rank: Whose coordinates.
+        size: Number of ranks.
 
     Raises:
         ValueError: The sizes do not multiply to `size`.

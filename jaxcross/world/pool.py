@@ -35,6 +35,7 @@ def plan_pool(
         minimum: Threads below which a blocked exchange could starve compute.
         started: Whether JAX has started a backend, so that nothing can be changed.
         core_count: Threads of the pool where no variable sets it.
+        environ: The environment, where the user may have set a size.
 
     Raises:
         ExchangeError: The pool is too small and cannot be changed any more, or the user's setting is too small.

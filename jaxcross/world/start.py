@@ -23,10 +23,11 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
-    """Join the MPI world. Call it before the first JAX array; waits for every rank. A second call returns the same world.
+    """Join the MPI world. Call it before the first JAX array; waits for every rank.
 
     From here on an exception that nobody catches ends all ranks, XLA's CPU pool is large enough for `lanes` waiting
     exchanges, and several ranks on one node each take their own accelerator. Without a launcher the world has one rank.
+    A second call returns the same world.
 
     Args:
         watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.

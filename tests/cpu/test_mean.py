@@ -55,5 +55,5 @@ def test_several_axes():
 
 
 def test_a_wire_type_must_be_a_float():
-    with pytest.raises(ValueError, match="^`wire_dtype` is int8: gradients need a floating-point type on the wire"):
+    with pytest.raises(ValueError, match=r"^`wire_dtype` is int8: gradients need a floating-point type on the wire"):
         mean("batch", jnp.int8)

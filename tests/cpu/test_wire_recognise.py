@@ -15,11 +15,7 @@ AXES = {"a": 2, "b": 3}
 
 def exchanges(function, *args, axes=AXES, bound=AXES):
     jaxpr = jax.make_jaxpr(function, axis_env=list(bound.items()))(*args)
-    found = []
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        for exchange in recognise(eqn, axes) or ():
-            found.append(exchange)
-    return found
+    return [e for eqn in compat.open_jaxpr(jaxpr)[0].eqns for e in recognise(eqn, axes) or ()]
 
 
 X = jnp.ones((6, 2), jnp.bfloat16)
@@ -64,7 +60,7 @@ def test_what_is_no_exchange():
 
 
 def test_axes_of_two_worlds_cannot_be_mixed():
-    with pytest.raises(ExchangeError, match="^`psum` mixes axes of jaxcross \\('a'\\) with others \\('b'\\), at "):
+    with pytest.raises(ExchangeError, match=r"^`psum` mixes axes of jaxcross \('a'\) with others \('b'\), at "):
         exchanges(lambda x: lax.psum(x, ("a", "b")), X, axes={"a": 2})
 
 
@@ -73,7 +69,9 @@ def test_collectives_without_a_counterpart_name_the_remedy():
         n = jnp.zeros((2,), jnp.int32)
         return lax.ragged_all_to_all(x, x, n, n, n, n, axis_name="a")
 
-    with pytest.raises(ExchangeError, match="^`ragged_all_to_all` over 'a' cannot be made over MPI, at .*Instead, pad"):
+    with pytest.raises(
+        ExchangeError, match=r"^`ragged_all_to_all` over 'a' cannot be made over MPI, at .*Instead, pad"
+    ):
         exchanges(ragged, X)
 
 

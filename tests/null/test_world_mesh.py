@@ -60,7 +60,7 @@ def test_bad_axes(axes, message):
 
 def test_unknown_and_repeated_axes():
     mesh = make_mesh({"a": 2, "b": 2}, rank=0, size=4)
-    with pytest.raises(ValueError, match="^Unknown axis 'c': the mesh has 'a', 'b'."):
+    with pytest.raises(ValueError, match=r"^Unknown axis 'c': the mesh has 'a', 'b'."):
         mesh.group(("c",))
-    with pytest.raises(ValueError, match="^An axis is named twice in"):
+    with pytest.raises(ValueError, match=r"^An axis is named twice in"):
         mesh.group(("a", "a"))

@@ -87,7 +87,7 @@ def order_is_the_equations_order():
         return b, lax.ppermute(x, "r", [(i, (i + 1) % P) for i in range(P)]), d
 
     x = jnp.arange(3.0) + 1
-    jaxpr, function = lowered(step, x)
+    _, function = lowered(step, x)
     order = ["allreduce_mpi"] * 2 + ["allgather_mpi"] + ["allreduce_mpi"] * 2 + ["sendrecv_mpi"]
     assert [e.primitive.name for e in messages(function, x)] == order
     text = jax.jit(function).lower(x).as_text()
