@@ -124,28 +124,32 @@ class ExchangeLane:
         self._todo.put((instruction, call))
 
     def _work(self) -> None:
-        driver, patience = self._driver, None
+        patience = None
         while True:
             try:
                 item = self._todo.get(timeout=patience)
             except Empty:
                 patience = None
-                driver.post(m.PatienceElapsed())
+                self._driver.post(m.PatienceElapsed())
                 continue
-            patience = None
             if item is None:
                 return
-            match item:
-                case (m.BePatient(level), _):
-                    patience = patience_s(level)
-                case (m.Finish(), _):
-                    driver.over()
-                    return
-                case (m.RunExchange() as instruction, call) if call is not None:
-                    self._exchange(instruction, call)
-                case (instruction, _):
-                    self._talk(instruction)
-            del item
+            if isinstance(item[0], m.Finish):
+                self._driver.over()
+                return
+            patience = self._do(*item)
+            del item  # a step's arrays must not live until the next instruction comes
+
+    def _do(self, instruction: m.Instruction, call: Call | None) -> float | None:
+        """Follows one instruction; how long to wait for the next one before asking again, if not for ever."""
+        if isinstance(instruction, m.BePatient):
+            return patience_s(instruction.level)
+        if isinstance(instruction, m.RunExchange):
+            assert call is not None
+            self._exchange(instruction, call)
+        else:
+            self._talk(instruction)
+        return None
 
     def _exchange(self, x: m.RunExchange, call: Call) -> None:
         driver, execution, segment = self._driver, call.execution, x.segment
