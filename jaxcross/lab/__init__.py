@@ -137,13 +137,12 @@ class Lab:
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
             "OMPI_MCA_pml": "ob1",
             "OMPI_MCA_btl": "tcp,self",
             "OMPI_MCA_btl_tcp_if_include": "eth0",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "JAXCROSS_LINK": self.description,
         }
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:

@@ -141,7 +141,10 @@ def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[in
     ranks = sorted(wall_ns) or [0]
     timelines = {rank: Timeline.of(rank, spans, shortest) for rank in ranks}
     names = [job.name for job in jobs]
-    cost = {rank: {name: _cost(timelines[rank], name, spans, shortest) for name in names} for rank in ranks}
+    windows = {rank: [window for window, _ in _groups(timelines[rank], names)] for rank in ranks}
+    cost = {
+        rank: {name: _cost(timelines[rank], name, windows[rank], spans, shortest) for name in names} for rank in ranks
+    }
     mean = {name: _mean([cost[rank][name] for rank in ranks]) for name in names}
     bound, limit, _ = _bound(mean)
     decisive = max(ranks, key=lambda rank: _bound(cost[rank])[0])
@@ -170,11 +173,20 @@ def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[in
     )
 
 
-def _cost(timeline: Timeline, job: str, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> _Cost:
-    steps = [step for step, _ in timeline.step_ends.get(job, ())]
-    steady = set(steps[1:] or steps)
-    if not steady:
+def _cost(
+    timeline: Timeline,
+    job: str,
+    windows: Sequence[Interval],
+    spans: Sequence[Span],
+    shortest: Mapping[ExchangeKey, int],
+) -> _Cost:
+    """Means over the steps that the period is measured on, so that bound and period speak of the same work."""
+    ends = timeline.step_ends.get(job, ())
+    if not ends:
         return _Cost(0.0, 0.0, 0.0)
+    steps = [step for step, _ in ends]
+    inside = {step for step, end in ends if any(low < end <= high for low, high in windows)}
+    steady = inside or set(steps[1:] or steps)
     own = [s for s in spans if s.rank == timeline.rank and s.job == job and s.step in steady]
     compute = sum(s.end_ns - s.start_ns for s in own if s.kind == "compute")
     keys = {(s.job, s.step, s.segment) for s in own if s.kind == "collective"}

@@ -18,6 +18,8 @@ QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK, FAINT = "#222222", "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
+MOST_BARS = 300
+"""Of one lane: more cannot be told apart, and would take minutes to draw."""
 
 
 def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
@@ -34,10 +36,13 @@ def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
     figure = Figure(figsize=(13, sum(heights) + 1.75), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    length_s = max(_length_s(run) for run in runs)
+    shown_s = min([length_s, *(_readable_s(run, lanes) for run, lanes in zip(runs, rows, strict=True))])
     for axis, run, lanes in zip(axes, runs, rows, strict=True):
-        _panel(axis, run, lanes, colours)
-    axes[-1].set_xlabel("seconds since the first step began", color=INK)
-    axes[-1].set_xlim(0, max(_length_s(run) for run in runs) * 1.005)
+        _panel(axis, run, lanes, colours, shown_s)
+    cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})" if shown_s < length_s else ""
+    axes[-1].set_xlabel(f"seconds since the first step began{cut}", color=INK)
+    axes[-1].set_xlim(0, shown_s * 1.005)
     total = sum(heights) + 1.75
     figure.subplots_adjust(
         left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
@@ -96,12 +101,19 @@ def _begin(report: Report) -> int:
     return min(work or [start for start, _ in report.wall_ns.values()], default=0)
 
 
-def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str]) -> None:
+def _readable_s(report: Report, rows: list[Row]) -> float:
+    """How far the busiest lane can be drawn with `MOST_BARS` pieces of work."""
+    starts = [sorted(s.start_ns for s in spans if s.kind != "vote") for _, _, spans in rows]
+    return min([(s[MOST_BARS] - _begin(report)) / 1e9 for s in starts if len(s) > MOST_BARS], default=float("inf"))
+
+
+def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], shown_s: float) -> None:
     begin = _begin(run)
+    end = begin + shown_s * 1e9
     for y, (_, _, spans) in enumerate(rows):
         for kind in ("compile", "input", "compute", "collective", "vote"):
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
-                pieces = [s for s in spans if s.kind == kind and s.job == job and s.end_ns > begin]
+                pieces = [s for s in spans if s.kind == kind and s.job == job and s.end_ns > begin and s.start_ns < end]
                 bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in pieces]
                 if bars:
                     # votes wait in an idle lane: a thin line, so that they do not look like work

@@ -105,7 +105,8 @@ class LiveView(Instrument):
             row = self._rows.setdefault(job, _Row(None))
             if kind == "loss" and isinstance(value, int | float):
                 row.loss = float(value)
-                self._show(job, row)
+                # the last loss is read back after its job's end
+                self._show(job, row, always=row.status == "done")
             elif kind == "status":
                 self._state(job, row, str(value))
             elif kind == "done":

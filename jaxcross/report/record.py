@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -38,7 +39,8 @@ class Recorder(Instrument):
 
 def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
     """Spans as JSON rows in the order of `SPAN_FIELDS`."""
-    return [list(astuple(span)) for span in spans]
+    values = attrgetter(*SPAN_FIELDS)  # dataclasses.astuple copies deeply, ten times slower
+    return [list(values(span)) for span in spans]
 
 
 def from_rows(rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS) -> tuple[Span, ...]:

@@ -52,3 +52,13 @@ def test_many_ranks_and_one(tmp_path, ranks):
     report = make(True, "crossover", ranks=ranks)
     assert len(_rows(report)) == 2 * min(ranks, 8)
     assert report.to_gantt(tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
+    from jaxcross.report.gantt import _readable_s, _rows
+
+    report = make(True, "crossover", ranks=1, steps=1000)
+    # two computes every 2 s on the lane: the 301st begins at 300 s
+    assert _readable_s(report, _rows(report)) == 300.0
+    short = make(True, "crossover", ranks=1, steps=10)
+    assert _readable_s(short, _rows(short)) == float("inf")
