@@ -1,0 +1,35 @@
+"""For all tests: what needs an accelerator is skipped without one; a test that hangs says where."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    without = pytest.mark.skip(reason="no accelerator")
+    for item in items:
+        in_folder = item.path.is_relative_to(TESTS / "gpu")
+        if in_folder:
+            item.add_marker("gpu")
+        if (in_folder or item.get_closest_marker("gpu")) and not _accelerator():
+            item.add_marker(without)
+
+
+def _accelerator() -> bool:
+    """Counted without starting JAX: tests choose how it starts."""
+    return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))

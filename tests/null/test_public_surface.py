@@ -1,0 +1,69 @@
+"""What `import jaxcross` promises: the public names are there, and nothing is started for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import jaxcross
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_starts_nothing() -> None:
+    code = "import jaxcross, sys; print([n for n in ('jax', 'mpi4py', 'mpi4jax', 'flax', 'numpy') if n in sys.modules])"
+    assert fresh(code) == "[]"
+
+
+def test_the_decisions_of_a_run_need_no_jax() -> None:
+    """Whatever they import in turn: interleaver, policies, vote and simulator run without arrays."""
+    code = (
+        "import sys\n"
+        "from jaxcross.runtime import interleaver, policy, simulator, vote\n"
+        "print([n for n in ('jax', 'mpi4py', 'mpi4jax') if n in sys.modules])"
+    )
+    assert fresh(code) == "[]"
+
+
+def test_public_names_start_neither_mpi_nor_a_device() -> None:
+    code = (
+        "import jaxcross, sys\n"
+        "for name in jaxcross.__all__: getattr(jaxcross, name)\n"
+        "import jaxcross._jax_compat as compat\n"
+        "print('mpi4py.MPI' in sys.modules, 'mpi4jax' in sys.modules, compat.backends_started())"
+    )
+    assert fresh(code) == "False False False"
+
+
+def test_the_command_line_needs_no_jax_for_its_help() -> None:
+    code = (
+        "import sys\n"
+        "from jaxcross.cli import main\n"
+        "sys.argv = ['jaxcross', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert 'jax' not in sys.modules and 'mpi4py' not in sys.modules"
+    )
+    assert "demo" in fresh(code)
+
+
+@pytest.mark.parametrize("name", jaxcross.__all__)
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    assert (getattr(jaxcross, name).__doc__ or "").strip()
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert list(jaxcross.__all__) == sorted(jaxcross.__all__)
+    assert set(jaxcross._HOMES) | {"exchange"} <= set(jaxcross.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="^module `jaxcross` has no attribute `crossing`"):
+        jaxcross.crossing  # noqa: B018
