@@ -154,7 +154,8 @@ class Driver:
                 self._interrupts += 1
                 if self._interrupts > 1:
                     self.world.abort("interrupted twice")
-                self.listeners.note(job="", kind="status", value="stopping after the current steps")
+                for seat in self.seats:
+                    self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
                 self.post(m.StopRequested())
 
     # Events and instructions.
@@ -184,7 +185,8 @@ class Driver:
                 if how == "failed":
                     seat.error = explain(seat.name, self._interleaver.step(job), texts)
                     seat.error.__cause__ = seat.cause
-                self.listeners.note(job=seat.name, kind="done", step=self._interleaver.step(job), value=how)
+                kind, value = ("done", how) if how == "ended" else ("status", str(seat.error or how))
+                self.listeners.note(job=seat.name, kind=kind, step=self._interleaver.step(job), value=value)
             case m.StartJob(job):
                 seat = self.seats[job]
                 seat.thread = seat.make_thread()

@@ -210,6 +210,22 @@ def test_different_initial_states_are_an_error_unless_broadcast():
     assert run_ranks(2, work) == [0.0, 0.0]
 
 
+def test_listeners_hear_how_a_job_ended():
+    def fail(job):
+        raise RuntimeError("boom")
+
+    def work(world):
+        log = SpanLog()
+        runner = Runner(world, instruments=[log])
+        runner.add("bad", fail)
+        runner.add("good", lambda job: None)
+        with pytest.raises(JobError):
+            runner.run()
+        return {job: (kind, str(value)[:23]) for job, kind, _, value in log.notes}
+
+    assert run_ranks(1, work) == [{"bad": ("status", "Job `bad` failed on ran"), "good": ("done", "ended")}]
+
+
 def test_several_failures_are_raised_as_one_with_notes():
     def fail(job):
         raise RuntimeError(job.name)
