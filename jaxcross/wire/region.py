@@ -2,9 +2,9 @@
 
 mpi4jax orders its calls by a JAX effect, and a jitted function with that effect costs hundreds of microseconds a call
 and cannot be compiled ahead of time (`benchmarks/wire_call.py`). The region has no effect of its own: when it is
-lowered it makes an XLA token, and JAX threads that through the mpi4jax calls inside, in equation order, loops and branches
-included. The calls are marked as having side effects, so XLA neither drops nor merges them. One call costs what any
-small jitted function costs.
+lowered it makes an XLA token, and JAX threads that through the mpi4jax calls inside, in equation order, loops and
+branches included. The calls are marked as having side effects, so XLA neither drops nor merges them. One call costs
+what any small jitted function costs.
 """
 
 from __future__ import annotations

@@ -38,25 +38,20 @@ def plan_pool(
         environ: The environment, where the user may have set a size.
 
     Raises:
-        ExchangeError: The pool is too small and cannot be changed any more, or the user's setting is too small.
+        ExchangeError: The pool is too small and cannot be changed any more.
     """
-    set_by_user = next(((v, int(environ[v])) for v in _VARIABLES if environ.get(v, "").isdigit()), None)
-    if set_by_user is not None:
-        variable, size = set_by_user
-        if size >= minimum:
-            return {}
-        raise ExchangeError(
-            f"XLA's CPU pool is too small: `{variable}={size}`, but {minimum} threads are needed. A waiting exchange "
-            f"holds a thread, and the ranks would stop for ever. Set `{variable}` to {minimum} or more, or unset it."
-        )
+    variable = next((v for v in _VARIABLES if environ.get(v, "").isdigit()), None)
+    size = effective(environ, core_count)
     if not started:
-        return {"PJRT_NPROC": str(wanted)}
-    if core_count >= minimum:
+        if variable is None:
+            return {"PJRT_NPROC": str(wanted)}
+        return {} if size >= minimum else {variable: str(minimum)}
+    if size >= minimum:
         return {}
     raise ExchangeError(
-        f"JAX started before `jaxcross.initialize()`, with a CPU pool of {core_count} threads where {minimum} are "
+        f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where {minimum} are "
         "needed. A waiting exchange holds a thread, and the ranks would stop for ever. Call `jaxcross.initialize()` "
-        f"before the first JAX array or `jax.devices()`, or set `PJRT_NPROC={wanted}` in the environment."
+        f"before the first JAX array or `jax.devices()`, or set `{variable or 'PJRT_NPROC'}={wanted}` in the environment."
     )
 
 

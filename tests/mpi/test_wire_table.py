@@ -5,7 +5,9 @@ import json
 import pytest
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 239), (2, 239), (3, 239), (4, 455)])
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(1, 239), (2, 239), (3, 239), pytest.param(4, 455, marks=pytest.mark.slow)]
+)
 def test_every_collective_equals_xla(mpirun, ranks, rows):
     done = mpirun(ranks, "wire_table.py", timeout=400).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])

@@ -60,16 +60,17 @@ def plan(environ=None, *, started=False, cores=2, minimum=2):
 def test_pool_settings():
     assert plan() == {"PJRT_NPROC": "4"}
     assert plan({"NPROC": "6"}) == {}
+    assert plan({"NPROC": "1"}) == {"NPROC": "2"}, "a launcher's or a user's number is raised, never lowered"
     assert plan(started=True) == {}
+    assert plan({"PJRT_NPROC": "2"}, started=True, cores=1) == {}
     assert pool.effective({"PJRT_NPROC": "7"}, 2) == 7
     assert pool.effective({}, 2) == 2
 
 
-def test_pool_that_cannot_be_made_large_enough():
-    with pytest.raises(ExchangeError, match=r"^XLA's CPU pool is too small: `NPROC=1`, but 2 threads are"):
-        plan({"NPROC": "1"})
+@pytest.mark.parametrize(("environ", "cores"), [({}, 1), ({"NPROC": "1"}, 8)])
+def test_pool_that_cannot_be_made_large_enough(environ, cores):
     with pytest.raises(ExchangeError, match=r"^JAX started before `jaxcross.initialize\(\)`, with a CPU pool of 1"):
-        plan(started=True, cores=1)
+        plan(environ, started=True, cores=cores)
 
 
 @pytest.mark.parametrize(
