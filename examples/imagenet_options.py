@@ -2,11 +2,12 @@
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from resnet import MODELS
+
+from jaxcross.runtime.link import Link
 
 
 def job(text: str) -> tuple[str, dict[str, Any]]:
@@ -47,7 +48,12 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     add("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
     args.jobs = args.jobs or [job("lr=0.1,seed=0")]
-    args.emulated = args.link.removeprefix("emulate:") if re.match(r"emulate:|\d", args.link) else None
+    try:
+        args.emulated = Link.parse(args.link.removeprefix("emulate:")) if args.link else None
+    except ValueError as error:
+        if args.link.startswith("emulate:"):
+            parser.error(f"argument --link: {error}")
+        args.emulated = None  # a description of the real link
     return args
 
 

@@ -24,7 +24,6 @@ from resnet import MODELS
 import jaxcross
 from jaxcross.data import SharedDecode, eval_batches, train_batches
 from jaxcross.report import LiveView
-from jaxcross.runtime.link import Link
 
 
 class TrainState(train_state.TrainState):
@@ -85,12 +84,10 @@ def recipe(steps, warmup_steps, weight_decay):
 
 def create_state(args, model, tx, init, *, lr, seed):
     variables = init(jax.random.key(seed))
+    scale = dynamic_scale.DynamicScale(scale=jnp.float32(2**16))  # float32, not weakly so: the first step's type lasts
+    stats, scale = variables["batch_stats"], scale if args.precision == "float16" else None
     state = TrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=tx,
-        batch_stats=variables["batch_stats"],
-        dynamic_scale=dynamic_scale.DynamicScale() if args.precision == "float16" else None,
+        apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=stats, dynamic_scale=scale
     )
     state.opt_state.hyperparams["learning_rate"] = jnp.float32(lr)  # type: ignore[attr-defined]
     return state
@@ -101,9 +98,8 @@ def train(args, world, name, step, states, data):
     shared = SharedDecode(data)  # the jobs see the same images, which are decoded once
     jobs = [jaxcross.Job(job, step, state, shared.reader(), steps=data.steps) for job, state in states.items()]
     policy = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}[name]()
-    link = Link.parse(args.emulated) if args.emulated else None
     with LiveView(dict.fromkeys(states, data.steps), enabled=world.rank == 0) as view:
-        report = jaxcross.run(jobs, policy=policy, world=world, instruments=(view,), link=link)
+        report = jaxcross.run(jobs, policy=policy, world=world, instruments=(view,), link=args.emulated)
     return replace(report, link=report.link or args.link), {job.name: jax.device_get(job.state) for job in jobs}
 
 
@@ -137,7 +133,10 @@ def main():
         if not same_bits(*finals.values()):
             raise SystemExit("the two runs end in different states: please report this")
         speedup = reports["crossover"].speedup(over=reports["sequential"])
-        say(f"all final states are equal, bit for bit; crossover is {speedup:.2f} times as fast {args.link}")
+        say(
+            f"all final states are equal, bit for bit; crossover is {speedup:.2f} times as fast",
+            reports["crossover"].link,
+        )
     scores, (*_, last) = {}, finals.values()
     for job, state in last.items() if args.eval_steps != 0 else ():
         every = [evaluate(state, batch) for batch in eval_batches(args.data_dir, **share, steps=args.eval_steps)]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def example() -> Iterator[ModuleType]:
     sys.path.insert(0, str(EXAMPLES))
     try:
-        import imagenet_resnet
-
-        yield imagenet_resnet
+        yield import_module("imagenet_resnet")
     finally:
         sys.path.remove(str(EXAMPLES))
 
@@ -157,9 +156,10 @@ def test_options(example: ModuleType) -> None:
     args = parse(example, "--job", "lr=0.4,seed=1", "--job", "lr=0.2")
     assert args.jobs == [("lr=0.4,seed=1", {"lr": 0.4, "seed": 1}), ("lr=0.2", {"lr": 0.2, "seed": 0})]
     assert parse(example).jobs == [("lr=0.1,seed=0", {"lr": 0.1, "seed": 0})]
-    assert parse(example, "--link", "emulate:500mbit").emulated == "500mbit"
-    assert parse(example, "--link", "500mbit").emulated == "500mbit"
-    assert parse(example, "--link", "two hosts").emulated is None
+    assert str(parse(example, "--link", "emulate:500mbit").emulated) == "emulated link 500mbit"
+    assert str(parse(example, "--link", "500mbit").emulated) == "emulated link 500mbit"
+    assert parse(example, "--link", "500mbit between two hosts").emulated is None
+    assert parse(example, "--link", "none").emulated is None
     assert parse(example, "--cut", "4").cut == 4
 
 
@@ -176,3 +176,9 @@ def test_bad_job(example: ModuleType, capsys: pytest.CaptureFixture[str], text: 
     with pytest.raises(SystemExit):
         parse(example, "--job", text)
     assert f"`{text}` is not of the form lr=0.1,seed=0" in capsys.readouterr().err
+
+
+def test_bad_link(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(example, "--link", "emulate:fast")
+    assert "argument --link: `fast` is not a link rate." in capsys.readouterr().err
