@@ -260,17 +260,20 @@ def _gaps(timeline: Timeline, window: Interval, limit: str, chain_job: str) -> d
         "chain": union([*timeline.compute.get(chain_job, []), *timeline.transfer.get(chain_job, [])]),
     }[limit]
     left = subtract([window], busy)
-    causes = {
-        "dispatch": subtract(late, union([*compute, *transfer])) if limit == "chain" else late,
-        "votes": timeline.vote,
-        "peer": timeline.peer,
-        "order": union([*compute, *transfer]),
-        # last: a batch that is prepared while something else holds the lane up costs nothing
-        "input": timeline.input,
-    }
-    lengths: dict[str, int] = {}
-    for cause, when in causes.items():
-        lengths[cause] = measure(intersect(left, when))
+    if limit == "chain":
+        late = subtract(late, union([*compute, *transfer]))
+    causes = [
+        ("votes", intersect(timeline.vote, late) if limit != "compute" else []),
+        ("dispatch", late),
+        ("peer", timeline.peer),
+        ("order", union([*compute, *transfer])),
+        # last: a vote or the preparation of a batch costs nothing while something else holds the lane up
+        ("votes", timeline.vote),
+        ("input", timeline.input),
+    ]
+    lengths = dict.fromkeys(LOSSES, 0)
+    for cause, when in causes:
+        lengths[cause] += measure(intersect(left, when))
         left = subtract(left, when)
     return lengths
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
+from jaxcross.report.intervals import Interval, intersect, measure, union
 from jaxcross.runtime.events import Span
 
 ExchangeKey = tuple[str, int, int]
@@ -55,7 +55,7 @@ class Timeline:
         vote: When the exchange lane voted.
         input: When a job waited for its next batch.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
-        late_exchange: The same of the exchange lanes; a lane that votes is not idle.
+        late_exchange: The same of the exchange lanes, which may have been voting.
         step_ends: Per job, step number and end of its last segment, in order of steps.
     """
 
@@ -91,17 +91,16 @@ class Timeline:
                 exchange[span.job].append((span.start_ns, span.end_ns))
                 transfer[span.job].append((arrived, span.end_ns))
                 peer.append((span.start_ns, arrived))
-        vote = union((s.start_ns, s.end_ns) for s in own if s.kind == "vote")
         return cls(
             rank=rank,
             compute={job: union(pieces) for job, pieces in compute.items()},
             exchange={job: union(pieces) for job, pieces in exchange.items()},
             transfer={job: union(pieces) for job, pieces in transfer.items()},
             peer=union(peer),
-            vote=vote,
+            vote=union((s.start_ns, s.end_ns) for s in own if s.kind == "vote"),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
             late_compute=_late(s for s in own if s.kind == "compute"),
-            late_exchange=subtract(_late(s for s in own if s.kind == "collective"), vote),
+            late_exchange=_late(s for s in own if s.kind == "collective"),
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
 

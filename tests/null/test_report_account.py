@@ -147,6 +147,34 @@ def test_an_exchange_bound_run():
     assert (result.limit, result.period_s, result.bound_s) == ("exchange", 2.0, 2.0)
 
 
+def test_votes_cost_only_what_they_hold_up():
+    # one job, c = 1, m = 1.5: a vote of 0.2 s delays each exchange by 0.1 s,
+    # and another one passes unnoticed beside the compute
+    spans = []
+    for step in range(5):
+        t = 2.6 * step
+        spans.append(piece("compute", "a", step, t, t + 1))
+        spans.append(piece("vote", "", 0, t + 0.2, t + 0.3))
+        spans.append(piece("vote", "", 0, t + 0.9, t + 1.1))
+        spans.append(piece("collective", "a", step, t + 1.1, t + 2.6, ready=t + 1))
+    result = account(spans, facts("a"), {0: 13 * S})
+    assert (result.limit, result.period_s, result.bound_s) == ("chain", 2.6, 2.5)
+    assert result.lost_s["votes"] == pytest.approx(0.1)
+    assert result.lost_s["other"] == pytest.approx(0.0)
+    # exchange-bound, c = 0.5, m = 1: a vote of 0.1 s stands before each of the round's two exchanges
+    spans = []
+    for step in range(6):
+        for j, job in enumerate("ab"):
+            start = 2.2 * step + 1.1 * j + 1
+            spans.append(piece("compute", job, step, start - 0.6, start - 0.1))
+            spans.append(piece("vote", "", 0, start - 0.1, start))
+            spans.append(piece("collective", job, step, start, start + 1, ready=start - 0.1))
+    result = account(spans, facts("a", "b", steps=6), {0: 14 * S})
+    assert (result.limit, result.period_s, result.bound_s) == ("exchange", 2.2, 2.0)
+    assert result.lost_s["votes"] == pytest.approx(0.2)
+    assert result.lost_s["dispatch"] == result.lost_s["order"] == 0
+
+
 def test_enqueued_compute_begins_when_its_forerunner_ends():
     spans = [
         piece("compute", "a", 0, 0, 1),
