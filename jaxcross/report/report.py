@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxcross.report.account import Account, JobFacts, account
+from jaxcross.report.account import account
+from jaxcross.report.facts import Account, JobFacts
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, gather, shifted, to_rows
 from jaxcross.runtime.events import Span
 

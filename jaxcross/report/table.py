@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.account import LOSSES
+from jaxcross.report.facts import LOSSES
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxcross.report.account import JobFacts, account
+from jaxcross.report.account import account
+from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
 from jaxcross.runtime.events import Span
 
