@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -120,3 +121,11 @@ def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Se
 def close(jaxpr: Any) -> Any:
     """A closed jaxpr without constants."""
     return _excore.ClosedJaxpr(jaxpr, [])
+
+
+def bytes_of(array: Any) -> bytes:
+    """Type, shape and content of a concrete array; waits for it."""
+    if jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    array = np.asarray(array)
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()

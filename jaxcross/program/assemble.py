@@ -120,6 +120,8 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int) -> list[Any
         small = len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
         small = small and not isinstance(eqn.invars[0], compat.Literal)
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
+        # A reduction that also names array dimensions (`vmap` inside the step) has none left in a flat buffer.
+        small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue

@@ -192,8 +192,8 @@ def compile_program(
             notify(segment)
         places = tuple(sharding[v] for v in segment.inputs)
         donate = _aliasable(program, segment)
-        key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, tuple(coords.items()), host,
-               wire)  # fmt: skip
+        key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
+               tuple(coords.items()), host, wire)  # fmt: skip
         if segment.kind == "compute":
             make = _compute_maker(program, segment, places, donate, coords)
             call = cache.get(key, make)
@@ -293,7 +293,7 @@ def _forwarded(program: Program, segment: Segment, function: Callable[..., Any])
 
     A result may be donated later, which must never take an array away from the user or from another reader.
     """
-    if any(v not in segment.dies or v in program.inputs for v in segment.inputs):
+    if not _owned(program, segment):
         return None
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in segment.jaxpr.jaxpr.invars]
     inner, _ = compat.open_jaxpr(jax.make_jaxpr(function)(*avals))
@@ -303,6 +303,11 @@ def _forwarded(program: Program, segment: Segment, function: Callable[..., Any])
         return None
     order = tuple(inner.invars.index(v) for v in inner.outvars)
     return order if len(set(order)) == len(order) else None
+
+
+def _owned(program: Program, segment: Segment) -> bool:
+    """Whether nobody else reads what a segment reads, now or later."""
+    return all(v in segment.dies and v not in program.inputs for v in segment.inputs)
 
 
 def _structs(program: Program, segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -332,10 +337,11 @@ def _aliasable(program: Program, segment: Segment) -> tuple[int, ...]:
 
 def _sharding(value: Any) -> Any:
     """The sharding that an argument insists on: None where JAX may place it."""
-    sharding = getattr(value, "sharding", None)
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return None  # a traced type speaks of an abstract mesh, if of any
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
         return None
-    return sharding
+    return value.sharding
 
 
 def _one_copy(value: Any, device: Any) -> Any:

@@ -96,7 +96,7 @@ def _split(graph: Graph, group: Group, pieces: int) -> list[Group]:
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     total = sum(weight.values())
     count = max(1, min(len(weight), round(pieces * total / max(everything, 1))))
-    ready = sorted(group.exchanges, key=lambda i: (max(graph.makers(i), default=-1), i))
+    ready = _by_readiness(graph, group.exchanges)
     parts: list[list[int]] = [[] for _ in range(count)]
     done = 0
     for i in ready:
@@ -104,6 +104,16 @@ def _split(graph: Graph, group: Group, pieces: int) -> list[Group]:
         parts[min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)].append(i)
         done += weight[i]
     return [Group((tuple(part),)) for part in parts if part]
+
+
+def _by_readiness(graph: Graph, exchanges: Sequence[int]) -> list[int]:
+    when: dict[int, int] = {}
+    latest = -1
+    for i in sorted(exchanges):
+        when[i] = max(graph.makers(i), default=-1)
+        if i in graph.ordered:  # none of these before one that is written earlier
+            when[i] = latest = max(when[i], latest)
+    return sorted(exchanges, key=lambda i: (when[i], i))
 
 
 def _places(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:

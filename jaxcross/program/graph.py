@@ -28,7 +28,15 @@ class Group:
 
 @dataclass(slots=True)
 class Graph:
-    """Who makes and who reads each variable, by equation index."""
+    """Who makes and who reads each variable, by equation index.
+
+    Attributes:
+        wires: Equation -> what it puts on the wire.
+        opaque: Equations among them that hold their exchanges inside: loops.
+        ordered: Equations among them that must stay in the order they are written in, whatever depends on what:
+            mpi4jax's own calls, which a peer may answer one by one.
+        level: Equation -> how many exchanges must be made one after another before it.
+    """
 
     traced: Traced
     eqns: Sequence[Any] = field(init=False)
@@ -36,6 +44,7 @@ class Graph:
     readers: dict[Any, list[int]] = field(init=False)
     wires: dict[int, tuple[Exchange, ...]] = field(init=False)
     opaque: frozenset[int] = field(init=False)
+    ordered: frozenset[int] = field(init=False)
     level: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,9 +63,19 @@ class Graph:
                 if self.traced.wire.recognise(eqn, self.traced.axes) is None:
                     opaque.add(i)
         self.opaque = frozenset(opaque)
+        self.ordered = frozenset(
+            i for i in self.wires if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
+        )
         self.level = []
+        last: int | None = None
         for i in range(len(self.eqns)):
-            self.level.append(max((self.level[p] + (p in self.wires) for p in self.makers(i)), default=0))
+            level = max((self.level[p] + (p in self.wires) for p in self.makers(i)), default=0)
+            if i in self.ordered:
+                # A loop is a segment of its own, after all else of its level.
+                apart = last is not None and (i in self.opaque or last in self.opaque)
+                level = max(level, 0 if last is None else self.level[last] + apart)
+                last = i
+            self.level.append(level)
 
     def makers(self, i: int) -> list[int]:
         """The equations whose results equation `i` reads."""

@@ -10,13 +10,14 @@ import ast
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from jaxcross import _jax_compat as compat
 from jaxcross.errors import InternalError
 
 Kind = Literal["compute", "collective"]
@@ -286,12 +287,28 @@ class Program:
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})  # hold rules of derivatives that have been taken already
 
 
 def segment_digest(segment: Segment) -> str:
     """Hash of what a segment computes, whatever its values are called."""
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
-    return hashlib.sha256(_ADDRESS.sub("0x", body).encode()).hexdigest()
+    digest = hashlib.sha256(_ADDRESS.sub("0x", body).encode())
+    if segment.jaxpr is not None:
+        for part in _unprinted(segment.jaxpr):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _unprinted(jaxpr: Any) -> Iterator[bytes]:
+    """What the text of a jaxpr leaves out: constants of jaxprs inside it, and which function a callback calls."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name not in _CUSTOM:
+            yield from (text.encode() for v in eqn.params.values() if callable(v) and " at 0x" in (text := repr(v)))
+        for inner in compat.sub_jaxprs(eqn):
+            for const in compat.open_jaxpr(inner)[1]:
+                yield compat.bytes_of(const)
+            yield from _unprinted(inner)
 
 
 def parse(text: str) -> Program:
