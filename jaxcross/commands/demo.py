@@ -191,17 +191,17 @@ def _train(launch: Launch) -> None:
     process = subprocess.Popen(launch.line, env=launch.environ)
     try:
         status = process.wait()
-    except BaseException:
-        # Ctrl-C has reached mpirun as well: it gets time to end its ranks
-        try:
-            process.wait(PATIENCE_S / 2)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    except BaseException as error:
+        # the terminal's Ctrl-C has reached mpirun as well, and it gets time to end its ranks; any other reason has not
+        if not isinstance(error, KeyboardInterrupt):
             process.terminate()
-        try:
-            process.wait(PATIENCE_S / 2)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.kill()
-            process.wait()
+        for stronger in (process.terminate, process.kill):
+            try:
+                process.wait(PATIENCE_S)
+                break
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                stronger()
+        process.wait()
         raise
     if status != 0:
         raise DemoError(
