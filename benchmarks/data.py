@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write medians, spread and raw numbers")
     parser.add_argument("--smoke", action="store_true", help="a few batches only, to see that it runs")
     args = parser.parse_args()
-    images, steps, repeats = (64, 2, 2) if args.smoke else (512, 16, 7)
+    images, steps, repeats = (128, 2, 2) if args.smoke else (512, 16, 7)
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
