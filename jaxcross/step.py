@@ -20,7 +20,7 @@ from jaxcross.program.agreement import disagreement
 from jaxcross.program.compile import Compiled, ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.segments import Program
-from jaxcross.program.trace import Traced, trace
+from jaxcross.program.trace import Traced, step_name, trace
 from jaxcross.runtime import job as runtime
 from jaxcross.world import World, current
 
@@ -81,6 +81,7 @@ class Step:
         static: tuple[int, ...],
     ) -> None:  # fmt: skip
         update_wrapper(self, step, updated=())
+        self.__name__ = step_name(step)
         self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
         self.donate, self.static = donate, static
         self._roots = ExecutableCache()  # (structure, types) of the arguments -> _Node
@@ -259,16 +260,18 @@ def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
     """What a recompilation depends on, a leaf each. On the path of every step: tens of nanoseconds a leaf."""
+    many = jax.local_device_count() > 1  # else there is one place only
     try:
-        if jax.local_device_count() == 1:
-            return [x.aval for x in leaves]
-        return [(x.aval, x.sharding if x.committed else None) for x in leaves]
+        return [(x.aval, x.sharding if x.committed else None) for x in leaves] if many else [x.aval for x in leaves]
     except AttributeError:  # a NumPy array or a Python number among them
-        return [getattr(x, "aval", None) or aval_of(x) for x in leaves]
+        avals = [getattr(x, "aval", None) or aval_of(x) for x in leaves]
+        return [(a, getattr(x, "sharding", None)) for a, x in zip(avals, leaves, strict=True)] if many else avals
 
 
 def _short(kind: Any) -> str:
-    return (kind[0] if isinstance(kind, tuple) else kind).str_short()
+    aval, sharding = kind if isinstance(kind, tuple) else (kind, None)
+    weak = " (a Python number's weak type)" if aval.weak_type else ""
+    return f"{aval.str_short()}{weak}{'' if sharding is None else f' on {sharding}'}"
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

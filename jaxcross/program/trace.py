@@ -88,7 +88,7 @@ def trace(
     for path, leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
             raise CutError(
-                f"argument `{_argument(path)}` of `{_name(step)}` holds a `{type(leaf).__name__}`, which is no array and"
+                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no array and"
                 " no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over it."
             )
     counts = [len(jax.tree.leaves(a)) for a in args]
@@ -109,11 +109,11 @@ def trace(
         if "unbound axis name" not in str(error):
             raise
         raise CutError(
-            f"`{_name(step)}` uses an axis that is not bound: {error}. The axes of this step are"
+            f"`{step_name(step)}` uses an axis that is not bound: {error}. The axes of this step are"
             f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
         ) from error
     blank = Traced(
-        name=_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
+        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
         donated=donated, wire=wire, whole=whole,
     )  # fmt: skip
     return _flatten(blank, ())
@@ -145,8 +145,10 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     )  # fmt: skip
 
 
-def _name(step: Callable[..., Any]) -> str:
-    return getattr(step, "__name__", type(step).__name__)
+def step_name(step: Callable[..., Any]) -> str:
+    """What a step is called in messages; that of the function inside for a `functools.partial`."""
+    inner = getattr(step, "func", step)
+    return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
 
 
 def _argument(path: Any) -> str:
