@@ -159,7 +159,7 @@ class ComputeUnderVmap:
         """Results of each rank."""
         function = jaxpr_as_fun(segment.jaxpr)
         if not segment.inputs:
-            return [list(function()) for _ in args]
+            return [list(jax.jit(function)()) for _ in args]
         _, call = self._calls.setdefault(id(segment.jaxpr), (segment.jaxpr, over_ranks(function, axes)))
         return call(args)
 
@@ -177,7 +177,7 @@ def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]])
     envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
 
     def read(env: Mapping[Any, Any], atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else env[atom]
+        return jnp.asarray(atom.val, dtype=atom.aval.dtype) if isinstance(atom, compat.Literal) else env[atom]
 
     for eqn in inner.eqns:
         values = [[read(env, a) for a in eqn.invars] for env in envs]

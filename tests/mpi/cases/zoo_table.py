@@ -1,0 +1,76 @@
+"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, and against one executable.
+
+Prints `rank R: zoo done` if all rows hold. Each rank computes the oracle for all ranks by itself.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from zoo import ZOO, assert_close
+
+import jaxcross
+from jaxcross import _jax_compat as compat
+from jaxcross.program.compile import bind_axis_index
+from jaxcross.testing_wire import decide, over_ranks
+
+world = jaxcross.initialize(watchdog_s=60)
+size, rank = world.size, world.rank
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def one_executable(step, state, batch):
+    """The same step with the same exchanges through the wire's lowering, fused by plain `jax.jit`."""
+    traced = decide(step.trace(state, batch), jax.tree.leaves(((state, batch), {})))
+    wire, coords = world.wire(), world.wire().coords(traced.axes)
+    bound = compat.close(bind_axis_index(compat.open_jaxpr(traced.jaxpr)[0], coords))
+    fused = jax.jit(wire.lower(bound, traced.axes))
+    return lambda *args: jax.tree.unflatten(traced.out_tree, fused(*traced.consts, *jax.tree.leaves((args, {}))))
+
+
+def same_bits(a, b, what):
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), f"{what}{jax.tree_util.keystr(path)}: {x} is not {y}"
+
+
+failures = []
+for row in ZOO:
+    if len(sys.argv) > 1 and sys.argv[1] not in row.name:
+        continue
+    print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
+    function, state = row.build(size)
+    axes = row.axes(size)
+    oracle = over_ranks(function, axes) if row.vmap else None
+    whole = jaxcross.crossover(function, axes=axes)
+    parts = jaxcross.crossover(function, axes=axes, cut=2, bucket_bytes=64, donate_argnums=0)
+    states, mine, split = [state] * size, state, copied(state)
+    for n in range(row.steps):
+        batch = row.batch(rank, n)
+        what = f"{row.name}, step {n}"
+        fused = one_executable(whole, mine, batch)(mine, batch)
+        new, metrics = whole(mine, batch)
+        given = [x for x in jax.tree.leaves(split) if isinstance(x, jax.Array)]
+        split, split_metrics = parts(split, batch)
+        try:
+            same_bits((new, metrics), fused, what)
+            if oracle is not None:
+                expected = oracle([(s, row.batch(r, n)) for r, s in enumerate(states)])
+                assert_close((new, metrics), expected[rank], row.rtol, what)
+                assert_close((split, split_metrics), expected[rank], 4 * row.rtol, f"{what}, cut=2")
+                states = [s for s, _ in expected]
+            else:
+                assert_close((split, split_metrics), (new, metrics), row.rtol, f"{what}, cut=2")
+        except AssertionError as error:
+            failures.append(str(error))
+        mine = new
+if failures:
+    raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
+print(f"rank {rank}: zoo done", flush=True)
