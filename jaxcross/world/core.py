@@ -115,6 +115,8 @@ class World:
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
         """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
 
+        All ranks must call it in the same order, one thread at a time.
+
         Args:
             state: A pytree of arrays.
             mode: `check` compares and returns `state`; `broadcast` returns rank 0's values in this rank's places.

@@ -51,7 +51,7 @@ def plan_pool(
     raise ExchangeError(
         f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where {minimum} are "
         "needed. A waiting exchange holds a thread, and the ranks would stop for ever. Call `jaxcross.initialize()` "
-        f"before the first JAX array or `jax.devices()`, or set `{variable or 'PJRT_NPROC'}={wanted}` in the environment."
+        f"before the first JAX array or `jax.devices()`, or set `{variable or 'PJRT_NPROC'}={wanted}`."
     )
 
 
