@@ -48,6 +48,7 @@ def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
         left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
     )
     figure.text(0.105, 1 - 0.12 / total, _headline(report, compare), fontsize=14, weight="bold", color=INK, va="top")
+    figure.text(0.985, 1 - 0.15 / total, report.link, fontsize=10, color=INK, va="top", ha="right")
     _legend(figure, colours, rows, 1 - 0.42 / total)
     figure.savefig(path)
     return path
@@ -55,13 +56,11 @@ def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
 
 def _headline(report: Report, compare: Report | None) -> str:
     if compare is None:
-        text = f"{report.policy or 'run'}: {seconds(report.rounds.s_per_step)} per job-step"
-    else:
-        text = (
-            f"{report.speedup(compare):.2f}x: {seconds(compare.rounds.s_per_step)} per job-step "
-            f"({compare.policy}), {seconds(report.rounds.s_per_step)} ({report.policy})"
-        )
-    return f"{text}   ({report.link})" if report.link else text
+        return f"{report.policy or 'run'}: {seconds(report.rounds.s_per_step)} per job-step"
+    return (
+        f"{report.speedup(compare):.2f}x: {seconds(compare.rounds.s_per_step)} per job-step "
+        f"({compare.policy}), {seconds(report.rounds.s_per_step)} ({report.policy})"
+    )
 
 
 Row = tuple[int, str, list[Span]]
