@@ -27,7 +27,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py, or -m module, and its arguments")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
 
 
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the real command, run it, and return its exit code."""
     from jaxcross.world import pool
 
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    program = ["-m", *args.module] if args.module else args.program
+    program = program[1:] if program[:1] == ["--"] else program
     if args.ranks < 1 or not program:
         print(f"`jaxcross launch` needs a script and at least one rank, not {args.ranks}.", file=sys.stderr)
         return 2

@@ -69,6 +69,12 @@ def test_the_command_line():
     assert (args.ranks, args.program, args.run) == (3, ["script.py", "--lr", "0.1"], launch.run)
 
 
+def test_a_module_and_its_arguments(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    assert launch.run(parse("-n", "2", "--dry-run", "-m", "package.module", "-n", "7")) == 0
+    assert capsys.readouterr().out.endswith(f"{sys.executable} -m mpi4py -m package.module -n 7\n")
+
+
 def test_nothing_to_run(capsys):
     assert launch.run(parse("-n", "2")) == 2
     assert capsys.readouterr().err.startswith("`jaxcross launch` needs a script and at least one rank, not 2.")
