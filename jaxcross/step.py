@@ -86,6 +86,7 @@ class Step:
         self.donate, self.static = donate, static
         self._roots = ExecutableCache()  # (structure, types) of the arguments -> _Node
         self._last: tuple[Any, Any, _Node] | None = None
+        self.told: set[str] = set()  # loops whose exchanges were spoken of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
@@ -202,7 +203,7 @@ class _Node:
             self.predicate = predicate
             return
         program = self.traced.cut(self.step.cut, bucket_bytes=self.step.bucket_bytes)
-        _advise(program)
+        _advise(program, self.step.told)
         self.compiled = program.compile(self.leaves, cache=self.world.executables)
         self.leaves = ()
 
@@ -219,8 +220,8 @@ class _Node:
         return self.children.get(index, make).choose(leaves)
 
 
-def _advise(program: Program) -> None:
-    """Says what is legal but rarely meant."""
+def _advise(program: Program, told: set[str]) -> None:
+    """Says what is legal but rarely meant; about one loop once, however often the step is compiled."""
     if not program.exchanges:
         axes = ", ".join(f"`{n}`" for n, _ in program.axes)
         warnings.warn(
@@ -228,8 +229,14 @@ def _advise(program: Program) -> None:
             ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
             stacklevel=2,
         )
-    loops = {x.source: dict(x.params)["loop"] for x in program.exchanges if "loop" in dict(x.params)}
-    for source, loop in loops.items():
+    loops: dict[str, str] = {}
+    for x in program.exchanges:
+        if (loop := dict(x.params).get("loop")) is not None:
+            loops.setdefault(loop, x.source)
+    for loop, source in loops.items():
+        if loop in told:
+            continue
+        told.add(loop)
         _log.warning(
             "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
             " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,

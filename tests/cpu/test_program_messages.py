@@ -1,0 +1,167 @@
+"""What users are told: the first sentence of every error and notice of trace, cut and `crossover`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxcross.errors import CutError
+from jaxcross.program.trace import Traced, trace
+from jaxcross.step import _advise
+from jaxcross.testing_wire import LocalRanks
+
+AXES = {"batch": 2}
+X = jnp.ones((4, 2))
+
+
+def traced(step, *args, **options) -> Traced:
+    return trace(step, args, axes=AXES, wire=LocalRanks(), **options)
+
+
+def test_unknown_axis() -> None:
+    def train_step(x):
+        return lax.psum(x, "ranks")
+
+    with pytest.raises(CutError, match="^`train_step` uses an axis that is not bound: .*ranks") as error:
+        traced(train_step, X)
+    assert "The axes of this step are `batch` of 2" in str(error.value)
+
+
+def test_state_that_is_no_pytree() -> None:
+    class Model:
+        pass
+
+    def train_step(state, x):
+        return state
+
+    message = "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is no array and no pytree of arrays"
+    with pytest.raises(CutError, match=message):
+        traced(train_step, {"m": Model()}, X)
+
+
+def test_exchange_where_it_cannot_be_cut() -> None:
+    def train_step(x):
+        return lax.custom_linear_solve(lambda v: lax.psum(v, "batch"), x, lambda _, b: b, symmetric=True)
+
+    with pytest.raises(CutError, match="^an exchange inside `custom_linear_solve` cannot be cut at .*test_program_messages"):
+        traced(train_step, X)
+
+
+@pytest.mark.parametrize("cut", ["x", 0, -1, 1.5, None, True])
+def test_cut_that_is_none(cut) -> None:
+    with pytest.raises(ValueError, match='^cut must be "whole", "auto" or a positive number of segments, not '):
+        traced(lambda x: lax.psum(x, "batch"), X).cut(cut)
+
+
+def test_step_without_exchange_is_warned_of() -> None:
+    def evaluate(x):
+        return x + 1
+
+    with pytest.warns(UserWarning, match="^`evaluate` has no exchange over `batch`: every rank computes alone"):
+        _advise(traced(evaluate, X).cut(), set())
+
+
+def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    def ring(x):
+        def body(c, _):
+            c = lax.psum(c, "batch") + lax.pmax(c, "batch")
+            return c, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    with caplog.at_level(logging.WARNING, "jaxcross"):
+        told: set[str] = set()
+        for cut in ("whole", 2):  # compiled twice
+            _advise(traced(ring, X).cut(cut), told)
+    lines = [r.getMessage() for r in caplog.records]
+    assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
+    assert len(lines) == 1, "one loop, one notice"
+
+
+def test_shard_map_that_splits_its_arguments() -> None:
+    mesh = jax.sharding.AbstractMesh((2,), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    body = jax.shard_map(lambda x: lax.psum(x, "batch"), mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
+    with pytest.raises(CutError, match="^a `shard_map` at .* splits an argument of shape \\(4, 2\\) into \\(2, 2\\)"):
+        trace(lambda x: body(x), (X,), axes={}, wire=_Any())
+
+
+class _Any:
+    """Recognises every `psum`, whatever axes are bound outside."""
+
+    def recognise(self, eqn, axes):
+        return LocalRanks().recognise(eqn, AXES)
+
+
+SCRIPT = """
+import functools, logging, warnings
+import jax, jax.numpy as jnp
+import jaxcross
+from jax import lax
+
+def first_sentence(call):
+    try:
+        call()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+
+@functools.partial(jaxcross.crossover, axes="batch", donate_argnums=0)
+def train_step(state, x):
+    return state + lax.psum(x, "batch").sum(), x
+
+x = jnp.ones((4, 2))
+first_sentence(lambda: train_step(jnp.ones(3), x))
+logging.basicConfig(format="%(message)s")
+world = jaxcross.initialize()
+first_sentence(lambda: jaxcross.crossover(3, axes="batch"))
+first_sentence(lambda: jaxcross.crossover(lambda v: v, axes={"batch": 7})(x))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    state = jnp.ones((3, 3))
+    new, _ = train_step(state, x)
+    first_sentence(lambda: train_step(state, x))
+    for n in (5, 6, 7):
+        new, _ = train_step(new, jnp.ones((n, 2)))
+    train_step(new, jnp.ones((7, 2)))
+    sharded = jaxcross.crossover(lambda v: v * 2, axes="batch", static_argnums=1)
+    print("name", train_step.__name__, functools.partial and jaxcross.crossover(functools.partial(max, 1), axes="b").__name__)
+print("end")
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "RuntimeError: jaxcross is not initialised: call `world = jaxcross.initialize()`",
+        "TypeError: crossover takes a function, not `int`",
+        "ValueError: The axes {'batch': 7} multiply to 7, but there are 1 ranks.",
+        "ValueError: argument [0] of `train_step` was donated to an earlier step and is gone.",
+        "name train_step max",
+    ],
+)
+def test_first_sentences_of_crossover(script: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert any(line.startswith(sentence) for line in script.stdout.splitlines()), script.stdout
+
+
+def test_changed_shapes_are_noticed_once(script: subprocess.CompletedProcess[str]) -> None:
+    notices = [line for line in script.stderr.splitlines() if "is compiled again" in line]
+    assert notices == [
+        "`train_step` is compiled again: argument [0][1] was float32[4,2], is float32[5,2]. This notice comes once."
+    ]

@@ -1,0 +1,162 @@
+"""Programs written by hand: printing, parsing, checking, hashing. No arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxcross.errors import InternalError
+from jaxcross.program.agreement import disagreement
+from jaxcross.program.segments import Aval, Exchange, Program, Segment, human_bytes, parse
+
+MATRIX = Aval(shape=(4, 2), dtype="float32")
+SUM = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4, 2), source="step.py:3 (step)")
+
+
+def program(**changes: Any) -> Program:
+    """Gradient of 0 and 1 -> 2, its sum -> 3, a new 0 -> 4."""
+    plain = Program(
+        name="step", axes=(("batch", 2),), values=(MATRIX,) * 5, inputs=(0, 1), outputs=(4,), donated=frozenset({0}),
+        segments=(
+            Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), dies=(1,)),
+            Segment(index=1, kind="collective", inputs=(2,), outputs=(3,), dies=(2,), exchanges=(SUM,)),
+            Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), dies=(0, 3)),
+        ),
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def with_segment(at: int, **changes: Any) -> Program:
+    segments = list(program().segments)
+    segments[at] = replace(segments[at], **changes)
+    return program(segments=tuple(segments))
+
+
+def test_prints_one_line_a_segment() -> None:
+    assert str(program()) == (
+        "program step over batch=2\n0 compute <- inputs\n1 collective psum [32 B] <- 0\n2 compute <- 1"
+    )
+
+
+def test_text_parses_back_to_the_same_text() -> None:
+    text = program().text()
+    assert parse(text).text() == text
+    assert parse(text) == replace(program(), segments=parse(text).segments)
+    assert parse(text).verify().exchange_hash() == program().exchange_hash()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        (("perm", ((0, 1), (1, 0))),),
+        (("dimension", 1), ("tiled", True)),
+        (("groups", ((0, 1), (2, 3))), ("loop", "scan 5")),
+        (("loop", "while ?"), ("loop", "scan 2")),
+        (("reduction", "SUM"), ("ranks", (0, 1))),
+    ],
+)
+def test_parameters_of_exchanges_survive(params: Any) -> None:
+    exchange = Exchange(op="mpi.allreduce", axes=(), dtype="key<fry>", shape=(), params=params)
+    text = with_segment(1, exchanges=(exchange, replace(SUM, axes=("a", "b"), dtype="bfloat16", shape=()))).text()
+    assert parse(text).text() == text
+    assert parse(text).segments[1].exchanges[0] == exchange
+
+
+def test_weak_and_scalar_types_survive() -> None:
+    values = (Aval(shape=(), dtype="float32", weak_type=True), Aval(shape=(3,), dtype="key<fry>"), *[MATRIX] * 3)
+    assert parse(program(values=values).text()).values == values
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "message"),
+    [
+        (6, "0 both <- inputs | 0-1 -> 2 | dies 1", "line 7 of the program is not understood: `0 both"),
+        (6, "0 compute <- inputs", "line 7 of the program is not understood: `0 compute <- inputs`"),
+        (8, "    psum batch", "line 9 of the program is not understood: `    psum batch`"),
+        (10, "value 0 float32", "line 11 of the program is not understood: `value 0 float32`"),
+        (2, "", "the program lacks the line(s) inputs"),
+    ],
+)
+def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, message: str) -> None:
+    lines = program().text().splitlines()
+    lines[line] = wrong
+    with pytest.raises(ValueError) as error:
+        parse("\n".join(lines))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (with_segment(0, index=1), "segment 1 stands at place 0"),
+        (with_segment(0, inputs=(0, 3)), "value 3 is read before it is defined"),
+        (with_segment(2, inputs=(1, 3)), "value 1 is read after its last use"),
+        (with_segment(2, outputs=(3,)), "value 3 is defined twice"),
+        (with_segment(2, outputs=(9,)), "value 9 has no type"),
+        (with_segment(2, dies=(0, 3, 1)), "value 1 is freed twice, or before it is defined"),
+        (with_segment(2, dies=(0, 3, 4)), "value 4 is freed, but the step returns it"),
+        (with_segment(0, exchanges=(SUM,)), "a compute segment holds an exchange"),
+        (with_segment(1, exchanges=()), "a collective segment holds no exchange"),
+        (program(outputs=(7,)), "result 7 is never defined"),
+        (with_segment(2, dies=(0,)), "values [3] are never freed"),
+    ],
+)
+def test_verify_says_what_is_wrong(broken: Program, message: str) -> None:
+    with pytest.raises(InternalError) as error:
+        broken.verify()
+    assert str(error.value).startswith(f"program `step` is not well formed: {message}")
+
+
+def test_verify_marks_the_guilty_segment_among_its_neighbours() -> None:
+    with pytest.raises(InternalError) as error:
+        with_segment(1, inputs=(4,)).verify()
+    assert str(error.value).splitlines()[1:] == [
+        "    0 compute <- inputs", "--> 1 collective psum [32 B] <- 2", "    2 compute <- 1",
+    ]  # fmt: skip
+
+
+def test_state_is_given_away_only_after_the_last_exchange() -> None:
+    whole = program()
+    assert [whole.donates(s) for s in whole.segments] == [frozenset(), frozenset(), {0, 3}]
+    assert whole.after_commit == {2} and whole.last_collective == 1
+    early = with_segment(0, dies=(0, 1))
+    assert early.donates(early.segments[0]) == frozenset(), "state that dies before the exchange survives a failure"
+
+
+def test_signature_holds_exchanges_and_nothing_local() -> None:
+    assert program().exchange_signature() == "axes batch=2\npsum batch float32[4, 2]"
+    other = with_segment(0, outputs=(2,), dies=(1,))
+    assert replace(other, name="other", donated=frozenset()).exchange_hash() == program().exchange_hash()
+    for change in ({"dtype": "int32"}, {"shape": (8,)}, {"op": "pmax"}, {"axes": ("b",)}, {"params": (("x", 1),)}):
+        assert with_segment(1, exchanges=(replace(SUM, **change),)).exchange_hash() != program().exchange_hash()
+    assert with_segment(1, exchanges=(replace(SUM, source="elsewhere"),)).digest() == program().digest()
+    assert 0 <= program().exchange_hash() < 2**62
+
+
+def test_digest_sees_structure_types_and_donation() -> None:
+    digests = {program().digest(), program(donated=frozenset()).digest(), program(values=(MATRIX,) * 6).digest(),
+               with_segment(2, dies=(3,)).digest()}  # fmt: skip
+    assert len(digests) == 4
+
+
+def test_disagreement_names_both_ranks_and_the_first_line() -> None:
+    mine = program().exchange_signature()
+    theirs = with_segment(1, exchanges=(replace(SUM, shape=(8,)),)).exchange_signature()
+    message = disagreement("step", [mine, mine, theirs])
+    assert message.startswith("ranks 0 and 2 exchange different things in `step`: exchange 1 is\n")
+    assert "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
+    assert "(no further exchange)" in disagreement("step", [mine, mine + "\npmax batch int32[]"])
+    with pytest.raises(ValueError, match="the signatures are equal"):
+        disagreement("step", [mine, mine])
+
+
+def test_a_parsed_program_cannot_be_compiled() -> None:
+    with pytest.raises(ValueError, match="^program `step` was read from text and has no equations to compile"):
+        parse(program().text()).compile()
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (26_214_400, "26.2 MB"), (3e9, "3.0 GB")])
+def test_bytes_as_people_read_them(count: int, text: str) -> None:
+    assert human_bytes(count) == text
