@@ -4,7 +4,7 @@ import jaxcross
 
 project = "jaxcross"
 author = "The jaxcross authors"
-copyright = author
+project_copyright = author
 version = release = jaxcross.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

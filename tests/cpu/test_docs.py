@@ -171,8 +171,9 @@ def check(words: Sequence[str], where: str) -> None:
 def check_ours(arguments: Sequence[str], where: str) -> None:
     try:
         options = cli.parser().parse_args(list(arguments))
-    except SystemExit as error:
-        assert error.code == 0, f"{where}: jaxcross {shlex.join(arguments)} is refused"
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError(f"{where}: `jaxcross {shlex.join(arguments)}` is refused") from end
         return
     program = getattr(options, "program", None)
     if options.command == "launch" and program and program[0].endswith(".py"):
