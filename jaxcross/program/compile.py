@@ -154,9 +154,11 @@ class Execution:
     def zero_inputs(self, index: int) -> None:
         """Replaces all that a collective segment reads by zeros: the commit rule after a failure on this rank."""
         program, device = self._compiled.program, self._compiled.runnables[index].device
-        for v in program.segments[index].inputs:
-            aval = program.values[v]
-            self._env[v] = jax.device_put(np.zeros(aval.shape, jnp.dtype(aval.dtype)), device)
+        segment = program.segments[index]
+        for v, var in zip(segment.inputs, segment.jaxpr.jaxpr.invars, strict=True):
+            with jax.default_device(device):  # random keys included, which NumPy cannot make
+                zeros = jax.lax.full(var.aval.shape, 0, var.aval.dtype)
+            self._env[v] = jax.device_put(zeros, device)
 
     def outputs(self) -> Any:
         """The step's results as the user wrote them, once every segment was run. Does not wait for them."""

@@ -1,0 +1,170 @@
+"""Values die at their last use and are given away there; the step's own state only after its last exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxcross.program.compile import Compiled, Execution, ExecutableCache
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks
+
+AXES = {"batch": 2}
+N = 64
+
+
+def train_step(state: Any, x: Any) -> Any:
+    """Two dependent exchanges and a state with momentum."""
+    w, m = state["w"], state["m"]
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    grads = lax.pmean(grads, "batch")
+    m = 0.9 * m + jnp.linalg.qr(grads)[0]
+    m = lax.pmean(m, "batch")
+    return {"w": w - 0.1 * m, "m": m}, jnp.sum(grads)
+
+
+def compiled(step: Any = train_step, *, donate: tuple[int, ...] = (0,), cut: Any = "whole", args: Any = None) -> tuple[Compiled, Any]:
+    args = args or ({"w": jnp.ones((N, N)), "m": jnp.zeros((N, N))}, jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / N)
+    traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=donate)
+    return traced.cut(cut).compile(jax.tree.leaves((args, {}))), args
+
+
+def alive(execution: Execution) -> set[int]:
+    return set(execution._env)
+
+
+@pytest.mark.parametrize("cut", ["whole", 2])
+def test_only_results_and_kept_inputs_are_left_at_the_end(cut: Any) -> None:
+    done, args = compiled(cut=cut)
+    execution = done.execution(jax.tree.leaves((args, {})))
+    program = done.program
+    for segment in program.segments:
+        execution.run(segment.index)
+        assert not alive(execution) & set(segment.dies)
+    assert alive(execution) <= set(program.outputs) | set(program.inputs)
+    assert {v for s in program.segments for v in s.dies} >= {v for s in program.segments for v in s.inputs} - set(program.outputs)
+
+
+def test_state_outlives_every_exchange_and_is_overwritten_after_the_last() -> None:
+    done, args = compiled()
+    state, _ = args
+    execution = done.execution(jax.tree.leaves((args, {})))
+    for segment in done.program.segments:
+        assert not any(x.is_deleted() for x in state.values()), f"given away before segment {segment.index}"
+        execution.run(segment.index)
+    assert state["w"].is_deleted()
+    assert not args[1].is_deleted(), "the batch was not given away"
+    assert all(not x.is_deleted() for x in jax.tree.leaves(execution.outputs()))
+
+
+def test_nothing_of_the_user_is_overwritten_without_donation() -> None:
+    done, args = compiled(donate=())
+    leaves = jax.tree.leaves((args, {}))
+    before = [np.array(x) for x in leaves]
+    results = []
+    for _ in range(2):
+        execution = done.execution(leaves)
+        for segment in done.program.segments:
+            execution.run(segment.index)
+        results.append([np.asarray(x) for x in jax.tree.leaves(execution.outputs())])
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(before, leaves, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exchanged_input_is_still_the_users(size: int) -> None:
+    """A group of one sends nothing: its result may be its operand's buffer, and must not be given away with it."""
+
+    def step(params: Any) -> Any:
+        total = lax.psum(params, "batch")
+        return total * 2.0, lax.ppermute(params, "batch", [(i, i) for i in range(size)]) + 1.0
+
+    params = jnp.arange(8.0)
+    traced = trace(step, (params,), axes={"batch": size}, wire=LocalRanks())
+    done = traced.cut().compile([params])
+    for _ in range(2):
+        execution = done.execution([params])
+        for segment in done.program.segments:
+            execution.run(segment.index)
+        total, moved = execution.outputs()
+        assert np.array_equal(params, np.arange(8.0))
+        assert np.array_equal(total, np.arange(8.0) * 2 * size) and np.array_equal(moved, np.arange(8.0) + 1)
+
+
+def test_values_between_segments_are_overwritten_where_they_die() -> None:
+    done, _ = compiled()
+    reused = 0
+    for runnable in done.runnables:
+        stats = runnable.call.memory_analysis()
+        if runnable.segment.kind == "compute" and stats is not None:
+            reused += stats.alias_size_in_bytes
+    assert reused >= 2 * N * N * 4, "state and momentum at least"
+
+
+def test_peak_is_near_that_of_the_fused_step() -> None:
+    done, args = compiled()
+    wire = LocalRanks()
+    fused = jax.jit(lambda *a: wire.lower(done.program.traced.jaxpr, AXES)(*a), donate_argnums=(0, 1))
+    stats = fused.lower(*jax.tree.leaves((args, {}))).compile().memory_analysis()
+    floor = sum(x.nbytes for x in jax.tree.leaves(args))
+    peak = done.peak_live_bytes()
+    exchanged = 2 * N * N * 4
+    assert floor < peak <= floor + stats.temp_size_in_bytes + 2 * exchanged
+    assert done.memory_bytes()["arguments"] == floor
+
+
+def test_zero_buffers_stand_in_for_what_failed() -> None:
+    """Random keys included: a loop that holds an exchange may carry them."""
+
+    def step(x: Any, key: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            v, k = c
+            return (lax.psum(v + jax.random.normal(k, v.shape), "batch"), jax.random.split(k)[0]), None
+
+        (x, key), _ = lax.scan(body, (x, key), None, length=2)
+        return lax.pmax(x.astype(jnp.bfloat16), "batch")
+
+    args = (jnp.ones((3,)), jax.random.key(3))
+    traced = trace(step, args, axes=AXES, wire=LocalRanks())
+    done = traced.cut(bucket_bytes=0).compile(jax.tree.leaves((args, {})))
+    execution = done.execution([*args])
+    for segment in done.program.segments:
+        if segment.kind == "collective":
+            execution.zero_inputs(segment.index)
+            execution.run(segment.index)
+            execution.wait_outputs(segment.index)
+    assert args[0][0] == 1
+
+
+def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
+    def scaled(by: np.ndarray) -> Any:
+        inner = jax.jit(lambda x: x * by)  # a constant that the text of a jaxpr does not show
+        return lambda x: lax.psum(inner(x), "batch")
+
+    def called(by: float) -> Any:
+        shape = jax.ShapeDtypeStruct((5,), jnp.float32)
+        return lambda x: lax.psum(jax.pure_callback(lambda v: np.asarray(v) * np.float32(by), shape, x), "batch")
+
+    x, cache = jnp.ones(5), ExecutableCache()
+
+    def result(step: Any) -> np.ndarray:
+        program = trace(step, (x,), axes=AXES, wire=LocalRanks()).cut()
+        execution = program.compile([x], cache=cache).execution([x])
+        for segment in program.segments:
+            execution.run(segment.index)
+        return np.asarray(execution.outputs())
+
+    ones = np.ones(5, np.float32)
+    assert np.array_equal(result(scaled(ones * 2)), ones * 4)
+    once = cache.compiled
+    assert np.array_equal(result(scaled(ones * 2)), ones * 4) and cache.compiled == once
+    assert np.array_equal(result(scaled(ones * 3)), ones * 6), "another constant"
+    assert np.array_equal(result(called(2)), ones * 4)
+    assert np.array_equal(result(called(3)), ones * 6), "another function behind the callback"
+    assert np.array_equal(result(lambda x: lax.psum(x * 2, "batch")), ones * 4)
+    assert np.array_equal(result(lambda x: lax.psum(x * 3, "batch")), ones * 6), "another literal"
