@@ -1,6 +1,6 @@
 """The only file that touches private or version-dependent names of JAX.
 
-jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps an open one. Everybody
+jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps an open one. Everyone
 else builds and reads jaxprs through the functions below and never asks for a class.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
@@ -125,7 +126,7 @@ def close(jaxpr: Any) -> Any:
 
 def bytes_of(array: Any) -> bytes:
     """Type, shape and content of a concrete array; waits for it."""
-    if jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(array, "dtype", np.dtype(float)), jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()

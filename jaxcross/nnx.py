@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from jaxcross.step import Step
 
@@ -49,5 +48,3 @@ def _pure_step(step: Step) -> Any:
         pure, axes=step.axes, cut=step.cut, bucket_bytes=step.bucket_bytes, donate_argnums=(1,) if step.donate else ()
     )
     return step._pure  # type: ignore[attr-defined]
-
-

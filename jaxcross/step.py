@@ -76,6 +76,8 @@ def crossover(
 class Step:
     """A step under `crossover`. See there."""
 
+    cut: Cut
+
     def __init__(
         self, step: Callable[..., Any], axes: Axes, cut: Cut, bucket_bytes: int, donate: tuple[int, ...],
         static: tuple[int, ...],
@@ -114,7 +116,9 @@ class Step:
         function, args = self._bind_static(args)
         return self._trace(world, function, args, kwargs)
 
-    def _trace(self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    def _trace(
+        self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Traced:
         mesh = world.mesh(self.axes)
         donate = [n - sum(s < n for s in self.static) for n in self.donate]
         return trace(function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate)
@@ -147,7 +151,9 @@ class Step:
         def make() -> _Node:
             if changed:
                 self._notice_change(last, kinds, args, kwargs)
-            return _Node(traced=self._trace(world, function, args, kwargs), step=self, leaves=tuple(leaves), world=world)
+            return _Node(
+                traced=self._trace(world, function, args, kwargs), step=self, leaves=tuple(leaves), world=world
+            )
 
         node = self._roots.get(key, make)
         self._last = ((tree, static), kinds, node)
@@ -171,8 +177,8 @@ class Step:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
                 raise ValueError(
-                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the state that"
-                    " the step returned, or leave it out of donate_argnums."
+                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the state"
+                    " that the step returned, or leave it out of donate_argnums."
                 )
 
 

@@ -69,14 +69,12 @@ class LocalRanks:
 
 def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0) -> Callable[..., Any]:
     """`function` under one `jax.vmap` an axis, outermost axis first."""
-    for name, size in reversed(axes.items()):
+    for name, size in reversed(list(axes.items())):
         function = jax.vmap(function, in_axes=in_axes, axis_name=name, axis_size=size)
     return function
 
 
-def vmap_oracle(
-    step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
-) -> list[Any]:
+def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
     """What JAX itself says of a step on P ranks: one nested `vmap` over all of them, compiled.
 
     Args:
@@ -177,7 +175,10 @@ def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]])
     envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
 
     def read(env: Mapping[Any, Any], atom: Any) -> Any:
-        return jnp.asarray(atom.val, dtype=atom.aval.dtype) if isinstance(atom, compat.Literal) else env[atom]
+        if not isinstance(atom, compat.Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return jnp.asarray(atom.val, dtype=aval.dtype)
 
     for eqn in inner.eqns:
         values = [[read(env, a) for a in eqn.invars] for env in envs]
@@ -264,7 +265,7 @@ def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Seq
 
 
 def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
-    """What one exchange gives each rank, from what each rank brings. Sums go rank after rank, narrow floats in float32."""
+    """What one exchange gives each rank, from what each brings. Sums go rank after rank, narrow floats in float32."""
     params = dict(exchange.params)
     positions = params.get("positions", ())
     if exchange.op in ("psum", "pmax", "pmin") and positions:

@@ -36,7 +36,9 @@ def assemble(
     reads = [_reads(body) for body in bodies]
     wanted = set(results)
     for here in range(tail, -1, -1):  # what a place must hand on, and what of its equations is still needed for that
-        body = drop_unread(bodies[here], [v for e in bodies[here] for v in e.outvars if v in wanted and owner.get(v) == here])
+        body = drop_unread(
+            bodies[here], [v for e in bodies[here] for v in e.outvars if v in wanted and owner.get(v) == here]
+        )
         bodies[here] = bodies[here] if here % 2 else body
         reads[here] = _reads(bodies[here])
         wanted |= set(reads[here])
@@ -46,7 +48,9 @@ def assemble(
 
     def new_value(aval: Any) -> int:
         dtype = aval.dtype
-        values.append(Aval(shape=tuple(aval.shape), dtype=str(dtype), weak_type=bool(getattr(aval, "weak_type", False))))
+        values.append(
+            Aval(shape=tuple(aval.shape), dtype=str(dtype), weak_type=bool(getattr(aval, "weak_type", False)))
+        )
         return len(values) - 1
 
     for var in inner.invars:
@@ -57,7 +61,9 @@ def assemble(
     literal_ids: list[int] = []
     for here, body in enumerate(bodies):
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        outs = [v for v in dict.fromkeys(made) if owner.get(v) == here and (last_read.get(v, -1) > here or v in results)]
+        outs = [
+            v for v in dict.fromkeys(made) if owner.get(v) == here and (last_read.get(v, -1) > here or v in results)
+        ]
         literals = literal_results if here == tail else []
         if not body and not literals:
             continue
@@ -117,7 +123,9 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int) -> list[Any
     out: list[tuple[int, list[Any]]] = []
     for i in level:
         eqn, found = graph.eqns[i], graph.wires[i]
-        small = len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
+        small = (
+            len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
+        )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
         # A reduction that also names array dimensions (`vmap` inside the step) has none left in a flat buffer.

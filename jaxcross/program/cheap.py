@@ -47,7 +47,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
         # Kept in any case: what is read here and cannot be made again.
         kept: set[Any] = {v for v in foreign if not cheap(graph.maker[v])}
         mine: set[int] = set()
-        for var in sorted(foreign - kept, key=lambda v: (graph.maker[v])):
+        for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
             chain, leaves = _chain(graph, var, cheap, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)
             if extra == 0 or (extra * 2 <= nbytes(var)):

@@ -60,7 +60,7 @@ class Runnable:
     """
 
     segment: Segment
-    call: Callable[..., Sequence[Any]]
+    call: Any
     device: Any = None
     moves: bool = False
     shardings: tuple[Any, ...] | None = None
@@ -119,9 +119,7 @@ class Execution:
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
-        self._env: dict[int, Any] = dict(
-            zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
-        )
+        self._env: dict[int, Any] = dict(zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True))
         self._fences: dict[int, Any] = {}
 
     def run(self, index: int) -> None:
@@ -186,7 +184,7 @@ def compile_program(
     traced, cache = program.traced, cache or ExecutableCache()
     wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
     host = host_device or jax.local_devices(backend="cpu")[0]
-    sharding: dict[int, Any] = {v: None for v in program.inputs[: program.constants]}
+    sharding: dict[int, Any] = dict.fromkeys(program.inputs[: program.constants])
     sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
     runnables = []
     for segment in program.segments:
@@ -251,7 +249,7 @@ def _compute_maker(
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
-        return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*_structs(program, segment, places)).compile()
+        return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*_structs(segment, places)).compile()
 
     return make
 
@@ -272,7 +270,7 @@ def _collective_maker(
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         places = [None if host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
                   else SingleDeviceSharding(host)] * len(segment.inputs)  # fmt: skip
-        return jax.jit(collective, keep_unused=True).lower(*_structs(program, segment, places)).compile()
+        return jax.jit(collective, keep_unused=True).lower(*_structs(segment, places)).compile()
 
     return make
 
@@ -312,7 +310,7 @@ def _owned(program: Program, segment: Segment) -> bool:
     return all(v in segment.dies and v not in program.inputs for v in segment.inputs)
 
 
-def _structs(program: Program, segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def _structs(segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     structs = []
     for var, place in zip(segment.jaxpr.jaxpr.invars, places, strict=True):
         weak = bool(getattr(var.aval, "weak_type", False))

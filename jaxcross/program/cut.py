@@ -145,4 +145,3 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
             if v in graph.maker and all(place.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
         )  # fmt: skip
         place[i] = earliest[i] if made < held else latest
-

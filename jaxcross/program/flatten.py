@@ -206,8 +206,11 @@ class Flattener:
             later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
             later |= {a for a in outs if not isinstance(a, compat.Literal)}
             residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later and v in made]
-            first = [self._close(invars, pre, [*sent, *residuals]) if i == which else
-                     self._close(ivs, [], [*sent, *residuals], zeros=True) for i, (ivs, _, _) in enumerate(work)]  # fmt: skip
+            handed = [*sent, *residuals]
+            first = [
+                self._close(invars, pre, handed) if i == which else self._close(ivs, [], handed, zeros=True)
+                for i, (ivs, _, _) in enumerate(work)
+            ]
             values = self._emit_cond(eqn, index, shared, first)
             packed = iter(values)
             received = [compat.new_var(v.aval) for v in exchange.outvars]

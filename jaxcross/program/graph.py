@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -104,11 +104,7 @@ def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
     inside: list[Exchange] = []
     for jaxpr in compat.sub_jaxprs(eqn):
         for inner in compat.open_jaxpr(jaxpr)[0].eqns:
-            for x in exchanges_of(inner, traced):
-                inside.append(
-                    Exchange(op=x.op, axes=x.axes, dtype=x.dtype, shape=x.shape, params=(*x.params, loop),
-                             source=x.source)
-                )  # fmt: skip
+            inside += [replace(x, params=(*x.params, loop)) for x in exchanges_of(inner, traced)]
     return tuple(inside)
 
 

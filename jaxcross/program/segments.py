@@ -204,6 +204,7 @@ class Program:
         defined = set(self.inputs)
         dead: set[int] = set()
         for place, segment in enumerate(self.segments):
+
             def fail(why: str, at: int = place) -> None:
                 raise InternalError(f"program `{self.name}` is not well formed: {why}\n{self._around(at)}")
 
@@ -236,7 +237,9 @@ class Program:
             if v not in defined:
                 raise InternalError(f"program `{self.name}` is not well formed: result {v} is never defined")
         if unfreed := defined - dead - set(self.outputs) - set(self.inputs):
-            raise InternalError(f"program `{self.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed")
+            raise InternalError(
+                f"program `{self.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed"
+            )
         return self
 
     def _around(self, place: int) -> str:

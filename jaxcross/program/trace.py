@@ -88,8 +88,9 @@ def trace(
     for path, leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
             raise CutError(
-                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no array and"
-                " no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over it."
+                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no"
+                " array and no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over"
+                " it."
             )
     counts = [len(jax.tree.leaves(a)) for a in args]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]

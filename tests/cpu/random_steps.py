@@ -1,4 +1,4 @@
-"""Random train steps for the cutter's fuzzer: a recipe is data (hypothesis shrinks it), `build` makes a function of it."""
+"""Random train steps for the cutter's fuzzer: a recipe is data (hypothesis shrinks it), `build` makes a function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ EXCHANGES = (
     "psum", "psum", "psum", "pmean", "pmax", "pmin", "all_gather", "all_gather_tiled", "psum_scatter", "scatter_tiled",
     "all_to_all", "all_to_all_tiled", "ppermute", "psum_tree", "vmapped_psum",
 )  # fmt: skip
-NESTED = ("cond_counter", "cond_data", "cond_literal", "scan", "jit", "remat", "custom_jvp", "custom_vjp", "grad", "while")
+NESTED = (
+    "cond_counter",
+    "cond_data",
+    "cond_literal",
+    "scan",
+    "jit",
+    "remat",
+    "custom_jvp",
+    "custom_vjp",
+    "grad",
+    "while",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,8 @@ class Recipe:
 def _ops(depth: int) -> st.SearchStrategy[tuple[Op, ...]]:
     small = st.integers(0, 11)
     plain = st.builds(
-        Op, st.one_of(st.sampled_from(EXCHANGES), st.sampled_from(UNARY), st.sampled_from(BINARY), st.sampled_from(EXCHANGES)), small, small,
+        Op,
+        st.one_of(*map(st.sampled_from, (EXCHANGES, UNARY, BINARY, EXCHANGES))), small, small,
         st.integers(0, 3), st.integers(0, 3),
     )  # fmt: skip
     if depth == 0:
@@ -75,7 +87,8 @@ def _ops(depth: int) -> st.SearchStrategy[tuple[Op, ...]]:
 
 RECIPES = st.builds(
     Recipe, st.integers(0, len(AXES) - 1),
-    st.lists(st.tuples(st.integers(0, len(SHAPES) - 1), st.integers(0, len(DTYPES) - 1)), min_size=1, max_size=4).map(tuple),
+    st.lists(st.tuples(st.integers(0, len(SHAPES) - 1), st.integers(0, len(DTYPES) - 1)), min_size=1, max_size=4)
+    .map(tuple),
     _ops(2), st.lists(st.integers(0, 15), min_size=2, max_size=6).map(tuple), st.integers(0, 3),
 )  # fmt: skip
 

@@ -64,7 +64,8 @@ for cut in ("whole", 2):
 print("sharded")
 
 # Parameters split over the devices: each exchange is handed one whole array, and what comes back is split again.
-wide = {"w": jax.device_put(params["w"], NamedSharding(mesh, P(None, "local"))), "b": jax.device_put(params["b"], split)}
+columns = NamedSharding(mesh, P(None, "local"))
+wide = {"w": jax.device_put(params["w"], columns), "b": jax.device_put(params["b"], split)}
 _, got = run(wide, jax.device_put(x, everywhere))
 close(got)
 assert got[0]["w"].sharding.is_equivalent_to(NamedSharding(mesh, P(None, "local")), 2), got[0]["w"].sharding
@@ -86,7 +87,9 @@ print("handed over")
 def output() -> str:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, env=env, check=False
+    )
     return done.stdout + done.stderr
 
 

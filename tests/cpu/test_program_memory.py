@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxcross.program.compile import Compiled, Execution, ExecutableCache
+from jaxcross.program.compile import Compiled, ExecutableCache, Execution
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
 
@@ -28,8 +28,13 @@ def train_step(state: Any, x: Any) -> Any:
     return {"w": w - 0.1 * m, "m": m}, jnp.sum(grads)
 
 
-def compiled(step: Any = train_step, *, donate: tuple[int, ...] = (0,), cut: Any = "whole", args: Any = None) -> tuple[Compiled, Any]:
-    args = args or ({"w": jnp.ones((N, N)), "m": jnp.zeros((N, N))}, jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / N)
+def compiled(
+    step: Any = train_step, *, donate: tuple[int, ...] = (0,), cut: Any = "whole", args: Any = None
+) -> tuple[Compiled, Any]:
+    args = args or (
+        {"w": jnp.ones((N, N)), "m": jnp.zeros((N, N))},
+        jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / N,
+    )
     traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=donate)
     return traced.cut(cut).compile(jax.tree.leaves((args, {}))), args
 
@@ -47,7 +52,9 @@ def test_only_results_and_kept_inputs_are_left_at_the_end(cut: Any) -> None:
         execution.run(segment.index)
         assert not alive(execution) & set(segment.dies)
     assert alive(execution) <= set(program.outputs) | set(program.inputs)
-    assert {v for s in program.segments for v in s.dies} >= {v for s in program.segments for v in s.inputs} - set(program.outputs)
+    assert {v for s in program.segments for v in s.dies} >= {v for s in program.segments for v in s.inputs} - set(
+        program.outputs
+    )
 
 
 def test_state_outlives_every_exchange_and_is_overwritten_after_the_last() -> None:

@@ -42,7 +42,9 @@ def test_state_that_is_no_pytree() -> None:
     def train_step(state, x):
         return state
 
-    message = "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is no array and no pytree of arrays"
+    message = (
+        "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is no array and no pytree of arrays"
+    )
     with pytest.raises(CutError, match=message):
         traced(train_step, {"m": Model()}, X)
 
@@ -51,7 +53,9 @@ def test_exchange_where_it_cannot_be_cut() -> None:
     def train_step(x):
         return lax.custom_linear_solve(lambda v: lax.psum(v, "batch"), x, lambda _, b: b, symmetric=True)
 
-    with pytest.raises(CutError, match="^an exchange inside `custom_linear_solve` cannot be cut at .*test_program_messages"):
+    with pytest.raises(
+        CutError, match="^an exchange inside `custom_linear_solve` cannot be cut at .*test_program_messages"
+    ):
         traced(train_step, X)
 
 
@@ -89,7 +93,9 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
 def test_shard_map_that_splits_its_arguments() -> None:
     mesh = jax.sharding.AbstractMesh((2,), ("batch",))
     spec = jax.sharding.PartitionSpec("batch")
-    body = jax.shard_map(lambda x: lax.psum(x, "batch"), mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
+    body = jax.shard_map(
+        lambda x: lax.psum(x, "batch"), mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+    )
     with pytest.raises(CutError, match="^a `shard_map` at .* splits an argument of shape \\(4, 2\\) into \\(2, 2\\)"):
         trace(lambda x: body(x), (X,), axes={}, wire=_Any())
 
@@ -132,7 +138,8 @@ with warnings.catch_warnings():
         new, _ = train_step(new, jnp.ones((n, 2)))
     train_step(new, jnp.ones((7, 2)))
     sharded = jaxcross.crossover(lambda v: v * 2, axes="batch", static_argnums=1)
-    print("name", train_step.__name__, functools.partial and jaxcross.crossover(functools.partial(max, 1), axes="b").__name__)
+    partial = jaxcross.crossover(functools.partial(max, 1), axes="b")
+    print("name", train_step.__name__, partial.__name__)
 print("end")
 """
 
@@ -141,7 +148,9 @@ print("end")
 def script() -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env, check=False
+    )
     assert done.stdout.endswith("end\n"), done.stdout + done.stderr
     return done
 

@@ -1,6 +1,6 @@
 """The one table of small train steps. A new row is at once tested in lock step, over MPI, and by every cut.
 
-Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis `batch` (or several).
+Each row is a step `(state, batch) -> (state, metrics)` as a JAX user would write it, over the axis `batch` (or more).
 The state is equal on all ranks, the batch is the rank's own; `exact` rows use arithmetic whose sums do not round.
 """
 
@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from flax import struct
+from flax import nnx, struct
 from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training.train_state import TrainState
 from jax import lax
@@ -38,7 +37,7 @@ class Row:
         rtol: Against `vmap`, whose sums round in another order; 0 where all arithmetic is exact.
         steps: How many are run; enough for counters to come round.
         vmap: Whether `vmap` can stand for it (`axis_index_groups` it cannot).
-        bits: Whether a whole cut gives the bits of one fused executable. Where exchanges stand amid the computation, XLA
+        bits: Whether a whole cut gives the bits of one fused executable. Where exchanges stand amid computation, XLA
             contracts other multiplications with additions once they are apart.
     """
 
@@ -138,7 +137,7 @@ def pmap_style(tx: Callable[[], optax.GradientTransformation] = momentum, *, jit
 
 
 def batch_norm(*, averaged: bool = False, axis_name: str | None = None) -> Any:
-    """Statistics local to the rank, averaged over ranks (as `sync_batch_stats`), or synchronised in the forward pass."""
+    """Statistics local to the rank, averaged over ranks (`sync_batch_stats`), or synchronised in the forward pass."""
 
     def build(ranks: int) -> tuple[Any, Any]:
         state = linen_state(MLP(norm=True, axis_name=axis_name), momentum(), NormState)
@@ -262,7 +261,7 @@ def _call(function: Callable[..., Any], ranks: int, state: Any, batch: Any) -> A
 
 
 def dependent(state: Any, batch: Any, ranks: int) -> Any:
-    """Exchanges that need one another: a norm of the sum, then a choice by it, then a second sum (as Adasum, PowerSGD)."""
+    """Exchanges that need one another: a norm of the sum, a choice by it, a second sum (as Adasum, PowerSGD)."""
     g = lax.psum(batch.astype(jnp.float32), "batch")
     p = g @ jnp.ones((12, 2)) / 128
     p = lax.psum(jnp.round(p), "batch")
@@ -445,7 +444,11 @@ ZOO: tuple[Row, ...] = (
     _exact("cond by data", cond_data, steps=3),
     _exact("scan", scan_exchange),
     _exact("while", while_exchange),
-    _exact("all collectives", lambda state, batch, n: all_collectives("batch", n, state, batch), lambda: jnp.zeros((12, 12))),
+    _exact(
+        "all collectives",
+        lambda state, batch, n: all_collectives("batch", n, state, batch),
+        lambda: jnp.zeros((12, 12)),
+    ),
     _exact("two axes", over_two_axes, lambda: jnp.zeros((12, 12)), axes=two_axes),
     _exact("literal and passed-through results", literal_and_passed_through),
     _exact("unused exchange", unused_exchange),
