@@ -130,3 +130,11 @@ def bytes_of(array: Any) -> bytes:
         array = jax.random.key_data(array)
     array = np.asarray(array)
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many leading operands of a `scan` are constants, and how many after them are carried."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12
+    return consts, carry

@@ -230,7 +230,7 @@ def _alone(jaxpr: Any, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
 
 def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     params = eqn.params
-    n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
     consts = [v[:n_consts] for v in values]
     carry = [v[n_consts : n_consts + n_carry] for v in values]
     xs = [v[n_consts + n_carry :] for v in values]

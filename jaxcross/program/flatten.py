@@ -201,6 +201,13 @@ class Flattener:
             invars, eqns, outs = work[which]
             at = next(i for i, e in enumerate(eqns) if self._exchanges(e))
             pre, exchange, post = eqns[:at], eqns[at], eqns[at + 1 :]
+            if _holds_while(exchange):
+                # X runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
+                raise CutError(
+                    f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
+                    " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
+                    " `lax.scan`, or a predicate made of counters alone."
+                )
             made = {v for e in pre for v in e.outvars}
             sent = [a for a in exchange.invars if not isinstance(a, compat.Literal)]
             later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
@@ -241,6 +248,13 @@ class Flattener:
         effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))
         self.eqns.append(eqn.replace(invars=[index, *operands], outvars=outs, params=params, effects=effects))
         return list(outs)
+
+
+def _holds_while(eqn: Any) -> bool:
+    """Whether an equation is a loop of unknown length, or holds one."""
+    return eqn.primitive.name == "while" or any(
+        _holds_while(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def drop_unread(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:

@@ -104,7 +104,7 @@ for row in ZOO:
         new, metrics = whole(mine, batch)
         split, split_metrics = parts(split, batch)
         try:
-            if row.bits:
+            if row.bits and size > 1:  # a rank alone sends nothing, and XLA fuses across where an exchange would be
                 same_bits((new, metrics), fused, what)
             else:
                 assert_close((new, metrics), fused, row.rtol, what)
