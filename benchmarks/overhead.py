@@ -1,0 +1,113 @@
+"""What does the cut cost when there is nothing to hide: one job, one rank, against plain `jax.jit` of the same step?
+
+    python benchmarks/overhead.py [--json FILE] [--smoke]
+
+Times: short runs of the plain step and of the cut one alternate; the figure is the difference of their medians, and the
+median of the differences of neighbouring runs. Host time a segment: calls that only dispatch. Memory: peak live bytes of
+the cut program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from workloads import Workload, mlp, parser, resnet, spread, transformer, write_json
+
+import jaxcross
+
+AXIS = "batch"
+
+
+def plain_and_cut(work: Workload, cut: Any = "whole") -> tuple[Any, Any]:
+    plain = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
+    crossed = jaxcross.crossover(work.make(lambda tree: lax.pmean(tree, AXIS)), axes=AXIS, cut=cut, donate_argnums=0)
+    return plain, crossed
+
+
+def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
+    """Seconds a step of both, in turn."""
+    rivals = dict(zip(("jit", "jaxcross"), plain_and_cut(work), strict=True))
+    batch = work.batch(0)
+    states = {name: work.state(0) for name in rivals}
+    raw: dict[str, list[float]] = {name: [] for name in rivals}
+    for repeat in range(-2, repeats):  # the first two compile and warm up
+        for name, step in rivals.items():
+            state = states[name]
+            start = time.perf_counter()
+            for _ in range(steps):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            if repeat >= 0:
+                raw[name].append((time.perf_counter() - start) / steps)
+            states[name] = state
+    one, other = (np.array(raw[name]) for name in rivals)
+    return {
+        **{name: spread(values) for name, values in raw.items()},
+        "ratio_of_medians": float(np.median(other) / np.median(one)),
+        "median_difference_us": float(np.median(other - one) * 1e6),
+        "difference_of_lower_quartiles_us": float((np.percentile(other, 25) - np.percentile(one, 25)) * 1e6),
+    }
+
+
+def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
+    """Host time of a call that only dispatches, divided by the program's segments."""
+    _, step = plain_and_cut(work)
+    state, batch = work.state(0), work.batch(0)
+    segments = len(step.trace(state, batch).cut().segments)
+    raw = []
+    for _ in range(repeats):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, _ = step(state, batch)
+        raw.append((time.perf_counter() - start) * 1e6)
+    return {"us_per_step": float(np.median(raw)), "segments": segments, "us_per_segment": float(np.median(raw)) / segments}
+
+
+def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
+    """Peak live bytes: fused, and each cut over it, with and without the buffers that exchanges hold."""
+    state, batch = work.state(0), work.batch(0)
+    plain, step = plain_and_cut(work)
+    stats = plain.lower(state, batch).compile().memory_analysis()
+    fused = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    fused += stats.temp_size_in_bytes
+    result = {"fused_bytes": float(fused)}
+    for cut in cuts:
+        program = step.trace(state, batch).cut(cut)
+        peak = program.compile().peak_live_bytes()
+        received = sum(x.nbytes for s in program.segments[: program.last_collective] for x in s.exchanges)
+        result[f"cut_{cut}_over_fused"] = peak / fused
+        result[f"cut_{cut}_over_fused_without_exchange_buffers"] = (peak - received) / fused
+    return result
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    jaxcross.initialize()
+    if args.smoke:
+        cases: dict[str, Workload] = {"resnet": resnet("resnet8", batch_size=2, image_size=32, classes=8)}
+        big, language, repeats, cuts = cases["resnet"], transformer(layers=1, width=64, length=16), 3, ("whole", 2)
+    else:
+        big = resnet(batch_size=4, image_size=224)
+        language, repeats, cuts = transformer(), 400, ("whole", 4)
+    measure: dict[str, Callable[[], Any]] = {
+        "mlp": lambda: alternate(mlp(), repeats=repeats, steps=10),
+        "resnet50": lambda: alternate(big, repeats=min(repeats, 15), steps=1),
+        "host_time_mlp": lambda: host_time_us(mlp(), repeats=repeats),
+        "memory_resnet50": lambda: memory(big, cuts),
+        "memory_transformer": lambda: memory(language, cuts),
+    }
+    result = {}
+    for name, run in measure.items():
+        result[name] = run()
+        shown = {k: v for k, v in result[name].items() if not isinstance(v, dict)}
+        print(name, {k: round(v, 4) for k, v in shown.items()}, flush=True)
+    write_json(args.json, __doc__, result)
+
+
+if __name__ == "__main__":
+    main()

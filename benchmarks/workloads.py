@@ -1,0 +1,201 @@
+"""Train steps that the benchmarks share, and how they write their results. Measures nothing itself.
+
+A workload is `make(exchange)` -> `step(state, batch) -> (state, metrics)`, where `exchange` is applied to the gradients
+and metrics: `lax.pmean` for jaxcross, mpi4jax for its rival, nothing for a plain step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+Exchange = Callable[[Any], Any]
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "numpy")
+
+
+class Workload(NamedTuple):
+    """A train step with its initial state and one batch."""
+
+    make: Callable[[Exchange], Callable[[Any, Any], tuple[Any, Any]]]
+    state: Callable[[int], Any]
+    batch: Callable[[int], Any]
+
+
+def resnet(name: str = "resnet50", *, batch_size: int, image_size: int, classes: int = 1000) -> Workload:
+    """ResNet with momentum SGD and weight decay, BatchNorm local, metrics averaged."""
+    from resnet import MODELS
+
+    model = MODELS[name](num_classes=classes)
+    tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True))
+
+    def make(exchange: Exchange) -> Any:
+        def train_step(state: Any, batch: Any) -> Any:
+            params, stats, opt_state = state
+
+            def loss_fn(params: Any) -> Any:
+                variables = {"params": params, "batch_stats": stats}
+                logits, new = model.apply(variables, batch["image"], mutable=["batch_stats"])
+                loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+                return loss, new["batch_stats"]
+
+            (loss, new_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+            grads, loss = exchange((grads, loss))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), new_stats, opt_state), {"loss": loss}
+
+        return train_step
+
+    def state(seed: int) -> Any:
+        init = jax.jit(lambda key: model.init(key, jnp.zeros((1, image_size, image_size, 3))))
+        variables = init(jax.random.key(seed))
+        return variables["params"], variables["batch_stats"], tx.init(variables["params"])
+
+    def batch(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        image = rng.standard_normal((batch_size, image_size, image_size, 3), dtype=np.float32)
+        return {"image": jnp.asarray(image), "label": jnp.asarray(rng.integers(0, classes, batch_size))}
+
+    return Workload(make, state, batch)
+
+
+def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
+    """Three dense layers and momentum SGD: about a millisecond a step on one core."""
+    sizes = (width, width, width, 10)
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def make(exchange: Exchange) -> Any:
+        def train_step(state: Any, batch: Any) -> Any:
+            params, opt_state = state
+
+            def loss_fn(params: Any) -> Any:
+                x = batch["x"]
+                for i, (w, b) in enumerate(params):
+                    x = x @ w + b
+                    x = jax.nn.relu(x) if i < len(params) - 1 else x
+                return optax.softmax_cross_entropy_with_integer_labels(x, batch["label"]).mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            grads, loss = exchange((grads, loss))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+        return train_step
+
+    def state(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        pairs = zip(sizes, sizes[1:], strict=False)
+        params = [(jnp.asarray(rng.standard_normal(p) * 0.05, jnp.float32), jnp.zeros(p[1])) for p in pairs]
+        return params, tx.init(params)
+
+    def batch(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        x = jnp.asarray(rng.standard_normal((batch_size, width)), jnp.float32)
+        return {"x": x, "label": jnp.asarray(rng.integers(0, 10, batch_size))}
+
+    return Workload(make, state, batch)
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.LayerNorm()(x)
+        mask = nn.make_causal_mask(jnp.zeros(x.shape[:2]))
+        x = x + nn.MultiHeadDotProductAttention(self.heads)(y, y, mask=mask)
+        y = nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))
+        return x + nn.Dense(x.shape[-1])(nn.gelu(y))
+
+
+class Transformer(nn.Module):
+    """Token ids `[batch, length]` to logits."""
+
+    layers: int
+    width: int
+    vocabulary: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocabulary, self.width)(tokens)
+        x = x + self.param("position", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
+        for _ in range(self.layers):
+            x = Block(heads=self.width // 64)(x)
+        return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
+
+
+def transformer(
+    *, layers: int = 6, width: int = 384, length: int = 128, batch_size: int = 4, vocabulary: int = 4096
+) -> Workload:
+    """A small language model with AdamW."""
+    model, tx = Transformer(layers, width, vocabulary), optax.adamw(1e-3)
+
+    def make(exchange: Exchange) -> Any:
+        def train_step(state: Any, batch: Any) -> Any:
+            params, opt_state = state
+
+            def loss_fn(params: Any) -> Any:
+                logits = model.apply(params, batch["tokens"])
+                return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["tokens"][:, 1:]).mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            grads, loss = exchange((grads, loss))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+        return train_step
+
+    def state(seed: int) -> Any:
+        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, length), jnp.int32)))(jax.random.key(seed))
+        return params, tx.init(params)
+
+    def batch(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        return {"tokens": jnp.asarray(rng.integers(0, vocabulary, (batch_size, length)))}
+
+    return Workload(make, state, batch)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with `--json` and `--smoke`."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write medians, spread and raw numbers")
+    made.add_argument("--smoke", action="store_true", help="toy sizes, only to see that it runs")
+    return made
+
+
+def spread(raw: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles and the raw numbers."""
+    low, high = (float(np.percentile(raw, q)) for q in (25, 75))
+    return {"median": statistics.median(raw), "p25": low, "p75": high, "min": min(raw), "raw": list(raw)}
+
+
+def write_json(path: Path | None, question: str | None, result: dict[str, Any]) -> None:
+    """Writes a result with its question, command, versions and machine."""
+    if path is None:
+        return
+    content = {
+        "question": (question or "").splitlines()[0],
+        "command": ["python", *(str(Path(a).name) if i == 0 else a for i, a in enumerate(sys.argv))],
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        **result,
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
