@@ -170,5 +170,6 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph) -> list[Any]:
         for v in eqn.outvars:
             env.setdefault(v, compat.new_var(v.aval))
         invars = [a if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
-        out.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
+        outvars = [env[v] for v in eqn.outvars]
+        out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))  # the user's line
     return out

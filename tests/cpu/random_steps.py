@@ -24,7 +24,8 @@ UNARY = ("tanh", "neg", "abs", "scale", "capture", "sum", "sort", "cast", "liter
 BINARY = ("add", "mul", "sub", "where", "maximum", "concatenate")
 EXCHANGES = (
     "psum", "psum", "psum", "pmean", "pmax", "pmin", "all_gather", "all_gather_tiled", "psum_scatter", "scatter_tiled",
-    "all_to_all", "all_to_all_tiled", "ppermute", "psum_tree", "vmapped_psum",
+    "all_to_all", "all_to_all_tiled", "ppermute", "psum_tree", "psum_tree", "psum_tree",
+    "vmapped_psum",
 )  # fmt: skip
 NESTED = (
     "cond_counter",
@@ -203,8 +204,8 @@ def _exchange(op: Op, x: Any, y: Any, sizes: dict[str, int]) -> Any:
             ring = [(i, (i + 1) % m) for i in range(m)]
             return lax.ppermute(x, name, ring if op.flag else ring[:-1])
         case "psum_tree":  # one primitive call each, but one bucket
-            a, b = lax.psum((x, y), axes)
-            return a + _fit(b, a.shape).astype(a.dtype)
+            a, b, c = lax.psum((x.astype(jnp.float32), y.astype(jnp.float32), 2 * x.astype(jnp.float32)), axes)
+            return a + _fit(b, a.shape) * c
         case "vmapped_psum":  # `psum` that also names an array dimension
             over = (*names, "local") if op.axes == 3 else (axes, "local")
             return jax.vmap(lambda v: lax.psum(v, over), axis_name="local")(jnp.stack([x.astype(jnp.float32)] * 2))[0]

@@ -37,7 +37,7 @@ def traced(recipe: Recipe) -> tuple[Traced, list[list[Any]]]:
 
 
 @seed(1)
-@settings(FUZZ, max_examples=100)
+@settings(FUZZ, max_examples=150)
 @given(RECIPES, st.sampled_from([0, 40, 1 << 20]))
 def test_cut_program_equals_its_jaxpr_bit_for_bit(recipe: Recipe, bucket_bytes: int) -> None:
     whole, leaves = traced(recipe)
@@ -56,7 +56,7 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(recipe: Recipe, bucket_bytes: 
 
 
 @seed(2)
-@settings(FUZZ, max_examples=80)
+@settings(FUZZ, max_examples=120)
 @given(RECIPES)
 def test_flat_jaxpr_equals_the_step_as_jax_traced_it(recipe: Recipe) -> None:
     """Inlining, deciding and splitting `cond` change no bit; what is never read is not even made."""
@@ -103,7 +103,7 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
         counts["bucket"] += len(flat.cut("whole", bucket_bytes=0).exchanges) > len(program.exchanges)
 
     count()
-    assert counts["exchange"] >= 50 and min(counts.values()) >= 2, counts
+    assert counts["exchange"] >= 50 and min(counts.values()) >= 2, str(counts)
 
 
 def test_results_are_those_of_vmap() -> None:

@@ -24,12 +24,11 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-def one_executable(step, state, batch):
+def one_executable(traced):
     """The same step with the same exchanges through the wire's lowering, fused by plain `jax.jit`."""
-    traced = decide(step.trace(state, batch), jax.tree.leaves(((state, batch), {})))
-    wire, coords = world.wire(), world.wire().coords(traced.axes)
+    coords = world.wire().coords(traced.axes)
     bound = compat.close(bind_axis_index(compat.open_jaxpr(traced.jaxpr)[0], coords))
-    fused = jax.jit(wire.lower(bound, traced.axes))
+    fused = jax.jit(world.wire().lower(bound, traced.axes))
     return lambda *args: jax.tree.unflatten(traced.out_tree, fused(*traced.consts, *jax.tree.leaves((args, {}))))
 
 
@@ -97,10 +96,14 @@ for row in ZOO:
     whole = jaxcross.crossover(function, axes=axes)
     parts = jaxcross.crossover(function, axes=axes, cut=2, bucket_bytes=64, donate_argnums=0)
     states, mine, split = [state] * size, state, copied(state)
+    whole_traced, executables = whole.trace(state, row.batch(rank, 0)), {}
     for n in range(row.steps):
         batch = row.batch(rank, n)
         what = f"{row.name}, step {n}"
-        fused = one_executable(whole, mine, batch)(mine, batch)
+        traced = decide(whole_traced, jax.tree.leaves(((mine, batch), {})))
+        if traced.choices not in executables:
+            executables[traced.choices] = one_executable(traced)
+        fused = executables[traced.choices](mine, batch)
         new, metrics = whole(mine, batch)
         split, split_metrics = parts(split, batch)
         try:
