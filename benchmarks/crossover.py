@@ -64,7 +64,7 @@ def main() -> int:
     result["speedup_over_sequential"] = medians["sequential"] / medians["crossover"]
     print(f"crossover over fused {result['speedup_over_fused']:.2f}x, over sequential "
           f"{result['speedup_over_sequential']:.2f}x; bound {result['bound_s_per_job_step']:.3f} s, "
-          f"efficiency {result['efficiency']:.3f}; {result['bytes_crossed'] / 1e6:.0f} MB crossed the link")  # fmt: skip
+          f"efficiency {result['efficiency']:.3f}; {result['bytes_crossed'] / 1e6:.0f} MB on the link")  # fmt: skip
     write_json(args.json, __doc__, result)
     return 0
 
@@ -104,7 +104,7 @@ def worker(args: Any) -> int:
     def run_fused(steps: int) -> None:
         for state, batch in zip(fresh(), batches, strict=True):
             for _ in range(steps):
-                state, metrics = fused(state, batch)  # noqa: PLW2901
+                state, metrics = fused(state, batch)
             jax.block_until_ready((state, metrics))
 
     def run_jaxcross(name: str, steps: int) -> None:

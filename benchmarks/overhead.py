@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--json FILE] [--smoke]
 
 Times: short runs of the plain step and of the cut one alternate; the figure is the difference of their medians, and the
-median of the differences of neighbouring runs. Host time a segment: calls that only dispatch. Memory: peak live bytes of
-the cut program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
+median of the differences of neighbouring runs. Host time a segment: calls that only dispatch. Memory: peak live bytes
+of the cut program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
         start = time.perf_counter()
         state, _ = step(state, batch)
         raw.append((time.perf_counter() - start) * 1e6)
-    return {"us_per_step": float(np.median(raw)), "segments": segments, "us_per_segment": float(np.median(raw)) / segments}
+    return {
+        "us_per_step": float(np.median(raw)),
+        "segments": segments,
+        "us_per_segment": float(np.median(raw)) / segments,
+    }
 
 
 def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:

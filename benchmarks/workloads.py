@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -99,7 +100,7 @@ def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
 
     def state(seed: int) -> Any:
         rng = np.random.default_rng(seed)
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = itertools.pairwise(sizes)
         params = [(jnp.asarray(rng.standard_normal(p) * 0.05, jnp.float32), jnp.zeros(p[1])) for p in pairs]
         return params, tx.init(params)
 
