@@ -15,8 +15,8 @@ from jax import lax
 
 from jaxcross.errors import CutError
 from jaxcross.program.trace import Traced, trace
-from jaxcross.step import _advise
 from jaxcross.testing_wire import LocalRanks
+from jaxcross.variant import _advise
 
 AXES = {"batch": 2}
 X = jnp.ones((4, 2))
