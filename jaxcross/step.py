@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import nnx
 from jaxcross._jax_compat import aval_of
-from jaxcross.errors import ExchangeError
-from jaxcross.program.agreement import disagreement
 from jaxcross.program.compile import Compiled, ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
-from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, step_name, trace
 from jaxcross.runtime import job as runtime
+from jaxcross.variant import Variant
 from jaxcross.world import World, current
 
 _log = logging.getLogger("jaxcross")
@@ -86,8 +80,8 @@ class Step:
         self.__name__ = step_name(step)
         self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
         self.donate, self.static = donate, static
-        self._roots = ExecutableCache()  # (structure, types) of the arguments -> _Node
-        self._last: tuple[Any, Any, _Node] | None = None
+        self._roots = ExecutableCache()  # (structure, types) of the arguments -> Variant
+        self._last: tuple[Any, Any, Variant] | None = None
         self.told: set[str] = set()  # loops whose exchanges were spoken of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,15 +91,13 @@ class Step:
             return nnx.call(self, args, kwargs)
         function, args = self._bind_static(args)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        compiled, first = self._compiled(world, function, args, kwargs, leaves, tree)
+        node = self._node(world, function, args, kwargs, leaves, tree)
         job = runtime.current_job()
         try:
             if job is not None:
-                return job.call(compiled, leaves)
+                return job.call(node.compiled_for(job), leaves)
             runtime.check_not_stray(self.__name__)
-            if first:
-                _agree(world, compiled.program)
-            return _alone(world, compiled, leaves)
+            return _alone(world, node.compiled or node.compiled_for(None), leaves)
         except Exception:
             self._check_alive(leaves, args, kwargs)
             raise
@@ -136,10 +128,10 @@ class Step:
         bound.static = tuple(fixed.items())  # type: ignore[attr-defined]
         return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
 
-    def _compiled(
+    def _node(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
         leaves: list[Any], tree: Any,
-    ) -> tuple[Compiled, bool]:  # fmt: skip
+    ) -> Variant:  # fmt: skip
         kinds = _kinds(leaves)
         static = getattr(function, "static", ())
         last = self._last
@@ -148,12 +140,13 @@ class Step:
         changed = last is not None
         key = (tree, static, tuple(kinds), id(world))
 
-        def make() -> _Node:
+        def make() -> Variant:
             if changed:
                 self._notice_change(last, kinds, args, kwargs)
-            return _Node(
-                traced=self._trace(world, function, args, kwargs), step=self, leaves=tuple(leaves), world=world
-            )
+            return Variant(
+                traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
+                told=self.told, leaves=tuple(leaves), world=world,
+            )  # fmt: skip
 
         node = self._roots.get(key, make)
         self._last = ((tree, static), kinds, node)
@@ -180,81 +173,6 @@ class Step:
                     f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the state"
                     " that the step returned, or leave it out of donate_argnums."
                 )
-
-
-@dataclass(slots=True)
-class _Node:
-    """A traced step and its executables; with a `cond` that the host decides, one child a branch."""
-
-    traced: Traced
-    step: Step
-    leaves: tuple[Any, ...]
-    world: World
-    children: ExecutableCache = field(default_factory=ExecutableCache)
-    predicate: Any = None
-    compiled: Compiled | None = None
-    used: bool = False
-
-    def __post_init__(self) -> None:
-        if self.traced.undecided is not None:
-            cpu = jax.local_devices(backend="cpu")[0]
-            evaluate = jax.jit(jaxpr_as_fun(self.traced.undecided.jaxpr))
-            positions = self.traced.undecided.inputs
-
-            def predicate(leaves: Sequence[Any]) -> int:
-                with jax.default_device(cpu):
-                    (index,) = evaluate(*(np.asarray(leaves[p]) for p in positions))
-                return int(index)
-
-            self.predicate = predicate
-            return
-        program = self.traced.cut(self.step.cut, bucket_bytes=self.step.bucket_bytes)
-        _advise(program, self.step.told)
-        self.compiled = program.compile(self.leaves, cache=self.world.executables)
-        self.leaves = ()
-
-    def choose(self, leaves: Sequence[Any]) -> tuple[Compiled, bool]:
-        """The executables for these arguments, and whether they are used for the first time."""
-        if self.compiled is not None:
-            first, self.used = not self.used, True
-            return self.compiled, first
-        index = min(max(self.predicate(leaves), 0), self.traced.undecided.branches - 1)  # type: ignore[union-attr]
-
-        def make() -> _Node:
-            return _Node(traced=self.traced.decide(index), step=self.step, leaves=tuple(leaves), world=self.world)
-
-        return self.children.get(index, make).choose(leaves)
-
-
-def _advise(program: Program, told: set[str]) -> None:
-    """Says what is legal but rarely meant; about one loop once, however often the step is compiled."""
-    if not program.exchanges:
-        axes = ", ".join(f"`{n}`" for n, _ in program.axes)
-        warnings.warn(
-            f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a train step, it lacks"
-            ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
-            stacklevel=2,
-        )
-    loops: dict[str, str] = {}
-    for x in program.exchanges:
-        if (loop := dict(x.params).get("loop")) is not None:
-            loops.setdefault(loop, x.source)
-    for loop, source in loops.items():
-        if loop in told:
-            continue
-        told.add(loop)
-        _log.warning(
-            "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
-            " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
-        )  # fmt: skip
-
-
-def _agree(world: World, program: Program) -> None:
-    """Makes sure that all ranks are about to make the same exchanges. Waits for all ranks; the same on each."""
-    own = program.exchange_hash()
-    low, high = world.control.allreduce_min(np.array([own, -own], np.int64))
-    if low != -high:
-        raise ExchangeError(disagreement(program.name, world.control.allgather_text(program.exchange_signature())))
 
 
 def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:

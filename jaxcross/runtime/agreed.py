@@ -141,7 +141,8 @@ class Agreed:
             if what == "end":
                 job.finished = True
                 outcomes.append(Outcome("ended", number))
-            elif self.stopping:
+            elif self.stopping and said.waiting:
+                # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
                 job.finished = True
                 outcomes.append(Outcome("stopped", number))
             elif what == "sync":

@@ -33,6 +33,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     if all(kind == "step" for kind, _ in parts):
         signatures = [body.partition("\n")[2] for _, body in parts]
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
+    if all(kind == "sync" for kind, _ in parts) and len({body.partition("\n")[0] for _, body in parts}) == 1:
+        signatures = [body.partition("\n")[2] for _, body in parts]
+        return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
     lines = [body.splitlines()[0] if body else "was busy" for _, body in parts]
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     return JobError(

@@ -278,7 +278,7 @@ class Interleaver:
 
     def _has_something_to_say(self, job: int) -> bool:
         mine = self._jobs[job]
-        if mine.failed is not None or self._stop:
+        if mine.failed is not None or (self._stop and not self.agreed.stopping):
             return True
         if mine.point is None or mine.point.kind != "batch":
             return mine.point is not None

@@ -100,6 +100,7 @@ class JobContext:
         self._number = -1
         self._counted: str | None = None
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
+        self._programs: dict[int, Program] = {}
         self._feeds: list[Feed] = []
         self._logged: deque[tuple[int, Any]] = deque()
 
@@ -166,6 +167,12 @@ class JobContext:
             )  # fmt: skip
 
     # For `jaxcross.step`.
+
+    def first_use(self, program: Program) -> bool:
+        """Whether this job has not asked about `program` before. The same on every rank."""
+        new = id(program) not in self._programs
+        self._programs[id(program)] = program  # keeps it alive, hence its id unique
+        return new
 
     def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:
         """One step of a `crossover` function in this job: waits until its last segment was dispatched.

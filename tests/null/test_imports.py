@@ -37,7 +37,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "jaxcross.commands.doctor": (),
     "jaxcross.commands.launch": (),
 }  # fmt: skip
-for _pure in ("agreed", "events", "interleaver", "link", "messages", "outline", "policy", "simulator", "vote"):
+for _pure in (
+    "agreed", "events", "interleaver", "invariants", "link", "local", "messages", "outline", "policy", "simulator",
+    "vote",
+):  # fmt: skip
     FORBIDDEN[f"jaxcross.runtime.{_pure}"] = (
         *FORBIDDEN["jaxcross.runtime"],
         "jax",

@@ -105,15 +105,22 @@ def test_a_call_after_the_job_failed_raises_at_once():
     assert m.Raised(0) in feed(one, m.StepCalled(0, PLAIN))
 
 
-def test_stop_ends_every_job_between_steps():
-    one = Interleaver(2, RoundRobin())
+def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_them():
+    one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
-    out = vote(one, feed(one, m.StepCalled(0, PLAIN), m.StopRequested()))
-    while not any(isinstance(i, m.Finish) for i in out):  # the first vote may have been cast before the stop
-        out = vote(one, out) if "CastVote" in kinds(out) else feed(one, m.SegmentDispatched(0, 1, 0))
-        if any(isinstance(i, m.RunExchange) for i in out):
-            out = feed(one, m.ExchangeDone(0, 1))
-    assert [i.how for i in out if isinstance(i, m.JobFinished)] == ["stopped", "stopped"]
+    vote(one, feed(one, m.StepCalled(0, PLAIN)))
+    feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0), m.StopRequested())
+    # One vote commits the step and hears of the stop. The step's inputs are given away: the job must get its outputs.
+    out = vote(one, feed(one, m.ExchangeDone(0, 1)))
+    assert "JobFinished" not in kinds(out)
+    assert m.Dispatch(0, 1, 1, 2) in out
+    assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
+    # Meanwhile the lane is patient, not hot; the job is stopped when it calls again.
+    out = vote(one, feed(one, m.PatienceElapsed()))
+    assert kinds(out) == ["BePatient"]
+    out = vote(one, feed(one, m.StepCalled(0, PLAIN)))
+    assert m.JobFinished(0, "stopped") in out
+    assert m.Raised(0) in out
     assert one.step(0) == 1
 
 

@@ -1,0 +1,140 @@
+"""What becomes of a step for one set of argument types: its program, agreed by all ranks, then its executables."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program.agreement import disagreement
+from jaxcross.program.compile import Compiled, ExecutableCache
+from jaxcross.program.cut import Cut
+from jaxcross.program.flatten import Predicate
+from jaxcross.program.segments import Program
+from jaxcross.program.trace import Traced
+from jaxcross.runtime import job as runtime
+from jaxcross.world import Control, World
+
+_log = logging.getLogger("jaxcross")
+
+
+@dataclass(slots=True)
+class Variant:
+    """A traced step, its program and its executables; with a `cond` that the host decides, one child a branch.
+
+    Attributes:
+        traced: The step for one set of argument types.
+        cut, bucket_bytes: As given to `crossover`.
+        told: Loops whose exchanges were spoken of; shared by all variants of a step.
+        leaves: Arguments to compile for; dropped then.
+        world: Whose communicators and executables.
+    """
+
+    traced: Traced
+    cut: Cut
+    bucket_bytes: int
+    told: set[str]
+    leaves: tuple[Any, ...]
+    world: World
+    children: ExecutableCache = field(default_factory=ExecutableCache)
+    predicate: Callable[[Sequence[Any]], int] | None = None
+    program: Program | None = None
+    compiled: Compiled | None = None
+    agreed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        if self.traced.undecided is not None:
+            self.predicate = _on_host(self.traced.undecided)
+            return
+        self.program = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
+        _advise(self.program, self.told)
+
+    def choose(self, leaves: Sequence[Any]) -> Variant:
+        """The node whose program these arguments run."""
+        if self.predicate is None:
+            return self
+        index = self.predicate(leaves)
+
+        def make() -> Variant:
+            return Variant(
+                traced=self.traced.decide(index), cut=self.cut, bucket_bytes=self.bucket_bytes, told=self.told,
+                leaves=tuple(leaves), world=self.world,
+            )  # fmt: skip
+
+        return self.children.get(index, make).choose(leaves)
+
+    def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
+        """The executables, once all ranks are known to want the same exchanges. Waits for them at a job's first use.
+
+        The ranks agree before anything is compiled, because compiling makes communicators, for which every member must
+        come. They agree job by job: which of two like jobs compiles first may differ between ranks.
+        """
+        program = self.program
+        assert program is not None
+        if job is None:
+            if not self.agreed:
+                _agree(self.world.control, program)
+                self.agreed = True
+        elif program.exchanges and job.first_use(program):
+            # The label is compared by all ranks: behind its first line it holds all that they must have in common.
+            job.together(f"first call of `{program.name}`\n{program.exchange_signature()}", lambda _: None)
+        if self.compiled is not None:
+            return self.compiled
+        with nullcontext() if job is None else job.measure("compile", program.name), self.lock:
+            compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
+            self.compiled, self.leaves = compiled, ()
+        return compiled
+
+
+def _on_host(undecided: Predicate) -> Callable[[Sequence[Any]], int]:
+    """The predicate of a `cond` as a function of the flat arguments, computed on the host's CPU device."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    evaluate = jax.jit(jaxpr_as_fun(undecided.jaxpr))
+
+    def predicate(leaves: Sequence[Any]) -> int:
+        with jax.default_device(cpu):
+            (index,) = evaluate(*(np.asarray(leaves[p]) for p in undecided.inputs))
+        return min(max(int(index), 0), undecided.branches - 1)
+
+    return predicate
+
+
+def _advise(program: Program, told: set[str]) -> None:
+    """Says what is legal but rarely meant; about one loop once, however often the step is compiled."""
+    if not program.exchanges:
+        axes = ", ".join(f"`{n}`" for n, _ in program.axes)
+        warnings.warn(
+            f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a train step, it lacks"
+            ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
+            stacklevel=2,
+        )
+    loops: dict[str, str] = {}
+    for x in program.exchanges:
+        if (loop := dict(x.params).get("loop")) is not None:
+            loops.setdefault(loop, x.source)
+    for loop, source in loops.items():
+        if loop in told:
+            continue
+        told.add(loop)
+        _log.warning(
+            "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
+            " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
+        )  # fmt: skip
+
+
+def _agree(control: Control, program: Program) -> None:
+    """Makes sure that all ranks are about to make the same exchanges. Waits for all ranks; the same on each."""
+    own = program.exchange_hash()
+    low, high = control.allreduce_min(np.array([own, -own], np.int64))
+    if low != -high:
+        raise ExchangeError(disagreement(program.name, control.allgather_text(program.exchange_signature())))
