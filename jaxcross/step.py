@@ -11,8 +11,9 @@ import jax
 
 from jaxcross import nnx
 from jaxcross._jax_compat import aval_of
-from jaxcross.program.compile import Compiled, ExecutableCache
+from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
+from jaxcross.program.execution import Compiled
 from jaxcross.program.trace import Traced, step_name, trace
 from jaxcross.runtime import job as runtime
 from jaxcross.variant import Variant
@@ -97,7 +98,7 @@ class Step:
             if job is not None:
                 return job.call(node.compiled_for(job), leaves)
             runtime.check_not_stray(self.__name__)
-            return _alone(world, node.compiled or node.compiled_for(None), leaves)
+            return _alone(world, node.compiled_for(None), leaves)
         except Exception:
             self._check_alive(leaves, args, kwargs)
             raise

@@ -16,8 +16,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.errors import ExchangeError
 from jaxcross.program.agreement import disagreement
-from jaxcross.program.compile import Compiled, ExecutableCache
+from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import Cut
+from jaxcross.program.execution import Compiled
 from jaxcross.program.flatten import Predicate
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
@@ -82,7 +83,8 @@ class Variant:
         program = self.program
         assert program is not None
         if job is None:
-            if not self.agreed:
+            # Which branch the host takes may differ between ranks where it was told different things: ask each time.
+            if not self.agreed or self.traced.choices:
                 _agree(self.world.control, program)
                 self.agreed = True
         elif program.exchanges and job.first_use(program):

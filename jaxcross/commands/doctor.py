@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -90,6 +89,7 @@ def exit_code(checks: Sequence[Check]) -> int:
 def look() -> Findings:
     """Ask the machine. Each question runs in a process of its own, with a time limit."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command
+    from jaxcross.lab import available as no_lab
     from jaxcross.world import pool
 
     mpirun = find_mpirun()
@@ -111,7 +111,7 @@ def look() -> Findings:
         cores=pool.cores(),
         machine_cores=os.cpu_count() or 1,
         pool=pool.effective(os.environ, pool.needed(pool.cores(), 1)),
-        namespaces=_namespaces(),
+        namespaces=no_lab() is None,
     )
 
 
@@ -215,19 +215,6 @@ def _ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
 
 def _failed(error: str) -> dict[str, Any]:
     return {name: {"error": error} for name in ("mpi", "mpi4jax", "jax", "exchange")}
-
-
-def _namespaces() -> bool:
-    """Whether a network namespace can be made, with or without being root."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return False
-    options = ["--net", "--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--net", "--mount"]
-    try:
-        done = subprocess.run([unshare, *options, "true"], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
 def _escaped(text: str) -> str:

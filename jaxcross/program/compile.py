@@ -19,7 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Program, Segment, Wire, segment_digest
+from jaxcross.program.digest import segment_digest
+from jaxcross.program.execution import Compiled, Runnable
+from jaxcross.program.segments import Program, Segment, Wire
 
 
 class ExecutableCache:
@@ -45,123 +47,6 @@ class ExecutableCache:
 class _Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     value: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runnable:
-    """One compiled segment.
-
-    Attributes:
-        call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
-            so that its end can be waited for whatever became of the others.
-        device: Where a collective segment runs; None for compute.
-        moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
-        shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
-    """
-
-    segment: Segment
-    call: Any
-    device: Any = None
-    moves: bool = False
-    shardings: tuple[Any, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A program whose segments are executables. Immutable; shared by all steps of all like jobs."""
-
-    program: Program
-    runnables: tuple[Runnable, ...]
-    constants: tuple[Any, ...]
-    out_tree: Any
-
-    def execution(self, inputs: Sequence[Any]) -> Execution:
-        """One step in flight. `inputs` are the flat arguments of the step, constants not among them."""
-        return Execution(self, inputs)
-
-    def memory_bytes(self) -> dict[str, int]:
-        """XLA's own figures, summed over segments: `temporaries`, `outputs`, `arguments`, in bytes."""
-        stats = [a for r in self.runnables if (a := r.call.memory_analysis()) is not None]
-        return {
-            "temporaries": max((s.temp_size_in_bytes for s in stats), default=0),
-            "outputs": sum(s.output_size_in_bytes - s.alias_size_in_bytes for s in stats),
-            "arguments": sum(self.program.values[v].nbytes for v in self.program.inputs),
-        }
-
-    def peak_live_bytes(self) -> int:
-        """Most bytes alive at once in one step: inputs, values between segments, and XLA's temporaries.
-
-        Follows the hand-overs of the program and XLA's buffer assignment of each executable; donated buffers count
-        once.
-        """
-        program = self.program
-        alive = {v: program.values[v].nbytes for v in program.inputs}
-        peak = sum(alive.values())
-        for runnable in self.runnables:
-            segment, stats = runnable.segment, runnable.call.memory_analysis()
-            made = sum(program.values[v].nbytes for v in segment.outputs)
-            extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-            peak = max(peak, sum(alive.values()) + extra)
-            for v in segment.dies:
-                if v not in program.inputs or v in program.donated:
-                    alive.pop(v, None)
-            alive.update({v: program.values[v].nbytes for v in segment.outputs})
-        return peak
-
-
-class Execution:
-    """One step of one job in flight: the values that are alive, and how to run the next segment.
-
-    Segments may be run from different threads, each after the segments that it reads.
-    """
-
-    __slots__ = ("_compiled", "_env", "_fences")
-
-    def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
-        self._compiled = compiled
-        self._env: dict[int, Any] = dict(zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True))
-        self._fences: dict[int, Any] = {}
-
-    def run(self, index: int) -> None:
-        """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
-        runnable = self._compiled.runnables[index]
-        segment, env = runnable.segment, self._env
-        args = [env[v] for v in segment.inputs]
-        if runnable.moves:
-            args = [_one_copy(x, runnable.device) for x in args]
-        outs = runnable.call(*args)
-        if runnable.device is None:
-            self._fences[index] = outs[-1]
-        elif runnable.shardings is not None:
-            outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
-        for v in segment.dies:
-            del env[v]
-        env.update(zip(segment.outputs, outs, strict=False))
-        if runnable.device is not None:
-            self._fences[index] = outs
-
-    def wait_inputs(self, index: int) -> None:
-        """Blocks until what a segment reads is computed. Raises the device's error."""
-        env = self._env
-        jax.block_until_ready([env[v] for v in self._compiled.program.segments[index].inputs])
-
-    def wait_outputs(self, index: int) -> None:
-        """Blocks until a segment that was run has ended. Raises the device's error."""
-        jax.block_until_ready(self._fences.pop(index))
-
-    def zero_inputs(self, index: int) -> None:
-        """Replaces all that a collective segment reads by zeros: the commit rule after a failure on this rank."""
-        program, device = self._compiled.program, self._compiled.runnables[index].device
-        segment = program.segments[index]
-        for v, var in zip(segment.inputs, segment.jaxpr.jaxpr.invars, strict=True):
-            with jax.default_device(device):  # random keys included, which NumPy cannot make
-                zeros = jax.lax.full(var.aval.shape, 0, var.aval.dtype)
-            self._env[v] = jax.device_put(zeros, device)
-
-    def outputs(self) -> Any:
-        """The step's results as the user wrote them, once every segment was run. Does not wait for them."""
-        program = self._compiled.program
-        return jax.tree.unflatten(self._compiled.out_tree, [self._env[v] for v in program.outputs])
 
 
 def compile_program(
@@ -342,15 +227,6 @@ def _sharding(value: Any) -> Any:
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
         return None
     return value.sharding
-
-
-def _one_copy(value: Any, device: Any) -> Any:
-    """One copy of a value on the host device; no copy is made where it is there already."""
-    if not isinstance(value, jax.Array):
-        return value
-    if value.sharding.is_fully_replicated:
-        value = value.addressable_data(0)
-    return value if value.devices() == {device} else jax.device_put(value, device)
 
 
 def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:

@@ -1,23 +1,21 @@
 """The IR: a program is a list of segments and the values that flow between them.
 
-It prints (`str(program)`), parses (`parse`), checks itself (`Program.verify`) and hashes itself twice: `digest`
-keys the executable cache of one rank, `exchange_signature` is what all ranks must agree on before the first step.
+It prints (`str(program)`), parses (`jaxcross.program.text.parse`), checks itself (`Program.verify`) and hashes itself
+twice: `digest` keys the executable cache of one rank, `exchange_signature` is what all ranks must agree on before the
+first step.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from jaxcross import _jax_compat as compat
 from jaxcross.errors import InternalError
 
 Kind = Literal["compute", "collective"]
@@ -286,75 +284,9 @@ class Program:
 
     def digest(self) -> str:
         """Hash of structure, shapes, literals and equations on this rank: equal digests share executables."""
+        from jaxcross.program.digest import segment_digest
+
         return hashlib.sha256("\n".join([self.text(), *map(segment_digest, self.segments)]).encode()).hexdigest()
-
-
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})  # hold rules of derivatives that have been taken already
-
-
-def segment_digest(segment: Segment) -> str:
-    """Hash of what a segment computes, whatever its values are called."""
-    body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
-    digest = hashlib.sha256(_ADDRESS.sub("0x", body).encode())
-    if segment.jaxpr is not None:
-        for part in _unprinted(segment.jaxpr):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _unprinted(jaxpr: Any) -> Iterator[bytes]:
-    """What the text of a jaxpr leaves out: constants of jaxprs inside it, and which function a callback calls."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name not in _CUSTOM:
-            yield from (text.encode() for v in eqn.params.values() if callable(v) and " at 0x" in (text := repr(v)))
-        for inner in compat.sub_jaxprs(eqn):
-            for const in compat.open_jaxpr(inner)[1]:
-                yield compat.bytes_of(const)
-            yield from _unprinted(inner)
-
-
-def parse(text: str) -> Program:
-    """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() == p.text()`.
-
-    Raises:
-        ValueError: A line is not understood; says which.
-    """
-    head: dict[str, str] = {}
-    segments: list[dict[str, Any]] = []
-    values: list[Aval] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            if line.startswith("    "):
-                segments[-1]["exchanges"].append(_parse_exchange(line.strip()))
-            elif line.startswith("value "):
-                values.append(_parse_aval(line.split(" ", 2)[2]))
-            elif line[:1].isdigit():
-                left, flow, dies = line.split(" | ")
-                index, kind = left.split()[:2]
-                if kind not in ("compute", "collective"):
-                    raise ValueError(f"unknown kind `{kind}`")
-                inputs, outputs = flow.split(" -> ")
-                segments.append({
-                    "index": int(index), "kind": kind, "inputs": _parse_ranges(inputs),
-                    "outputs": _parse_ranges(outputs), "dies": _parse_ranges(dies.removeprefix("dies ")),
-                    "exchanges": [],
-                })  # fmt: skip
-            else:
-                key, _, rest = line.partition(" ")
-                head[key] = rest
-        except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"line {number} of the program is not understood: `{line}` ({error})") from error
-    missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - head.keys()
-    if missing:
-        raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
-    axes = tuple((n, int(s)) for n, s in (item.split("=") for item in head["axes"].split()))
-    return Program(
-        name=head["program"], axes=axes, values=tuple(values), inputs=_parse_ranges(head["inputs"]),
-        outputs=_parse_ranges(head["outputs"]), constants=int(head["constants"]),
-        donated=frozenset(_parse_ranges(head["donated"])),
-        segments=tuple(Segment(**{**s, "exchanges": tuple(s["exchanges"])}) for s in segments),
-    )  # fmt: skip
 
 
 def itemsize(dtype: str) -> int:
@@ -382,36 +314,3 @@ def _ranges(ids: Sequence[int]) -> str:
         else:
             parts.append([i, i])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
-
-
-def _parse_ranges(text: str) -> tuple[int, ...]:
-    if text.strip() == "-":
-        return ()
-    out: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
-    return tuple(out)
-
-
-_AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-_EXCHANGE = re.compile(r"(?P<op>\S+) (?P<axes>\S*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$")
-_PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
-
-
-def _parse_aval(text: str) -> Aval:
-    match = _AVAL.match(text)
-    if match is None:
-        raise ValueError("no type like float32[8,8]")
-    shape = tuple(int(n) for n in match["shape"].split(",") if n)
-    return Aval(shape=shape, dtype=match["dtype"], weak_type=bool(match["weak"]))
-
-
-def _parse_exchange(text: str) -> Exchange:
-    match = _EXCHANGE.match(text)
-    if match is None:
-        raise ValueError("no exchange like `psum batch float32[8]`")
-    params = tuple((name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"]))
-    shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
-    axes = tuple(a for a in match["axes"].split(",") if a)
-    return Exchange(op=match["op"], axes=axes, dtype=match["dtype"], shape=shape, params=params)

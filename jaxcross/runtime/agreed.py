@@ -58,6 +58,9 @@ class SharedJob:
     streams: dict[int, Stream] = field(default_factory=dict)
 
 
+_OPENING_VOTES = 16  # about half a second of patience
+
+
 class Agreed:
     """Merges the jobs' exchanges, one at a time, and places the votes between them."""
 
@@ -68,6 +71,7 @@ class Agreed:
         self.commit: int | None = None  # the job whose step's last exchange was just made
         self.voted = False  # since the last exchange
         self.stopping = False
+        self.opening = _OPENING_VOTES  # votes that may still wait for every job's first step before the first exchange
         self.queue: deque[Slot] = deque()  # comparisons and syncs: they go before everything but a commit
 
     def running(self) -> tuple[int, ...]:
@@ -87,6 +91,9 @@ class Agreed:
         job = self.policy.next(self.turn, running, len(self.jobs))
         if not pending:
             return Slot("vote", job, lazy=True)
+        if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
+            # Once the first exchange is under way, a job that comes just after it waits for its whole length.
+            return Slot("vote", late[0], lazy=True)
         if not self.jobs[job].remaining:
             # An idle job's turn: ask at once whether it has come back, but never twice between two exchanges.
             if not self.voted:
@@ -101,7 +108,7 @@ class Agreed:
         remaining = self.jobs[job].remaining
         assert remaining
         remaining.popleft()
-        self.turn, self.voted = job, False
+        self.turn, self.voted, self.opening = job, False, 0
         if not remaining:
             self.commit = job
 
@@ -114,6 +121,8 @@ class Agreed:
         "end", "sync" or "batch". Read only for jobs that wait at the same point on all ranks, hence equal on all.
         """
         committing, self.commit, self.voted = self.commit, None, True
+        if any(job.remaining for job in self.jobs):
+            self.opening = max(self.opening - 1, 0)
         self.stopping |= verdict.stop
         outcomes: list[Outcome] = []
         running = self.running()

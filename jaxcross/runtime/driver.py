@@ -30,7 +30,7 @@ class Stopped(BaseException):
 
 
 class Execution(Protocol):
-    """One step of one job in flight; see `jaxcross.program.compile.Execution`."""
+    """One step of one job in flight; see `jaxcross.program.execution.Execution`."""
 
     def run(self, index: int) -> None: ...
     def wait_inputs(self, index: int) -> None: ...

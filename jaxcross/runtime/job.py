@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxcross.errors import JobError
-from jaxcross.program.compile import Compiled
+from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver, Stopped
 from jaxcross.runtime.events import Listeners, Span, SpanKind

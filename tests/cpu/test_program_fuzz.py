@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from random_steps import RECIPES, Recipe, arguments, build
 
-from jaxcross.program.segments import parse
+from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing_wire import LocalRanks, decide, run_jaxpr, run_program
 

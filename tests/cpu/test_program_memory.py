@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxcross.program.compile import Compiled, ExecutableCache, Execution
+from jaxcross.program.compile import ExecutableCache
+from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
 

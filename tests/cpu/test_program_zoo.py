@@ -8,7 +8,7 @@ import jax
 import pytest
 from zoo import ZOO, Row, assert_close
 
-from jaxcross.program.segments import parse
+from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing_wire import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
 

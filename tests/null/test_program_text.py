@@ -10,7 +10,8 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.program.agreement import disagreement
-from jaxcross.program.segments import Aval, Exchange, Program, Segment, human_bytes, parse
+from jaxcross.program.segments import Aval, Exchange, Program, Segment, human_bytes
+from jaxcross.program.text import parse
 
 MATRIX = Aval(shape=(4, 2), dtype="float32")
 SUM = Exchange(op="psum", axes=("batch",), dtype="float32", shape=(4, 2), source="step.py:3 (step)")
