@@ -4,7 +4,8 @@ import pytest
 
 CASES = [
     "crossover_equals_alone", "unlike_lengths_of_data", "evaluation_beside_training", "failure_of_one_job",
-    "unlike_exchanges", "stray_threads", "interrupt", "emulated_link",
+    "unlike_exchanges", "unlike_exchanges_alone", "unlike_numbers_of_steps", "data_that_raises_on_one_rank",
+    "stray_threads", "interrupt", "emulated_link",
 ]  # fmt: skip
 
 

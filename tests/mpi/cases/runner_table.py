@@ -162,6 +162,66 @@ def unlike_exchanges():
     assert good.step == 4
 
 
+def unlike_exchanges_alone():
+    """Without a runner, too: the ranks compare before anything is compiled, and can go on afterwards."""
+    if WORLD.size == 1:
+        return
+    step = jaxcross.crossover(lambda b: jax.lax.pmean(b, "batch"), axes="batch")
+    with pytest.raises(
+        jaxcross.ExchangeError, match=r"^ranks 0 and 1 exchange different things in `<lambda>`: "
+    ) as error:
+        step(jnp.ones(2 + (WORLD.rank == 1)))
+    assert "rank 0: psum batch float32[2]" in str(error.value)
+    assert "rank 1: psum batch float32[3]" in str(error.value)
+    same(step(jnp.ones(4)), jnp.ones(4))
+
+
+def unlike_numbers_of_steps():
+    if WORLD.size == 1:
+        return
+    step = make_step()
+
+    def fn(job):
+        state = job.restore(init(0.1))
+        for batch in data(3 if WORLD.rank == 0 else 2):  # not `job.batches`, which would end both
+            state, _ = step(state, batch)
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=step, rate=0.2, n=4)
+    with pytest.raises(
+        JobError, match=r"^Job `bad` does different things on different ranks after step 2: rank 0 called"
+    ):
+        runner.run()
+    assert bad.step == 2
+    same(good.state, alone(step, 0.2, 4))
+
+
+def data_that_raises_on_one_rank():
+    step, last = make_step(), WORLD.size - 1
+
+    def broken():
+        yield from data(2)
+        if WORLD.rank == last:
+            raise OSError("disk gone")
+        yield from data(2)
+
+    def fn(job):
+        state = job.restore(init(0.1))
+        for batch in job.batches(broken()):
+            state, _ = step(state, batch)
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=step, rate=0.2, n=4)
+    with pytest.raises(
+        JobError, match=rf"^Job `bad` failed on rank {last} after .*OSError: disk gone \(raised by the data"
+    ):
+        runner.run()
+    assert bad.step == 2
+    same(good.state, alone(step, 0.2, 4))
+
+
 def stray_threads():
     step, caught = make_step(), []
 
@@ -218,7 +278,8 @@ def emulated_link():
 
 CASES = [
     crossover_equals_alone, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job, unlike_exchanges,
-    stray_threads, interrupt, emulated_link,
+    unlike_exchanges_alone, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
+    emulated_link,
 ]  # fmt: skip
 
 for case in CASES:
