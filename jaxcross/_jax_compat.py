@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import array as _array
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
@@ -20,6 +21,8 @@ from jax.extend import core as _excore
 Var = _excore.Var
 Literal = _excore.Literal
 DropVar = _core.DropVar
+Tracer = _core.Tracer
+ArrayImpl = _array.ArrayImpl
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

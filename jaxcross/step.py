@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxcross import nnx
-from jaxcross._jax_compat import aval_of
+from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.execution import Compiled
@@ -83,6 +83,8 @@ class Step:
         self.donate, self.static = donate, static
         self._roots = ExecutableCache()  # (structure, types) of the arguments -> Variant
         self._last: tuple[Any, Any, Variant] | None = None
+        self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
+        self._calls = 0  # outside a runner
         self.told: set[str] = set()  # loops whose exchanges were spoken of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,20 +94,28 @@ class Step:
             return nnx.call(self, args, kwargs)
         function, args = self._bind_static(args)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        self._check_leaves(leaves, args, kwargs)
         node = self._node(world, function, args, kwargs, leaves, tree)
         job = runtime.current_job()
-        try:
-            if job is not None:
-                return job.call(node.compiled_for(job), leaves)
-            runtime.check_not_stray(self.__name__)
-            return _alone(world, node.compiled_for(None), leaves)
-        except Exception:
-            self._check_alive(leaves, args, kwargs)
-            raise
+        if job is not None:
+            return job.call(node.compiled_for(job), leaves)
+        runtime.check_not_stray(self.__name__)
+        self._calls += 1
+        if node is not self._agreed or node.traced.choices:
+            # Which branch the host takes may differ between ranks where it was told different things: ask each time.
+            node.agree(self._calls)
+            self._agreed = node
+        return _alone(world, node.compiled_for(None), leaves, self._calls)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method, the step gets its instance as the first argument."""
+        return self if instance is None else partial(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step traced for these arguments. Does not compile, wait or communicate."""
         world = current()
+        if nnx.holds_objects(args, kwargs):
+            return nnx.trace(self, args, kwargs)
         function, args = self._bind_static(args)
         return self._trace(world, function, args, kwargs)
 
@@ -113,6 +123,11 @@ class Step:
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Traced:
         mesh = world.mesh(self.axes)
+        if bad := [n for n in self.donate if not 0 <= n < len(args) + len(self.static) or n in self.static]:
+            raise ValueError(
+                f"donate_argnums of `{self.__name__}` names argument {bad[0]}, but it was called with"
+                f" {len(args) + len(self.static)} positional arguments, and static ones cannot be donated."
+            )
         donate = [n - sum(s < n for s in self.static) for n in self.donate]
         return trace(function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate)
 
@@ -165,18 +180,24 @@ class Step:
             self._noticed = True
             _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, where)
 
-    def _check_alive(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
-        # Asked only once something went wrong. An array that this very call gave away is gone after its last exchange.
+    def _check_leaves(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
+        # On the path of every step: asking an array's exact type costs a tenth of asking whether it is a jax.Array.
         for n, leaf in enumerate(leaves):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
-                raise ValueError(
-                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the state"
-                    " that the step returned, or leave it out of donate_argnums."
+            if type(leaf) is ArrayImpl:
+                if leaf.is_deleted():
+                    path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
+                    raise ValueError(
+                        f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the"
+                        " state that the step returned, or leave it out of donate_argnums."
+                    )
+            elif isinstance(leaf, Tracer):
+                raise TypeError(
+                    f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the host"
+                    " and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
                 )
 
 
-def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
+def _alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
     """One step without lanes: segments in program order from this thread."""
     execution = compiled.execution(leaves)
     for segment in compiled.program.segments:
@@ -184,7 +205,7 @@ def _alone(world: World, compiled: Compiled, leaves: Sequence[Any]) -> Any:
             execution.run(segment.index)
             continue
         execution.wait_inputs(segment.index)
-        with world.watching(job=compiled.program.name, step=0, segment=segment.index, what=segment.exchanges[0].op):
+        with world.watching(job=compiled.program.name, step=step, segment=segment.index, what=segment.exchanges[0].op):
             execution.run(segment.index)
             execution.wait_outputs(segment.index)
     return execution.outputs()

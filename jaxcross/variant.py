@@ -23,7 +23,7 @@ from jaxcross.program.flatten import Predicate
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
-from jaxcross.world import Control, World
+from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
 
@@ -50,12 +50,11 @@ class Variant:
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
     compiled: Compiled | None = None
-    agreed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         if self.traced.undecided is not None:
-            self.predicate = _on_host(self.traced.undecided)
+            self.predicate, self.leaves = _on_host(self.traced.undecided), ()
             return
         self.program = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
         _advise(self.program, self.told)
@@ -74,20 +73,33 @@ class Variant:
 
         return self.children.get(index, make).choose(leaves)
 
-    def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
-        """The executables, once all ranks are known to want the same exchanges. Waits for them at a job's first use.
+    def agree(self, call: int) -> None:
+        """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
 
-        The ranks agree before anything is compiled, because compiling makes communicators, for which every member must
-        come. They agree job by job: which of two like jobs compiles first may differ between ranks.
+        Raises:
+            ExchangeError: They are not; on every rank.
+        """
+        program, control = self.program, self.world.control
+        assert program is not None
+        if not program.exchanges:
+            return
+        own = program.exchange_hash()
+        with self.world.watching(job=program.name, step=call, segment=-1, what="agreement"):
+            low, high = control.allreduce_min(np.array([own, -own], np.int64))
+            if low != -high:
+                texts = control.allgather_text(program.exchange_signature())
+                raise ExchangeError(disagreement(program.name, texts))
+
+    def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
+        """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
+
+        The ranks agree (without a job: by `agree`) before anything is compiled, because compiling makes communicators,
+        for which every member must come. Jobs agree each for themselves: which of two like jobs compiles first may
+        differ between ranks.
         """
         program = self.program
         assert program is not None
-        if job is None:
-            # Which branch the host takes may differ between ranks where it was told different things: ask each time.
-            if not self.agreed or self.traced.choices:
-                _agree(self.world.control, program)
-                self.agreed = True
-        elif program.exchanges and job.first_use(program):
+        if job is not None and program.exchanges and job.first_use(program):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
             job.together(f"first call of `{program.name}`\n{program.exchange_signature()}", lambda _: None)
         if self.compiled is not None:
@@ -132,11 +144,3 @@ def _advise(program: Program, told: set[str]) -> None:
             "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
             " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
         )  # fmt: skip
-
-
-def _agree(control: Control, program: Program) -> None:
-    """Makes sure that all ranks are about to make the same exchanges. Waits for all ranks; the same on each."""
-    own = program.exchange_hash()
-    low, high = control.allreduce_min(np.array([own, -own], np.int64))
-    if low != -high:
-        raise ExchangeError(disagreement(program.name, control.allgather_text(program.exchange_signature())))

@@ -212,12 +212,13 @@ def _aliasable(program: Program, segment: Segment) -> tuple[int, ...]:
     free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
     allowed = program.donates(segment)
     taken = []
-    for position, v in enumerate(segment.inputs):
+    # The user's own first: they said that theirs go, and are told when they use one again.
+    for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in program.inputs):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
             free[kind] -= 1
             taken.append(position)
-    return tuple(taken)
+    return tuple(sorted(taken))
 
 
 def _sharding(value: Any) -> Any:

@@ -63,7 +63,7 @@ class Flattener:
     _like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
-    _holds: dict[int, bool] = field(default_factory=dict)
+    _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
     def run(self, closed: Any) -> list[Any]:
         """Emits the equations of `closed` over `self.invars`; returns its results as atoms."""
@@ -107,10 +107,11 @@ class Flattener:
         return list(outs)
 
     def _has_exchange(self, jaxpr: Any) -> bool:
-        key = id(jaxpr)  # inner jaxprs live as long as the traced one
+        key = id(jaxpr)
         if key not in self._holds:
-            self._holds[key] = holds_exchange(jaxpr, self.axes, self.wire)
-        return self._holds[key]
+            # The jaxpr is kept, so that its id stays its own.
+            self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
+        return self._holds[key][1]
 
     def _check_shard_map(self, eqn: Any, args: Sequence[Any]) -> None:
         (inner,) = (compat.open_jaxpr(j)[0] for j in compat.sub_jaxprs(eqn))
@@ -142,7 +143,8 @@ class Flattener:
             atom = stack.pop()
             if isinstance(atom, compat.Literal):
                 continue
-            if atom.aval.shape != () or jnp.issubdtype(atom.aval.dtype, jnp.floating):
+            integer = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
+            if atom.aval.shape != () or not integer:
                 return None
             if atom in producer:
                 eqn = producer[atom]

@@ -91,7 +91,8 @@ class World:
                 group = self._base.Get_group().Incl(ranks)
                 # MPI tells concurrent creations over one parent apart by their tag alone.
                 tag = zlib.crc32(repr(key).encode()) % 2**20
-                slot.comm = self._base.Create_group(group, tag)
+                with self.watching(job="", step=0, segment=-1, what=f"making a communicator of ranks {ranks}"):
+                    slot.comm = self._base.Create_group(group, tag)
                 group.Free()
         return slot.comm
 
@@ -128,4 +129,5 @@ class World:
 
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
-        return (check_equal if mode == "check" else broadcast)(state, self._base)
+        with self.watching(job="", step=0, segment=-1, what="state check"):
+            return (check_equal if mode == "check" else broadcast)(state, self._base)
