@@ -8,22 +8,18 @@ alternately in one run. On one rank the all-reduces are local copies, so that th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from workloads import parser, write_json
 
 OPERATIONS = (1, 20)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write medians, raw numbers and versions here")
-    parser.add_argument("--smoke", action="store_true", help="a few calls only: does it run?")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     rounds, calls = (3, 5) if args.smoke else (40, 100)
 
     from jaxcross.world import initialize
@@ -40,8 +36,7 @@ def main() -> int:
         for name, value in medians.items():
             spread = statistics.quantiles(found[name], n=10)
             print(f"{name:20} {value:8.1f} us   (10% to 90%: {spread[0]:.1f} to {spread[-1]:.1f})")
-        if args.json:
-            args.json.write_text(json.dumps({"median_us": medians, "raw_us": found, **about(world)}, indent=2))
+        write_json(args.json, __doc__, {"median_us": medians, "raw_us": found, "ranks": world.size})
     return 0
 
 
@@ -75,15 +70,6 @@ def microseconds(function: Any, x: Any, calls: int) -> float:
         result = function(x)
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls * 1e6
-
-
-def about(world: Any) -> dict[str, Any]:
-    import jax
-    import mpi4jax
-    from mpi4py import MPI
-
-    versions = {"jax": jax.__version__, "mpi4jax": mpi4jax.__version__, "mpi": MPI.Get_library_version().split("\n")[0]}
-    return {"versions": versions, "ranks": world.size, "command": sys.argv}
 
 
 if __name__ == "__main__":
