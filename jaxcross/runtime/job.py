@@ -18,6 +18,7 @@ from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver, Stopped
 from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed
+from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.lanes import LaneThread
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.vote import point_hash
@@ -76,8 +77,10 @@ class JobContext:
 
     Attributes:
         name: Unique in its runner.
-        state: The latest state that the job restored, saved or, at its end, returned. Never one of a step that some
-            rank did not commit.
+        state: The latest state that the job restored, saved or, at its end, returned; what its function assigns here is
+            as good as saved. After a failure or an interrupt it is that of the last step that all ranks committed: if
+            the function did not save it, the part of the step's results that has the structure of `state`, or all of
+            them if none has. Never one of a step that some rank did not commit.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called: evaluation does not count.
         history: `(step, metrics)` of each `log` that was read back, in order.
@@ -90,11 +93,11 @@ class JobContext:
         self, name: str, fn: Callable[..., Any], arguments: Mapping[str, Any], *, listeners: Listeners, world: Any
     ) -> None:
         self.name = name
-        self.state: Any = None
         self.step = 0
         self.history: list[tuple[int, Any]] = []
         self.examples_per_step: float | None = None
         self.error: Exception | None = None
+        self._kept = Kept()
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
         self._driver: Driver | None = None
         self._number = -1
@@ -105,6 +108,14 @@ class JobContext:
         self._logged: deque[tuple[int, Any]] = deque()
 
     # For the job's function.
+
+    @property
+    def state(self) -> Any:
+        return self._kept.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._kept.give(state, self.step)
 
     def log(self, metrics: Any) -> None:
         """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed."""
@@ -142,7 +153,7 @@ class JobContext:
         return state
 
     def save(self, state: Any) -> None:
-        """Keeps `state` as the job's. Does not wait; the arrays must not be donated afterwards."""
+        """Keeps `state` as the job's. Does not wait. If the job ends early, a later committed step's replaces it."""
         self.state = state
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
@@ -190,6 +201,7 @@ class JobContext:
             if self._counted is None:
                 self._counted = compiled.program.name
             self.step += compiled.program.name == self._counted
+        self._kept.committed(outputs, self.step)
         return outputs
 
     # For the runner.
@@ -222,7 +234,11 @@ class JobContext:
     def close(self) -> None:
         """The run is over: reads back what is left. Waits for the device."""
         if self._driver is not None:
-            self.error = self._driver.seats[self._number].error
+            seat = self._driver.seats[self._number]
+            self.error = seat.error
+            if seat.how != "ended":
+                self._kept.settle()
+            self._kept.release()
         while self._logged:
             try:
                 self._read_back()

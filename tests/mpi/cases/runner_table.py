@@ -150,6 +150,29 @@ def failure_of_one_job():
     same(good.state, alone(step, 0.2, 6))
 
 
+def failure_of_a_job_that_saves_nothing():
+    """Its state was donated again and again; what the last committed step made of it is still there."""
+    step, last = make_step(), WORLD.size - 1
+
+    def fn(job):
+        state = job.restore(init(0.1))
+        for batch in job.batches(data(6)):
+            if job.step == 3 and WORLD.rank == last:
+                raise ValueError("boom")
+            state, metrics = step(state, batch)
+            job.log(metrics)
+        return state
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=step, rate=0.2, n=6)
+    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} after step 3: ValueError: boom\."):
+        runner.run()
+    assert bad.step == 3
+    same(bad.state, alone(step, 0.1, 3))
+    same(good.state, alone(step, 0.2, 6))
+
+
 def unlike_exchanges():
     if WORLD.size == 1:
         return
@@ -244,16 +267,22 @@ def stray_threads():
 
 
 def interrupt():
+    for saves in (True, False):
+        interrupted(saves)
+
+
+def interrupted(saves):
     step = make_step()
 
     def endless(job):
         state = job.restore(init(0.1))
-        n = 0
         for batch in job.batches(data(10**9)):
-            if n == 5 and WORLD.rank == 0 and job.name == "a":
+            if job.step == 5 and WORLD.rank == 0 and job.name == "a":
                 os.kill(os.getpid(), signal.SIGINT)
             state, _ = step(state, batch)
-            job.state, n = state, n + 1
+            if saves:
+                job.state = state
+        return state
 
     runner = Runner(WORLD)
     for name in "ab":
@@ -277,7 +306,8 @@ def emulated_link():
 
 
 CASES = [
-    crossover_equals_alone, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job, unlike_exchanges,
+    crossover_equals_alone, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
+    failure_of_a_job_that_saves_nothing, unlike_exchanges,
     unlike_exchanges_alone, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
     emulated_link,
 ]  # fmt: skip

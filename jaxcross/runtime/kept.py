@@ -1,0 +1,67 @@
+"""The state that a job is left with, however it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Kept:
+    """A job's state as its function last gave it, and the results of its latest committed step. On one rank; used by
+    the job's thread, and by the runner after it.
+
+    Only references are held, of one step's results: arrays that the next step donates are gone from here as well.
+
+    Attributes:
+        state: What the job restored, saved or returned.
+    """
+
+    __slots__ = ("_results", "_results_step", "_state_step", "state")
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self._state_step = 0
+        self._results: Any = None
+        self._results_step = 0
+
+    def give(self, state: Any, step: int) -> None:
+        """The job's function says: this is the state after `step` steps."""
+        self.state, self._state_step = state, step
+
+    def committed(self, results: Any, step: int) -> None:
+        """A call came through on all ranks; `step` counts those of the training step so far."""
+        # Another function's results are no state, unless it was given what the training step had left.
+        if step > self._results_step or _deleted(self._results):
+            self._results, self._results_step = results, step
+
+    def settle(self) -> None:
+        """The job ended early: makes `state` the one of the last committed step, if its function did not do so."""
+        if self._results_step and (self._state_step < self._results_step or _deleted(self.state)):
+            found = matching(self.state, self._results)
+            if not _deleted(found):
+                self.give(found, self._results_step)
+
+    def release(self) -> None:
+        """Lets go of the step's results."""
+        self._results = None
+
+
+def matching(state: Any, results: Any) -> Any:
+    """The part of a step's results that has the structure of `state`: all of it, or an element of a tuple; all of it if
+    nothing has.
+    """
+    structure = jax.tree.structure(state)
+    if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != structure:
+        return next((part for part in results if jax.tree.structure(part) == structure), results)
+    return results
+
+
+def own_copy(state: Any) -> Any:
+    """`state` in arrays that nobody else has. Dispatched; does not wait."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, state)
+
+
+def _deleted(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))

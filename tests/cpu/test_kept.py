@@ -1,0 +1,90 @@
+"""Which state a job is left with."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxcross.runtime.kept import Kept, matching, own_copy
+
+
+def state(value):
+    return {"w": jnp.full(2, value), "b": jnp.float32(value)}
+
+
+def delete(tree):
+    for leaf in tree.values():
+        leaf.delete()
+
+
+def test_the_part_of_the_results_with_the_structure_of_the_state():
+    one, loss = state(1.0), {"loss": jnp.float32(0)}
+    assert matching(state(0.0), (one, loss)) is one
+    assert matching(state(0.0), (loss, one)) is one
+    assert matching(state(0.0), one) is one
+    pair = (one, loss)
+    assert matching((state(0.0), loss), pair) is pair
+
+
+@pytest.mark.parametrize("given", [None, [1, 2, 3]])
+def test_all_results_if_no_part_has_the_structure(given):
+    results = (state(1.0), None)
+    assert matching(given, results) is results
+
+
+def test_results_later_than_the_state_take_its_place():
+    kept, one = Kept(), state(1.0)
+    kept.give(state(0.0), 0)
+    kept.committed((one, None), 1)
+    kept.settle()
+    assert kept.state is one
+
+
+def test_a_state_given_after_the_last_step_stays():
+    kept, mine = Kept(), state(5.0)
+    kept.committed((state(1.0), None), 1)
+    kept.give(mine, 1)
+    kept.settle()
+    assert kept.state is mine
+
+
+def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
+    kept, one = Kept(), state(1.0)
+    kept.settle()
+    assert kept.state is None
+    first = state(0.0)
+    kept.give(first, 1)
+    kept.committed((one, None), 1)
+    delete(first)
+    kept.settle()
+    assert kept.state is one
+
+
+def test_results_of_other_functions_count_only_if_they_were_given_the_state():
+    kept, one, two = Kept(), state(1.0), state(2.0)
+    kept.give(state(0.0), 0)
+    kept.committed((one, None), 1)
+    kept.committed(state(7.0), 1)  # say, statistics of gradients
+    kept.settle()
+    assert kept.state is one
+    kept.committed((one, None), 2)
+    delete(one)
+    kept.committed((two, None), 2)
+    kept.settle()
+    assert kept.state is two
+
+
+def test_lost_results_do_not_take_the_place_of_anything():
+    kept, mine, one = Kept(), state(0.0), state(1.0)
+    kept.give(mine, 0)
+    kept.committed(one, 1)
+    delete(one)
+    kept.settle()
+    assert kept.state is mine
+
+
+def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
+    mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0)}
+    copy = own_copy(mine)
+    mine["w"].delete()
+    assert copy["w"].tolist() == [1.0, 1.0]
+    assert copy["n"] == 3
+    assert copy["weak"].aval == mine["weak"].aval
