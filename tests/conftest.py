@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background of a script: children would inherit it and be deaf to Ctrl-C, which tests send.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
