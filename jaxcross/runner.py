@@ -14,7 +14,7 @@ from jaxcross.errors import JobError
 from jaxcross.report import JobFacts, Recorder, Report
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
-from jaxcross.runtime.job import JobContext
+from jaxcross.runtime.job import JobContext, runner_active
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin
 from jaxcross.world import World, current
@@ -91,6 +91,7 @@ class Runner:
             The report, the same on every rank.
 
         Raises:
+            JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps.
             JobError, ExchangeError: Jobs failed: raised on every rank after the others have ended, the first one with
                 notes on further ones. `report` then holds what was measured.
             KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step.
@@ -102,6 +103,11 @@ class Runner:
             )
         if self._used:
             raise JobError("This runner has run. Make a new Runner for another run.")
+        if runner_active(self.world):
+            raise JobError(
+                "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
+                "its runner before it runs (`runner.add(name, fn)`), or run them after it. A job calls its step itself."
+            )
         self._used = True
         self._agree()
         link = self.link if isinstance(self.link, Link) else None

@@ -38,9 +38,10 @@ def current_job() -> JobContext | None:
     return thread.job if isinstance(thread, JobThread) else None
 
 
-def runner_active() -> bool:
-    """Whether a run is in progress in this process."""
-    return any(isinstance(thread, LaneThread) for thread in threading.enumerate())
+def runner_active(world: Any = None) -> bool:
+    """Whether a run is in progress in this process, or in `world` alone."""
+    lanes = [thread for thread in threading.enumerate() if isinstance(thread, LaneThread)]
+    return any(world is None or lane.serves(world) for lane in lanes)
 
 
 def check_not_stray(step: str) -> None:

@@ -28,6 +28,10 @@ class LaneThread(threading.Thread):
         super().__init__(name=f"jaxcross-{name}", daemon=True)
         self._work, self._driver = work, driver
 
+    def serves(self, world: Any) -> bool:
+        """Whether this is a lane of a run in `world`."""
+        return self._driver is not None and self._driver.world is world
+
     def run(self) -> None:
         try:
             self._work()

@@ -210,6 +210,28 @@ def test_different_initial_states_are_an_error_unless_broadcast():
     assert run_ranks(2, work) == [0.0, 0.0]
 
 
+def test_a_run_in_a_run_is_refused_and_possible_afterwards():
+    def work(world):
+        inner = Runner(world)
+        inner.add("inner", lambda job: 7.0)
+
+        def fn(job, step):
+            state = step(0.0, 1.0)
+            with pytest.raises(JobError, match=r"^A run is in progress in this process, and two at once would mix up"):
+                inner.run()
+            with pytest.raises(JobError, match=r"^A run is in progress in this process"):
+                run([Job("b", step, 0.0, [1.0])], world=world)
+            return step(state, 1.0)
+
+        outer = Runner(world)
+        job = outer.add("outer", fn, step=make_step(world))
+        outer.run()
+        inner.run()
+        return job.state, inner.jobs[0].state
+
+    assert run_ranks(2, work) == [(solo([[1.0, 1.0]] * 2), 7.0)] * 2
+
+
 def test_listeners_hear_how_a_job_ended():
     def fail(job):
         raise RuntimeError("boom")
