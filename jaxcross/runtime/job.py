@@ -18,7 +18,7 @@ from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver, Stopped
 from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed
-from jaxcross.runtime.kept import Kept
+from jaxcross.runtime.kept import Kept, own_copy
 from jaxcross.runtime.lanes import LaneThread
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.vote import point_hash
@@ -140,6 +140,8 @@ class JobContext:
     def restore(self, state: Any, *, mode: Literal["check", "broadcast", "local"] = "check") -> Any:
         """The state to start from: `state`, after all ranks have made sure that they mean the same. Waits for all.
 
+        Returned is a copy: the job's step may donate it, and another job start from the same `state`.
+
         Args:
             state: A pytree of arrays.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
@@ -150,8 +152,8 @@ class JobContext:
         """
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
-        self.state = state
-        return state
+        self.state = own_copy(state)
+        return self.state
 
     def save(self, state: Any) -> None:
         """Keeps `state` as the job's. Does not wait. If the job ends early, a later committed step's replaces it."""

@@ -89,6 +89,16 @@ def crossover_equals_alone():
             assert [f.facts.steps for f in report.rounds.jobs] == list(lengths.values())
 
 
+def jobs_from_one_state():
+    """Each donates its own copy: neither loses it to the other, nor does the caller."""
+    step, state = make_step(), init(0.1)
+    jobs = [jaxcross.Job(name, step, state, data(n)) for name, n in (("a", 3), ("b", 5))]
+    jaxcross.run(jobs, world=WORLD)
+    for job, n in zip(jobs, (3, 5), strict=True):
+        same(job.state, alone(step, 0.1, n))
+    same(state, init(0.1))
+
+
 def unlike_lengths_of_data():
     runner = Runner(WORLD)
     step = make_step()
@@ -306,7 +316,7 @@ def emulated_link():
 
 
 CASES = [
-    crossover_equals_alone, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
+    crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, unlike_exchanges,
     unlike_exchanges_alone, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
     emulated_link,
