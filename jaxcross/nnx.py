@@ -26,8 +26,19 @@ def holds_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if nnx is None:
         return False
     is_object, split = nnx.graph.is_graph_node, (nnx.State, nnx.statelib.FlatState)
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, split) or is_object(x))
-    return any(map(is_object, leaves))
+    found: list[Any] = []
+    kinds: dict[type, bool] = {}  # asked once a type: on the path of every step, and NNX takes microseconds to answer
+
+    def stop(x: Any) -> bool:
+        kind = type(x)
+        if (stops := kinds.get(kind)) is None:
+            if is_object(x):
+                found.append(x)
+            kinds[kind] = stops = bool(found) or isinstance(x, split)
+        return stops
+
+    jax.tree.leaves((args, kwargs), is_leaf=stop)
+    return bool(found)
 
 
 def call(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

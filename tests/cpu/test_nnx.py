@@ -159,7 +159,7 @@ else:
     "trace": """
 model, optimizer = fresh()
 step = jaxcross.crossover(lambda m, o, x: update(m, o, x, True), axes="batch")
-traced = jaxcross.nnx.trace(step, (model, optimizer, X), {})
+traced = step.trace(model, optimizer, X)
 assert "psum" in str(traced)
 same((model, optimizer), fresh())
 step(model, optimizer, X)
