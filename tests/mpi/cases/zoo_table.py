@@ -53,8 +53,8 @@ def in_place():
             self.calls.set_value(self.calls.get_value() + 1)
             return self.two(self.drop(nnx.relu(self.one(x))))
 
-    def train_step(model, optimizer, batch):
-        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(batch["image"]), batch["label"]))(model)
+    def train_step(model, optimizer, image, label):
+        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(image), label))(model)
         optimizer.update(model, jax.lax.pmean(grads, "batch"))
         return jax.lax.pmean(loss, "batch")
 
@@ -66,15 +66,16 @@ def in_place():
 
     def pure(state, batch):
         objects = nnx.merge(graph, state)
-        loss = train_step(*objects, batch)
+        loss = train_step(*objects, batch["image"], batch["label"])
         return nnx.state(objects), loss
 
     model, optimizer = fresh()
-    step = jaxcross.crossover(train_step, axes="batch", donate_argnums=(0, 1))
+    step = jaxcross.crossover(lambda o, *batch: train_step(*o["objects"], *batch), axes="batch", donate_argnums=0)
     oracle, states = over_ranks(pure, {"batch": size}), [state] * size
     problems = []
     for n in range(3):
-        loss = step(model, optimizer, images(rank, n))
+        batch = images(rank, n)
+        loss = step({"objects": (model, optimizer)}, batch["image"], batch["label"])
         expected = oracle([(s, images(r, n)) for r, s in enumerate(states)])
         states = [s for s, _ in expected]
         try:
