@@ -76,6 +76,7 @@ def compile_program(
         if notify is not None:
             notify(segment)
         places = tuple(sharding[v] for v in segment.inputs)
+        releases = tuple(v for v in segment.inputs if v not in program.outputs)
         donate = _aliasable(program, segment)
         key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
                tuple(coords.items()), host, wire)  # fmt: skip
@@ -85,15 +86,21 @@ def compile_program(
             outs: Sequence[Any] = [None] * len(segment.outputs)
             if any(p is not None for p in places):
                 outs = list(call.output_shardings)[: len(segment.outputs)]
-            runnables.append(Runnable(segment=segment, call=call))
+            runnables.append(Runnable(segment=segment, releases=releases, call=call))
         else:
             call = cache.get(key, _collective_maker(program, segment, wire, coords, host))
             outs = _return_shardings(program, segment, sharding, host)
             back = tuple(outs) if any(o is not None for o in outs) else None
-            runnables.append(Runnable(segment=segment, call=call, device=host, moves=back is not None, shardings=back))
+            runnables.append(
+                Runnable(
+                    segment=segment, releases=releases, call=call, device=host, moves=back is not None, shardings=back
+                )
+            )
         sharding.update(zip(segment.outputs, outs, strict=True))
+    shared = {v: len(readers) for v, readers in program.readers().items() if len(readers) > 1}
     return Compiled(
-        program=program, runnables=tuple(runnables), constants=tuple(jnp.asarray(c) for c in traced.consts),
+        program=program, runnables=tuple(runnables), shared=shared,
+        constants=tuple(jnp.asarray(c) for c in traced.consts),
         out_tree=traced.out_tree,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ class Runnable:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
             so that its end can be waited for whatever became of the others.
         device: Where a collective segment runs; None for compute.
+        releases: What it reads and the step does not return: dropped with its last reader.
         moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
         shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
     """
 
     segment: Segment
     call: Any
+    releases: tuple[int, ...]
     device: Any = None
     moves: bool = False
     shardings: tuple[Any, ...] | None = None
@@ -35,10 +37,15 @@ class Runnable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A program whose segments are executables. Immutable; shared by all steps of all like jobs."""
+    """A program whose segments are executables. Immutable; shared by all steps of all like jobs.
+
+    Attributes:
+        shared: How many segments read each value that more than one reads.
+    """
 
     program: Program
     runnables: tuple[Runnable, ...]
+    shared: Mapping[int, int]
     constants: tuple[Any, ...]
     out_tree: Any
 
@@ -79,15 +86,18 @@ class Compiled:
 class Execution:
     """One step of one job in flight: the values that are alive, and how to run the next segment.
 
-    Segments may be run from different threads, each after the segments that it reads.
+    Segments may be run from different threads and in any order, each after the segments that it reads.
     """
 
-    __slots__ = ("_compiled", "_env", "_fences")
+    __slots__ = ("_compiled", "_env", "_fences", "_left")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
         self._env: dict[int, Any] = dict(zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True))
         self._fences: dict[int, Any] = {}
+        # A token for each reader of a value that several read: segments do not run in the order of the list, and two
+        # lanes may let go of a value at once.
+        self._left = {v: [None] * n for v, n in compiled.shared.items()}
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
@@ -101,8 +111,14 @@ class Execution:
             self._fences[index] = outs[-1]
         elif runnable.shardings is not None:
             outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
-        for v in segment.dies:
-            del env[v]
+        left = self._left
+        for v in runnable.releases:
+            if (tokens := left.get(v)) is None:
+                del env[v]
+            elif tokens:
+                tokens.pop()
+                if not tokens:
+                    env.pop(v, None)
         env.update(zip(segment.outputs, outs, strict=False))
         if runnable.device is not None:
             self._fences[index] = outs

@@ -82,7 +82,8 @@ class Segment:
         kind: `compute` runs on the accelerator, `collective` on the host CPU device with the exchanges.
         inputs: Value ids it reads.
         outputs: Value ids it defines.
-        dies: Values whose last use is here; they are dropped (and donated, where XLA can use that) after it.
+        dies: Values whose last use in this list is here. They are dropped once all their readers have run, and donated
+            where no order of the segments could want them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
         jaxpr: What it computes: `len(inputs)` invars, `len(outputs)` outvars, closed. A collective segment's
             jaxpr holds the named-axis collective equations themselves. None in a parsed program.
@@ -186,12 +187,38 @@ class Program:
         last = self.last_collective
         return frozenset(s.index for s in self.segments if s.index > last >= 0)
 
+    def readers(self) -> dict[int, list[int]]:
+        """The segments that read each value, by index."""
+        readers: dict[int, list[int]] = {}
+        for segment in self.segments:
+            for v in segment.inputs:
+                readers.setdefault(v, []).append(segment.index)
+        return readers
+
     def donates(self, segment: Segment) -> frozenset[int]:
-        """The values that `segment` may overwrite: those that die in it, the step's own inputs with the commit."""
+        """The values that `segment` may overwrite: those that nobody can still want once it runs.
+
+        Segments run in any order that their needs allow, so a value's other readers must come before by need, or by
+        the commit, not merely by their place in the list. The step's own inputs go after its last exchange.
+        """
         if segment.kind == "collective":
             return frozenset()
+        before: list[int] = []  # of each segment, the set of those that must have run, as bits
+        for s in self.segments:
+            needed = set(self.needs(s))
+            if s.index in self.after_commit:
+                needed |= {c.index for c in self.segments if c.kind == "collective"}
+            bits = 0
+            for n in needed:
+                bits |= before[n] | 1 << n
+            before.append(bits)
+        readers = self.readers()
         own = self.donated if segment.index > self.last_collective else frozenset()
-        return frozenset(v for v in segment.dies if v not in self.inputs or v in own)
+        return frozenset(
+            v for v in segment.dies
+            if (v not in self.inputs or v in own)
+            and all(r == segment.index or before[segment.index] >> r & 1 for r in readers[v])
+        )  # fmt: skip
 
     def verify(self) -> Program:
         """Checks every hand-over; returns itself.

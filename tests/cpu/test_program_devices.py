@@ -28,7 +28,8 @@ def train_step(params, x):
     index = lax.axis_index("batch").astype(jnp.float32)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), lax.pmax(index, "batch"), x * 2
 
-params = {"w": jnp.arange(24.0).reshape(6, 4) / 24, "b": jnp.zeros(4)}
+# NumPy's: a step that gives its arrays away cannot take these.
+params = {"w": np.arange(24, dtype=np.float32).reshape(6, 4) / 24, "b": np.zeros(4, np.float32)}
 x = jnp.arange(48.0).reshape(8, 6) / 48
 
 def run(params, x, cut="whole", **options):

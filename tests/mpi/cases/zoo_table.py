@@ -1,4 +1,5 @@
-"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, and against one executable.
+"""Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, against one executable, and
+two jobs in crossover against each alone.
 
 Prints `rank R: zoo done` if all rows hold. Each rank computes the oracle for all ranks by itself.
 """
@@ -86,6 +87,27 @@ def in_place():
     return problems
 
 
+def in_crossover(row, state, alone):
+    """Two jobs in turn, one for each step: the bits that each step gave alone."""
+
+    def loop(job, step):
+        mine = copied(state)
+        for n in range(row.steps):
+            mine, metrics = step(mine, row.batch(rank, n))
+        return mine, metrics
+
+    with jaxcross.Runner(world) as runner:
+        jobs = {step: runner.add(f"{n}", loop, step=step) for n, step in enumerate(alone)}
+        runner.run()
+    problems = []
+    for step, job in jobs.items():
+        try:
+            same_bits(job.state, alone[step], f"{row.name}, in crossover, job {job.name}")
+        except AssertionError as error:
+            problems.append(str(error))
+    return problems
+
+
 failures = []
 for row in ZOO:
     if len(sys.argv) > 1 and sys.argv[1] not in row.name:
@@ -122,6 +144,7 @@ for row in ZOO:
         except AssertionError as error:
             failures.append(str(error))
         mine = new
+    failures += in_crossover(row, state, {whole: (mine, metrics), parts: (split, split_metrics)})
 failures += in_place() if len(sys.argv) == 1 else []
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
