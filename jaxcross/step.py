@@ -89,11 +89,12 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
-        world = current()
-        if nnx.holds_objects(args, kwargs):
-            return nnx.call(self, args, kwargs)
+        world, given = current(), args
         function, args = self._bind_static(args)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        # Looking for objects costs more than flattening; a structure that was run before held none.
+        if (self._last is None or self._last[0][0] != tree) and nnx.holds_objects(given, kwargs):
+            return nnx.call(self, given, kwargs)
         self._check_leaves(leaves, args, kwargs)
         node = self._node(world, function, args, kwargs, leaves, tree)
         job = runtime.current_job()

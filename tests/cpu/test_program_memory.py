@@ -176,3 +176,24 @@ def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
     assert np.array_equal(result(called(3)), ones * 6), "another function behind the callback"
     assert np.array_equal(result(lambda x: lax.psum(x * 2, "batch")), ones * 4)
     assert np.array_equal(result(lambda x: lax.psum(x * 3, "batch")), ones * 6), "another literal"
+
+
+def test_segments_may_run_before_earlier_ones_that_they_do_not_need() -> None:
+    """As the compute lane does while an exchange waits: what the late one reads is neither dropped nor overwritten."""
+
+    def two_exchanges(state: Any, x: Any) -> Any:
+        y = jnp.tanh(x)
+        return state + lax.psum(y, "batch"), lax.psum(jnp.sin(y), "batch")
+
+    done, args = compiled(two_exchanges, cut=2, args=(jnp.zeros((N, N)), jnp.ones((N, N))))
+    kinds = [s.kind for s in done.program.segments]
+    assert kinds == ["compute", "collective", "compute", "collective", "compute"]
+    results = []
+    for order in ((0, 1, 2, 3, 4), (0, 2, 1, 3, 4), (0, 2, 3, 1, 4)):
+        execution = done.execution([jnp.copy(a) for a in args])
+        for index in order:
+            execution.run(index)
+        assert alive(execution) <= set(done.program.outputs) | set(done.program.inputs)
+        results.append([np.asarray(x) for x in jax.tree.leaves(execution.outputs())])
+    for result in results[1:]:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], result, strict=True))
