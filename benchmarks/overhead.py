@@ -90,7 +90,9 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
+    args = options.parse_args()
     jaxcross.initialize()
     if args.smoke:
         cases: dict[str, Workload] = {"resnet": resnet("resnet8", batch_size=2, image_size=32, classes=8)}
@@ -106,7 +108,10 @@ def main() -> None:
         "memory_transformer": lambda: memory(language, cuts),
     }
     result = {}
-    for name, run in measure.items():
+    chosen = args.cases.split(",") if args.cases else list(measure)
+    if unknown := set(chosen) - set(measure):
+        raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(measure)}")
+    for name, run in ((name, measure[name]) for name in chosen):
         result[name] = run()
         shown = {k: v for k, v in result[name].items() if not isinstance(v, dict)}
         print(name, {k: round(v, 4) for k, v in shown.items()}, flush=True)
