@@ -201,8 +201,9 @@ class Step:
 def _alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
     """One step without lanes: segments in program order from this thread."""
     execution = compiled.execution(leaves)
-    for segment in compiled.program.segments:
-        if segment.kind == "compute" or compiled.program.silent(segment):
+    for runnable in compiled.runnables:
+        segment = runnable.segment
+        if segment.kind == "compute" or runnable.silent:
             execution.run(segment.index)
             continue
         execution.wait_inputs(segment.index)

@@ -93,7 +93,13 @@ def compile_program(
             back = tuple(outs) if any(o is not None for o in outs) else None
             runnables.append(
                 Runnable(
-                    segment=segment, releases=releases, call=call, device=host, moves=back is not None, shardings=back
+                    segment=segment,
+                    releases=releases,
+                    call=call,
+                    device=host,
+                    silent=program.silent(segment),
+                    moves=back is not None,
+                    shardings=back,
                 )
             )
         sharding.update(zip(segment.outputs, outs, strict=True))

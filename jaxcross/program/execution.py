@@ -23,6 +23,7 @@ class Runnable:
             so that its end can be waited for whatever became of the others.
         device: Where a collective segment runs; None for compute.
         releases: What it reads and the step does not return: dropped with its last reader.
+        silent: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
         moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
         shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
     """
@@ -31,6 +32,7 @@ class Runnable:
     call: Any
     releases: tuple[int, ...]
     device: Any = None
+    silent: bool = False
     moves: bool = False
     shardings: tuple[Any, ...] | None = None
 
