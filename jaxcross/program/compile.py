@@ -59,6 +59,8 @@ def compile_program(
 ) -> Compiled:
     """Compiles every segment. Waits for XLA; communicates only where the wire must make a communicator.
 
+    All communicators are made before anything is compiled, so that a rank whose compiler fails leaves nobody waiting.
+
     Args:
         program: A verified program that was cut from a traced step.
         inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding.
@@ -71,13 +73,14 @@ def compile_program(
     host = host_device or jax.local_devices(backend="cpu")[0]
     sharding: dict[int, Any] = dict.fromkeys(program.inputs[: program.constants])
     sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
+    functions = {s.index: _lowered(program, s, wire, coords) for s in program.segments if s.kind == "collective"}
     runnables = []
-    for segment in program.segments:
+    for segment, may in zip(program.segments, program.donates(), strict=True):
         if notify is not None:
             notify(segment)
         places = tuple(sharding[v] for v in segment.inputs)
         releases = tuple(v for v in segment.inputs if v not in program.outputs)
-        donate = _aliasable(program, segment)
+        donate = _aliasable(program, segment, may)
         key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
                tuple(coords.items()), host, wire)  # fmt: skip
         if segment.kind == "compute":
@@ -88,7 +91,7 @@ def compile_program(
                 outs = list(call.output_shardings)[: len(segment.outputs)]
             runnables.append(Runnable(segment=segment, releases=releases, call=call))
         else:
-            call = cache.get(key, _collective_maker(program, segment, wire, coords, host))
+            call = cache.get(key, _collective_maker(program, segment, functions[segment.index], host))
             outs = _return_shardings(program, segment, sharding, host)
             back = tuple(outs) if any(o is not None for o in outs) else None
             runnables.append(
@@ -152,17 +155,20 @@ def _compute_maker(
     return make
 
 
+def _lowered(program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int]) -> Callable[..., list[Any]]:
+    function = wire.lower(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)), dict(program.axes))
+
+    def collective(*args: Any) -> list[Any]:
+        return list(function(*args))
+
+    collective.__name__ = f"{program.name}_{segment.index}"
+    return collective
+
+
 def _collective_maker(
-    program: Program, segment: Segment, wire: Wire, coords: Mapping[str, int], host: Any
+    program: Program, segment: Segment, collective: Callable[..., list[Any]], host: Any
 ) -> Callable[[], Any]:
     def make() -> Any:
-        bound = compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords))
-        function = wire.lower(bound, dict(program.axes))
-
-        def collective(*args: Any) -> list[Any]:
-            return list(function(*args))
-
-        collective.__name__ = f"{program.name}_{segment.index}"
         if program.silent(segment) and (order := _forwarded(program, segment, collective)) is not None:
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
@@ -220,10 +226,9 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
     return tuple(program.values[v] for v in ids)
 
 
-def _aliasable(program: Program, segment: Segment) -> tuple[int, ...]:
+def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> tuple[int, ...]:
     """Positions of inputs that may be overwritten and that match an output, so that XLA can use all of them."""
     free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
-    allowed = program.donates(segment)
     taken = []
     # The user's own first: they said that theirs go, and are told when they use one again.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in program.inputs):

@@ -176,10 +176,10 @@ class Program:
         """Index of the last collective segment, -1 without one."""
         return max((s.index for s in self.segments if s.kind == "collective"), default=-1)
 
-    def needs(self, segment: Segment) -> tuple[int, ...]:
-        """Indices of the segments whose results `segment` reads."""
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each segment, the indices of the segments whose results it reads."""
         maker = {v: s.index for s in self.segments for v in s.outputs}
-        return tuple(sorted({maker[v] for v in segment.inputs if v in maker}))
+        return tuple(tuple(sorted({maker[v] for v in s.inputs if v in maker})) for s in self.segments)
 
     @property
     def after_commit(self) -> frozenset[int]:
@@ -195,30 +195,31 @@ class Program:
                 readers.setdefault(v, []).append(segment.index)
         return readers
 
-    def donates(self, segment: Segment) -> frozenset[int]:
-        """The values that `segment` may overwrite: those that nobody can still want once it runs.
+    def donates(self) -> tuple[frozenset[int], ...]:
+        """Of each segment, the values that it may overwrite: those that nobody can still want once it runs.
 
         Segments run in any order that their needs allow, so a value's other readers must come before by need, or by
         the commit, not merely by their place in the list. The step's own inputs go after its last exchange.
         """
-        if segment.kind == "collective":
-            return frozenset()
+        collectives = sum(1 << s.index for s in self.segments if s.kind == "collective")
+        after_commit, readers, inputs = self.after_commit, self.readers(), frozenset(self.inputs)
         before: list[int] = []  # of each segment, the set of those that must have run, as bits
-        for s in self.segments:
-            needed = set(self.needs(s))
-            if s.index in self.after_commit:
-                needed |= {c.index for c in self.segments if c.kind == "collective"}
-            bits = 0
-            for n in needed:
-                bits |= before[n] | 1 << n
+        donated = []
+        for segment, needs in zip(self.segments, self.needs(), strict=True):
+            bits = collectives if segment.index in after_commit else 0
+            for n in needs:
+                bits |= 1 << n
+            for n in range(bits.bit_length()):
+                bits |= before[n] if bits >> n & 1 else 0
             before.append(bits)
-        readers = self.readers()
-        own = self.donated if segment.index > self.last_collective else frozenset()
-        return frozenset(
-            v for v in segment.dies
-            if (v not in self.inputs or v in own)
-            and all(r == segment.index or before[segment.index] >> r & 1 for r in readers[v])
-        )  # fmt: skip
+            own = self.donated if segment.index > self.last_collective else frozenset()
+            donated.append(frozenset(
+                v for v in segment.dies
+                if segment.kind == "compute"
+                and (v not in inputs or v in own)
+                and all(r == segment.index or bits >> r & 1 for r in readers[v])
+            ))  # fmt: skip
+        return tuple(donated)
 
     def verify(self) -> Program:
         """Checks every hand-over; returns itself.
@@ -252,7 +253,7 @@ class Program:
                 if v in self.outputs:
                     fail(f"value {v} is freed, but the step returns it")
             dead.update(segment.dies)
-            if segment.kind == "compute" and segment.exchanges:
+            if segment.kind == "compute" and (segment.exchanges or self._speaks(segment)):
                 fail("a compute segment holds an exchange")
             if segment.kind == "collective" and not segment.exchanges:
                 fail("a collective segment holds no exchange")
@@ -267,22 +268,30 @@ class Program:
             )
         return self
 
+    def _speaks(self, segment: Segment) -> bool:
+        from jaxcross.program.flatten import holds_exchange
+
+        known = self.traced is not None and segment.jaxpr is not None
+        return known and holds_exchange(segment.jaxpr.jaxpr, dict(self.axes), self.traced.wire)
+
     def _around(self, place: int) -> str:
-        lines = [self._line(s) for s in self.segments]
+        lines = self._lines()
         return "\n".join(
             f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(lines) if abs(i - place) <= 2
         )
 
-    def _line(self, segment: Segment) -> str:
-        needs = ",".join(map(str, self.needs(segment))) or "inputs"
-        ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
-        what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
-        return f"{segment.index} {segment.kind}{what} <- {needs}"
+    def _lines(self) -> list[str]:
+        lines = []
+        for segment, needs in zip(self.segments, self.needs(), strict=True):
+            ops = "+".join(dict.fromkeys(x.op for x in segment.exchanges))
+            what = f" {ops} [{human_bytes(segment.nbytes)}]" if segment.exchanges else ""
+            lines.append(f"{segment.index} {segment.kind}{what} <- {','.join(map(str, needs)) or 'inputs'}")
+        return lines
 
     def __str__(self) -> str:
         """One line a segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)
-        return "\n".join([f"program {self.name} over {axes}", *map(self._line, self.segments)])
+        return "\n".join([f"program {self.name} over {axes}", *self._lines()])
 
     def text(self) -> str:
         """Everything but the equations; `parse` reads it back."""
@@ -294,8 +303,8 @@ class Program:
             f"donated {_ranges(sorted(self.donated))}",
             f"outputs {_ranges(self.outputs)}",
         ]
-        for s in self.segments:
-            lines.append(f"{self._line(s)} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.dies)}")
+        for s, line in zip(self.segments, self._lines(), strict=True):
+            lines.append(f"{line} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.dies)}")
             lines += [f"    {x.line()}" for x in s.exchanges]
         lines += [f"value {i} {aval}" for i, aval in enumerate(self.values)]
         return "\n".join(lines)

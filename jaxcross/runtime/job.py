@@ -65,7 +65,7 @@ def outline_of(program: Program) -> Outline:
     layout = tuple(len(s.exchanges) for s in collectives)
     return Outline(
         kinds=tuple(s.kind for s in program.segments),
-        needs=tuple(program.needs(s) for s in program.segments),
+        needs=program.needs(),
         after_commit=program.after_commit,
         nbytes=tuple(s.nbytes for s in program.segments),
         signature=point_hash(program.exchange_hash(), layout),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from zoo import ZOO, Row, assert_close
 
 import jaxcross
+from jaxcross.errors import InternalError
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing_wire import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
@@ -58,3 +61,12 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
     package = str(Path(jaxcross.__file__).parent)
     assert all(package not in x.source and ".py" in x.source for x in program.exchanges), "the user's line"
     assert len(str(program).splitlines()) == len(program.segments) + 1
+
+
+def test_verify_finds_an_exchange_that_is_called_computation() -> None:
+    program = trace(lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks()).cut()
+    (segment,) = [s for s in program.segments if s.exchanges]
+    moved = dataclasses.replace(segment, kind="compute", exchanges=())
+    segments = (*program.segments[: segment.index], moved, *program.segments[segment.index + 1 :])
+    with pytest.raises(InternalError, match="a compute segment holds an exchange"):
+        dataclasses.replace(program, segments=segments).verify()
