@@ -113,6 +113,11 @@ class World:
         """Print `message` with this rank and end all ranks. Does not return."""
         abort_everywhere(f"jaxcross: rank {self.rank} aborts all {self.size} ranks: {message}", code=code)
 
+    @property
+    def watchdog_s(self) -> float:
+        """Seconds after which a wait for other ranks is reported, and all ranks are aborted."""
+        return self._watchdog.timeout_s
+
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
         """A job's initial state, made sure to be equal on all ranks. Waits for every rank.
 

@@ -27,7 +27,7 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
 
     From here on an exception that nobody catches ends all ranks, XLA's CPU pool is large enough for `lanes` waiting
     exchanges, and several ranks on one node each take their own accelerator. Without a launcher the world has one rank.
-    A second call returns the same world.
+    A second call returns the same world; it cannot ask for another one.
 
     Args:
         watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
@@ -35,9 +35,16 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
 
     Raises:
         ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, or JAX started too early.
+        ValueError: An argument that makes no sense, or that differs from those of the first call.
     """
     if _CURRENT:
-        return _CURRENT[0]
+        started = _CURRENT[0]
+        if (watchdog_s, lanes) not in ((300.0, 1), (started.watchdog_s, started.lanes)):
+            raise ValueError(
+                f"jaxcross is initialised already, with `watchdog_s={started.watchdog_s}` and `lanes={started.lanes}`: "
+                f"it cannot change to {watchdog_s} and {lanes}. Give them to the first call."
+            )
+        return started
     if watchdog_s <= 0 or lanes < 1:
         raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
     launch = read_launch(os.environ)

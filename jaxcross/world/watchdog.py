@@ -91,7 +91,7 @@ class Watchdog:
         self._comm = comm
         self._rank: int = comm.Get_rank()
         self._others = [r for r in range(comm.Get_size()) if r != self._rank]
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._interval_s = min(0.25, timeout_s / 10)
         self._lock = threading.Lock()
         self._entered = 0
@@ -137,7 +137,7 @@ class Watchdog:
         while not self._stop.wait(self._interval_s):
             self._serve()
             oldest = min(self._standing().waits, key=lambda w: w.since_s, default=None)
-            if oldest is not None and time.monotonic() - oldest.since_s > self._timeout_s:
+            if oldest is not None and time.monotonic() - oldest.since_s > self.timeout_s:
                 self._investigate(oldest)
 
     def _serve(self) -> None:

@@ -209,6 +209,29 @@ def unlike_exchanges_alone():
     same(step(jnp.ones(4)), jnp.ones(4))
 
 
+def failure_to_compile_on_one_rank():
+    """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes on."""
+    last = WORLD.size - 1
+
+    @jaxcross.crossover(axes="batch")
+    def step(state, batch):
+        if WORLD.rank == last:
+            state = jax.ffi.ffi_call("a_target_that_this_rank_lacks", jax.ShapeDtypeStruct((3,), jnp.float32))(state)
+        return jax.lax.pmean(state, "batch")
+
+    def fn(job):
+        for batch in job.batches(data(3)):
+            step(jnp.ones(3), batch)
+
+    good_step, runner = make_step(), Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=good_step, rate=0.2, n=4)
+    with pytest.raises(JobError, match=rf"^Job `bad` failed on rank {last} .*a_target_that_this_rank_lacks"):
+        runner.run()
+    assert bad.step == 0
+    same(good.state, alone(good_step, 0.2, 4))
+
+
 def unlike_numbers_of_steps():
     if WORLD.size == 1:
         return
@@ -318,7 +341,7 @@ def emulated_link():
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, unlike_exchanges,
-    unlike_exchanges_alone, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
+    unlike_exchanges_alone, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
     emulated_link,
 ]  # fmt: skip
 

@@ -23,6 +23,16 @@ def who_is_where():
     assert len(set(MPI.COMM_WORLD.allgather(world.pool_size))) == 1 and world.pool_size > 2
 
 
+def a_second_call_is_the_same_world():
+    assert initialize() is world and initialize(watchdog_s=60, lanes=2) is world
+    try:
+        initialize(watchdog_s=5)
+    except ValueError as error:
+        assert str(error).startswith("jaxcross is initialised already, with `watchdog_s=60` and `lanes=2`")
+    else:
+        raise AssertionError("another watchdog was accepted and ignored")
+
+
 def communicators_are_made_in_any_order_from_several_threads():
     mesh = world.mesh({"a": 2, "b": -1})
     wanted = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
