@@ -1,14 +1,18 @@
 """What does the cut cost when there is nothing to hide: one job, one rank, against plain `jax.jit` of the same step?
 
-    python benchmarks/overhead.py [--json FILE] [--smoke]
+    python benchmarks/overhead.py [--json FILE] [--smoke] [--cores N]
 
-Times: short runs of the plain step and of the cut one alternate; the figure is the difference of their medians, and the
-median of the differences of neighbouring runs. Host time a segment: calls that only dispatch. Memory: peak live bytes
-of the cut program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
+Times: short runs of the plain step, of the cut one and of its computing parts under plain `jax.jit` (`by_hand`: what
+splitting costs whoever does it) alternate; the figure is the difference of their medians, and the median of the
+differences of neighbouring runs. Host time a segment: calls that only dispatch. Memory: peak live bytes of the cut
+program (its hand-overs and XLA's buffer assignment) over XLA's own figure for the fused step.
+
+A rank has one core, as where ranks share a host; `--cores 0` takes all.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from workloads import Workload, mlp, parser, resnet, spread, transformer, write_json
 
 import jaxcross
@@ -29,10 +34,30 @@ def plain_and_cut(work: Workload, cut: Any = "whole") -> tuple[Any, Any]:
     return plain, crossed
 
 
+def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
+    """The computing parts of a cut step, each under `jax.jit`. The exchange is left out: there is one rank."""
+    program = step.trace(state, batch).cut()
+    compiled = program.compile()
+    parts = []
+    for segment, may in zip(program.segments, program.donates(), strict=True):
+        positions = tuple(n for n, v in enumerate(segment.inputs) if v in may)
+        call = jax.jit(jaxpr_as_fun(segment.jaxpr), donate_argnums=positions, keep_unused=True)
+        parts.append((segment.inputs, segment.outputs, call if segment.kind == "compute" else lambda *args: args))
+
+    def run(state: Any, batch: Any) -> Any:
+        env = dict(zip(program.inputs, (*compiled.constants, *jax.tree.leaves((state, batch))), strict=True))
+        for inputs, outputs, call in parts:
+            env.update(zip(outputs, call(*(env[v] for v in inputs)), strict=True))
+        return jax.tree.unflatten(compiled.out_tree, [env[v] for v in program.outputs])
+
+    return run
+
+
 def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds a step of both, in turn."""
-    rivals = dict(zip(("jit", "jaxcross"), plain_and_cut(work), strict=True))
+    """Seconds a step of each rival, in turn, and what the cut and the split by hand take longer than plain jit."""
     batch = work.batch(0)
+    plain, crossed = plain_and_cut(work)
+    rivals = {"jit": plain, "jaxcross": crossed, "by_hand": by_hand(crossed, work.state(0), batch)}
     states = {name: work.state(0) for name in rivals}
     raw: dict[str, list[float]] = {name: [] for name in rivals}
     for repeat in range(-2, repeats):  # the first two compile and warm up
@@ -45,12 +70,13 @@ def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
             if repeat >= 0:
                 raw[name].append((time.perf_counter() - start) / steps)
             states[name] = state
-    one, other = (np.array(raw[name]) for name in rivals)
+    one, other, hand = (np.array(raw[name]) for name in rivals)
     return {
         **{name: spread(values) for name, values in raw.items()},
         "ratio_of_medians": float(np.median(other) / np.median(one)),
         "median_difference_us": float(np.median(other - one) * 1e6),
         "difference_of_lower_quartiles_us": float((np.percentile(other, 25) - np.percentile(one, 25)) * 1e6),
+        "by_hand_median_difference_us": float(np.median(hand - one) * 1e6),
     }
 
 
@@ -92,7 +118,10 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
+    options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the rank, 0: all (default: 1)")
     args = options.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
     jaxcross.initialize()
     if args.smoke:
         cases: dict[str, Workload] = {"resnet": resnet("resnet8", batch_size=2, image_size=32, classes=8)}
@@ -107,7 +136,7 @@ def main() -> None:
         "memory_resnet50": lambda: memory(big, cuts),
         "memory_transformer": lambda: memory(language, cuts),
     }
-    result = {}
+    result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     chosen = args.cases.split(",") if args.cases else list(measure)
     if unknown := set(chosen) - set(measure):
         raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; there are {', '.join(measure)}")
