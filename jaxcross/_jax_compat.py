@@ -7,6 +7,7 @@ else builds and reads jaxprs through the functions below and never asks for a cl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ Literal = _excore.Literal
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
+
+
+def compilation_cache_dir() -> Path | None:
+    """Where JAX keeps compiled programs from run to run, if the user told it to."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return None if folder is None else Path(folder)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

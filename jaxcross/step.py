@@ -13,9 +13,9 @@ from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
-from jaxcross.program.execution import Compiled
 from jaxcross.program.trace import Traced, step_name, trace
 from jaxcross.runtime import job as runtime
+from jaxcross.solo import run_alone
 from jaxcross.variant import Variant
 from jaxcross.world import World, current
 
@@ -34,8 +34,9 @@ def crossover(
 ) -> Any:
     """Makes a train step run over MPI, its exchanges apart from its computation.
 
-    Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges and returns
-    arrays that may still be computed. Called by a job of a `Runner`, its segments take turns with other jobs'.
+    Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges, which a
+    thread makes beside what can be computed meanwhile, and returns arrays that may still be computed. Called by a job
+    of a `Runner`, its segments take turns with other jobs'.
     Every rank must call it the same number of times with equal shapes; results that the step makes by exchanges are
     the same on every rank.
 
@@ -43,7 +44,11 @@ def crossover(
         step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or `shard_map`.
             Decorates if left out.
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
-        cut: `"whole"`: compute, exchange, compute. A number or `"auto"`: also where gradients become ready.
+        cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
+            exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
+            the number that takes least time, tried on copies at the first call and told; beside other jobs, which hide
+            the exchange anyway, one segment per 25 MB. The cut decides the last bits of results: to repeat a run,
+            write the number that was found, or keep it (`jax_compilation_cache_dir`).
         bucket_bytes: Exchanges smaller than this share buffers up to this size.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again.
         static_argnums: Positional arguments that are no arrays; each value compiles anew.
@@ -106,7 +111,7 @@ class Step:
             # Which branch the host takes may differ between ranks where it was told different things: ask each time.
             node.agree(self._calls)
             self._agreed = node
-        return _alone(world, node.compiled_for(None), leaves, self._calls)
+        return run_alone(world, node.compiled_for(None), leaves, self._calls)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, the step gets its instance as the first argument."""
@@ -196,21 +201,6 @@ class Step:
                     f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the host"
                     " and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
                 )
-
-
-def _alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
-    """One step without lanes: segments in program order from this thread."""
-    execution = compiled.execution(leaves)
-    for runnable in compiled.runnables:
-        segment = runnable.segment
-        if segment.kind == "compute" or runnable.silent:
-            execution.run(segment.index)
-            continue
-        execution.wait_inputs(segment.index)
-        with world.watching(job=compiled.program.name, step=step, segment=segment.index, what=segment.exchanges[0].op):
-            execution.run(segment.index)
-            execution.wait_outputs(segment.index)
-    return execution.outputs()
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from jaxcross.cut_search import search
 from jaxcross.errors import ExchangeError
 from jaxcross.program.agreement import disagreement
 from jaxcross.program.compile import ExecutableCache
@@ -79,16 +80,8 @@ class Variant:
         Raises:
             ExchangeError: They are not; on every rank.
         """
-        program, control = self.program, self.world.control
-        assert program is not None
-        if not program.exchanges:
-            return
-        own = program.exchange_hash()
-        with self.world.watching(job=program.name, step=call, segment=-1, what="agreement"):
-            low, high = control.allreduce_min(np.array([own, -own], np.int64))
-            if low != -high:
-                texts = control.allgather_text(program.exchange_signature())
-                raise ExchangeError(disagreement(program.name, texts))
+        assert self.program is not None
+        agree_alone(self.world, self.program, call)
 
     def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
         """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
@@ -99,15 +92,57 @@ class Variant:
         """
         program = self.program
         assert program is not None
-        if job is not None and program.exchanges and job.first_use(program):
-            # The label is compared by all ranks: behind its first line it holds all that they must have in common.
-            job.together(f"first call of `{program.name}`\n{program.exchange_signature()}", lambda _: None)
+        if job is not None:
+            self._agree_in(job, program)
         if self.compiled is not None:
             return self.compiled
+        if self.cut == "auto" and (job is None or job.sole) and any(not program.silent(s) for s in program.collectives):
+            return self._search(job)
         with nullcontext() if job is None else job.measure("compile", program.name), self.lock:
             compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
             self.compiled, self.leaves = compiled, ()
         return compiled
+
+    def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
+        if program.exchanges and job.first_use(program):
+            # The label is compared by all ranks: behind its first line it holds all that they must have in common.
+            job.together(f"first call of `{program.name}`\n{program.exchange_signature()}", lambda _: None)
+
+    def _search(self, job: runtime.JobContext | None) -> Compiled:
+        """The fastest cut: measured, where nothing else runs beside this step."""
+        world = self.world
+
+        def build(program: Program) -> Compiled:
+            if job is not None:
+                self._agree_in(job, program)
+            else:
+                agree_alone(world, program, call=0)
+            with nullcontext() if job is None else job.measure("compile", program.name):
+                return program.compile(self.leaves, cache=world.executables)
+
+        self.compiled = search(
+            self.traced, self.leaves, world=world, build=build,
+            cut=lambda pieces: self.traced.cut(pieces, bucket_bytes=self.bucket_bytes),
+            together=(lambda _, work: work(world.control)) if job is None else job.together,
+        )  # fmt: skip
+        self.program, self.leaves = self.compiled.program, ()
+        return self.compiled
+
+
+def agree_alone(world: World, program: Program, call: int) -> None:
+    """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
+
+    Raises:
+        ExchangeError: They are not; on every rank.
+    """
+    if not program.exchanges:
+        return
+    own = program.exchange_hash()
+    with world.watching(job=program.name, step=call, segment=-1, what="agreement"):
+        low, high = world.control.allreduce_min(np.array([own, -own], np.int64))
+        if low != -high:
+            texts = world.control.allgather_text(program.exchange_signature())
+            raise ExchangeError(disagreement(program.name, texts))
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[Any]], int]:

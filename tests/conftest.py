@@ -37,3 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 def _accelerator() -> bool:
     """Counted without starting JAX: tests choose how it starts."""
     return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+@pytest.fixture(scope="session")
+def quick_compiler() -> dict[str, str]:
+    """Environment in which XLA compiles faster and worse, for processes that are only to be seen running."""
+    return {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}

@@ -107,8 +107,14 @@ def compile_program(
             )
         sharding.update(zip(segment.outputs, outs, strict=True))
     shared = {v: len(readers) for v, readers in program.readers().items() if len(readers) > 1}
+    collectives = [s.index for s in program.segments if s.kind == "collective"]
+    awaited = tuple(tuple(n for n in collectives if bits >> n & 1) for bits in program.after())
+    overlaps = any(
+        s.kind == "compute" and n < s.index and n not in awaited[s.index] and not program.silent(program.segments[n])
+        for s in program.segments for n in collectives
+    )  # fmt: skip
     return Compiled(
-        program=program, runnables=tuple(runnables), shared=shared,
+        program=program, runnables=tuple(runnables), shared=shared, awaited=awaited, overlaps=overlaps,
         constants=tuple(jnp.asarray(c) for c in traced.consts),
         out_tree=traced.out_tree,
     )  # fmt: skip

@@ -43,11 +43,15 @@ class Compiled:
 
     Attributes:
         shared: How many segments read each value that more than one reads.
+        awaited: Of each segment, the collective ones that must have run before it, by need or by the commit.
+        overlaps: Whether some segment may compute while an earlier one, which speaks to peers, still exchanges.
     """
 
     program: Program
     runnables: tuple[Runnable, ...]
     shared: Mapping[int, int]
+    awaited: tuple[tuple[int, ...], ...]
+    overlaps: bool
     constants: tuple[Any, ...]
     out_tree: Any
 

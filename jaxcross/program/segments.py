@@ -172,6 +172,11 @@ class Program:
         return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)
 
     @property
+    def collectives(self) -> tuple[Segment, ...]:
+        """Its collective segments."""
+        return tuple(s for s in self.segments if s.kind == "collective")
+
+    @property
     def last_collective(self) -> int:
         """Index of the last collective segment, -1 without one."""
         return max((s.index for s in self.segments if s.kind == "collective"), default=-1)
@@ -195,24 +200,26 @@ class Program:
                 readers.setdefault(v, []).append(segment.index)
         return readers
 
+    def after(self) -> tuple[int, ...]:
+        """Of each segment, the set of those that must have run before it, by need or by the commit, as bits."""
+        collectives = tuple(s.index for s in self.segments if s.kind == "collective")
+        commit, sets = self.after_commit, []
+        for segment, needs in zip(self.segments, self.needs(), strict=True):
+            bits = 0
+            for n in (*needs, *collectives) if segment.index in commit else needs:
+                bits |= sets[n] | 1 << n
+            sets.append(bits)
+        return tuple(sets)
+
     def donates(self) -> tuple[frozenset[int], ...]:
         """Of each segment, the values that it may overwrite: those that nobody can still want once it runs.
 
         Segments run in any order that their needs allow, so a value's other readers must come before by need, or by
         the commit, not merely by their place in the list. The step's own inputs go after its last exchange.
         """
-        collectives = sum(1 << s.index for s in self.segments if s.kind == "collective")
-        after_commit, readers, inputs = self.after_commit, self.readers(), frozenset(self.inputs)
-        before: list[int] = []  # of each segment, the set of those that must have run, as bits
-        donated = []
-        for segment, needs in zip(self.segments, self.needs(), strict=True):
-            bits = collectives if segment.index in after_commit else 0
-            for n in needs:
-                bits |= 1 << n
-            for n in range(bits.bit_length()):
-                bits |= before[n] if bits >> n & 1 else 0
-            before.append(bits)
-            own = self.donated if segment.index > self.last_collective else frozenset()
+        readers, inputs, last, donated = self.readers(), frozenset(self.inputs), self.last_collective, []
+        for segment, bits in zip(self.segments, self.after(), strict=True):
+            own = self.donated if segment.index > last else frozenset()
             donated.append(frozenset(
                 v for v in segment.dies
                 if segment.kind == "compute"
@@ -271,8 +278,9 @@ class Program:
     def _speaks(self, segment: Segment) -> bool:
         from jaxcross.program.flatten import holds_exchange
 
-        known = self.traced is not None and segment.jaxpr is not None
-        return known and holds_exchange(segment.jaxpr.jaxpr, dict(self.axes), self.traced.wire)
+        if self.traced is None or segment.jaxpr is None:
+            return False
+        return holds_exchange(segment.jaxpr.jaxpr, dict(self.axes), self.traced.wire)
 
     def _around(self, place: int) -> str:
         lines = self._lines()

@@ -182,6 +182,11 @@ class JobContext:
 
     # For `jaxcross.step`.
 
+    @property
+    def sole(self) -> bool:
+        """Whether it is its runner's only job, so that nothing runs beside it."""
+        return len(self._running().seats) == 1
+
     def first_use(self, program: Program) -> bool:
         """Whether this job has not asked about `program` before. The same on every rank."""
         new = id(program) not in self._programs

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.program.compile import ExecutableCache
@@ -41,6 +43,7 @@ class World:
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: What this process has compiled, shared by like jobs.
+        exchanger: The one thread that makes exchanges beside computation where no runner has lanes.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class World:
     pool_size: int
     control: Control
     executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
+    exchanger: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "exchanges"), repr=False)
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)

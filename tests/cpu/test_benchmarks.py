@@ -1,6 +1,7 @@
 """Every benchmark runs at toy size and writes its numbers with the question, the command and the versions."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,31 +13,42 @@ from jaxcross.lab import available
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def smoke(name: str, out: Path) -> dict:
-    subprocess.run([sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out)], check=True, timeout=300)
-    return json.loads(out.read_text())
+@pytest.fixture
+def smoke(tmp_path, quick_compiler):
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
+        return json.loads(out.read_text())
+
+    return run
 
 
-def test_overhead(tmp_path):
-    result = smoke("overhead.py", tmp_path / "out.json")
+def test_overhead(smoke):
+    result = smoke("overhead.py")
     assert result["question"].startswith("What does the cut cost")
     assert set(result["versions"]) >= {"python", "jax", "mpi4jax"}
     for case in ("mlp", "resnet50"):
-        assert len(result[case]["jit"]["raw"]) == len(result[case]["jaxcross"]["raw"]) == 3
+        assert (
+            len(result[case]["jit"]["raw"])
+            == len(result[case]["jaxcross"]["raw"])
+            == len(result[case]["by_hand"]["raw"])
+            == 3
+        )
     assert result["host_time_mlp"]["segments"] == 3
     # A toy step's memory is exact arithmetic on XLA's figures, not a timing: the whole cut keeps little more alive.
     assert 1 <= result["memory_transformer"]["cut_whole_over_fused"] < 1.05
 
 
-def test_wire_call(tmp_path):
-    assert "question" in smoke("wire_call.py", tmp_path / "out.json")
+def test_wire_call(smoke):
+    assert "question" in smoke("wire_call.py")
 
 
 @pytest.mark.slow
-def test_crossover(tmp_path):
+def test_crossover(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("crossover.py", tmp_path / "out.json")
+    result = smoke("crossover.py")
     assert result["equal_to_the_bit"] is True
     assert set(result["s_per_job_step"]) == {"fused", "sequential", "crossover"}
     assert result["link"].startswith("real link 500mbit")

@@ -24,11 +24,12 @@ def end(process, patience_s=30):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, quick_compiler):
     folder = tmp_path_factory.mktemp("demo")
     line = demo("--link", "none", "--output", str(folder / "out"), "--json", str(folder / "result.json"))
     process = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, **quick_compiler},
     )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=180)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 ZOO = str(Path(__file__).parent.parent / "cpu")
-# Compiling is nearly all of the time. Two ranks see what users get; more of them, other exchanges of the same steps.
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int) -> None:
-    done = mpirun(ranks, "zoo_table.py", timeout=540, env={"PYTHONPATH": ZOO, **(QUICK if ranks > 2 else {})}).check()
+def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick_compiler: dict[str, str]) -> None:
+    # Compiling is nearly all of the time. Two ranks see what users get; more of them, other exchanges of the same steps.
+    env = {"PYTHONPATH": ZOO, **(quick_compiler if ranks > 2 else {})}
+    done = mpirun(ranks, "zoo_table.py", timeout=540, env=env).check()
     for rank in range(ranks):
         assert f"rank {rank}: zoo done" in done.stdout, done.stdout + done.stderr
 

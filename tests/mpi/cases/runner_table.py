@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import jaxcross
-from jaxcross import JobError, RoundRobin, Runner, Sequential
+from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search
 from jaxcross.runtime.link import Link
 
 WORLD = jaxcross.initialize(watchdog_s=60)
@@ -195,6 +196,46 @@ def unlike_exchanges():
     assert good.step == 4
 
 
+def the_cut_is_searched_for():
+    """A step that is the only one running tries cuts on copies: nothing of it shows but the speed."""
+
+    def deep(state, batch):
+        def loss(layers):
+            x = batch["x"]
+            for w in layers:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        grads = jax.lax.pmean(jax.grad(loss)(state), "batch")
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), None
+
+    width = init(0.1)[0]["w1"].shape[0]
+    fresh = [jnp.eye(width) * (1 + n / 10) for n in range(6)]
+
+    def by_hand(step):
+        state = jax.tree.map(jnp.copy, fresh)
+        for batch in data(4):
+            state, _ = step(state, batch)
+        return state
+
+    def in_a_runner(step):
+        job = jaxcross.Job("one", step, fresh, data(4), steps=4)
+        jaxcross.run([job], world=WORLD)
+        assert job.step == 4
+        return job.state
+
+    expected = by_hand(jaxcross.crossover(deep, axes="batch", donate_argnums=0))
+    for run in (by_hand, in_a_runner):
+        step = jaxcross.crossover(deep, axes="batch", cut="auto", bucket_bytes=0, donate_argnums=0)
+        with mock.patch.object(cut_search, "_race", wraps=cut_search._race) as race:
+            got = run(step)
+        for x, y in zip(got, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert race.called == (WORLD.size > 1)
+        chosen = str(step._last[2].program)
+        assert set(WORLD.control.allgather_text(chosen)) == {chosen}
+
+
 def unlike_exchanges_alone():
     """Without a runner, too: the ranks compare before anything is compiled, and can go on afterwards."""
     if WORLD.size == 1:
@@ -340,8 +381,8 @@ def emulated_link():
 
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
-    failure_of_a_job_that_saves_nothing, unlike_exchanges,
-    unlike_exchanges_alone, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
+    failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, unlike_exchanges, unlike_exchanges_alone,
+    failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
     emulated_link,
 ]  # fmt: skip
 

@@ -1,0 +1,132 @@
+"""`cut="auto"` for a step that runs alone: which cut takes the least time, found by trying.
+
+Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free backpropagation), but
+costs fusion, memory and a dispatch a segment. Which wins depends on the network, so both are measured, on throw-away
+copies of the arguments: the training itself does not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross._jax_compat import compilation_cache_dir
+from jaxcross.program.execution import Compiled
+from jaxcross.program.segments import Program
+from jaxcross.program.trace import Traced
+from jaxcross.solo import run_alone
+from jaxcross.world import World
+
+_log = logging.getLogger("jaxcross")
+_PIECES = (1, 2, 4, 8, 16)
+_STEPS = 2  # timed steps of each rival, in turn, behind one that warms up
+_WORTH = 0.99  # a finer cut must save more than measurements scatter
+
+Together = Callable[[str, Callable[[Any], Any]], Any]
+
+
+def search(
+    traced: Traced,
+    leaves: Sequence[Any],
+    *,
+    world: World,
+    cut: Callable[[int], Program],
+    build: Callable[[Program], Compiled],
+    together: Together,
+) -> Compiled:
+    """The fastest of a few cuts, each twice as fine as the one before, until a finer one no longer pays.
+
+    Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
+    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them.
+
+    Args:
+        traced: The step.
+        leaves: Its flat arguments; copied where the step may overwrite them.
+        world: All ranks.
+        cut: Number of pieces -> program.
+        build: Program -> executables, once all ranks have agreed on it.
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
+    """
+    whole = cut(1)
+    book = _Book(f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}")
+    known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
+    if known is not None:
+        return build(cut(known))
+    best, pieces, first, gain, tried = build(whole), 1, None, 1.0, [1]
+    for n in _PIECES[1:]:
+        program = cut(n)
+        if len(program.segments) <= len(best.program.segments):
+            continue  # exchanges that depend on one another leave little to cut
+        tried.append(n)
+        rival = build(program)
+        old, new = together(
+            f"cut {n}", lambda control, rivals=(best, rival): _race(rivals, traced, leaves, world, control)
+        )
+        first = old if first is None else first
+        if new > _WORTH * old:
+            break
+        best, pieces, gain = rival, n, gain * old / new
+    if world.rank == 0:
+        book.write(pieces)
+        if first is not None:
+            _log.warning(
+                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s).",
+                traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
+            )  # fmt: skip
+    return best
+
+
+def _race(
+    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, control: Any
+) -> tuple[float, float]:
+    """Seconds a step of both, in turn: the best of each, on the slowest rank."""
+    times: list[list[int]] = [[], []]
+    for turn in range(1 + _STEPS):
+        for compiled, found in zip(rivals, times, strict=True):
+            own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
+            jax.block_until_ready(own)
+            control.allreduce_min(np.zeros(1, np.int64))  # all begin together
+            start = time.perf_counter_ns()
+            jax.block_until_ready(run_alone(world, compiled, own, 0))
+            elapsed = time.perf_counter_ns() - start
+            if turn:
+                found.append(elapsed)
+    slowest = -control.allreduce_min(np.array([-min(found) for found in times], np.int64))
+    return float(slowest[0]) / 1e9, float(slowest[1]) / 1e9
+
+
+class _Book:
+    """What was found before, in JAX's folder of compiled programs. Read and written by rank 0's file system alone."""
+
+    def __init__(self, key: str) -> None:
+        folder = compilation_cache_dir()
+        self._file = None if folder is None else folder / "jaxcross-cuts.json"
+        self._key = key
+
+    def read(self) -> int | None:
+        pieces = self._all().get(self._key)
+        return pieces if isinstance(pieces, int) and 1 <= pieces <= max(_PIECES) else None
+
+    def write(self, pieces: int) -> None:
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._file.with_suffix(f".{id(self)}")
+        draft.write_text(json.dumps({**self._all(), self._key: pieces}, indent=1))
+        draft.replace(self._file)
+
+    def _all(self) -> dict[str, Any]:
+        if self._file is None or not self._file.exists():
+            return {}
+        try:
+            found = json.loads(self._file.read_text())
+        except ValueError:
+            return {}  # damaged: measured again
+        return found if isinstance(found, dict) else {}
