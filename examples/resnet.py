@@ -61,7 +61,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
-        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, conv_general_dilated=convolve)
         norm = partial(
             nn.BatchNorm,
             use_running_average=not train,
@@ -79,6 +79,19 @@ class ResNet(nn.Module):
                 x = self.block(self.num_filters * 2**stage, strides=strides, conv=conv, norm=norm)(x)
         x = jnp.mean(x, axis=(1, 2))
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)
+
+
+def convolve(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: Any, **options: Any) -> jax.Array:
+    """`lax.conv_general_dilated`, but a 1x1 kernel is what it is, a matrix.
+
+    On a CPU, XLA is about twice as fast at the product's weight gradient as at the convolution's, which takes a quarter
+    off ResNet-50's step.
+    """
+    if kernel.shape[:2] != (1, 1):
+        return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
+    x = x[:, :: strides[0], :: strides[1]]
+    y = jnp.matmul(x.reshape(-1, x.shape[-1]), kernel[0, 0], precision=options.get("precision"))
+    return y.reshape(*x.shape[:-1], -1)
 
 
 MODELS: dict[str, Callable[..., ResNet]] = {

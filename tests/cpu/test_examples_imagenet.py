@@ -182,3 +182,12 @@ def test_bad_link(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parse(example, "--link", "emulate:fast")
     assert "argument --link: `fast` is not a link rate." in capsys.readouterr().err
+
+
+def test_a_pointwise_convolution_is_a_product(example: ModuleType) -> None:
+    convolve = import_module("resnet").convolve
+    x, kernel = jax.random.normal(jax.random.key(0), (2, 7, 6, 5)), jax.random.normal(jax.random.key(1), (1, 1, 5, 3))
+    for strides in ((1, 1), (2, 2)):
+        options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+        plain = jax.lax.conv_general_dilated(x, kernel, strides, "SAME", **options)
+        np.testing.assert_allclose(convolve(x, kernel, strides, "SAME", **options), plain, rtol=1e-5, atol=1e-6)
