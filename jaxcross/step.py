@@ -13,6 +13,7 @@ from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
+from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, step_name, trace
 from jaxcross.runtime import job as runtime
 from jaxcross.solo import run_alone
@@ -116,6 +117,11 @@ class Step:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, the step gets its instance as the first argument."""
         return self if instance is None else partial(self, instance)
+
+    @property
+    def latest_program(self) -> Program | None:
+        """What the latest call ran, under `cut="auto"` as it was chosen. None before, and where a `cond` decides."""
+        return None if self._last is None else self._last[2].program
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step traced for these arguments. Does not compile, wait or communicate."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 HOLDER = Path(__file__).with_name("holder.py")
+METER = Path(__file__).with_name("meter.py")
 START_S = 20
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
 
@@ -47,8 +49,8 @@ class Lab:
     def __init__(self, hosts: int = 2, rate: str | None = "500mbit", latency: str | None = None) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"a lab has 1 to 200 hosts, not `{hosts}`.")
-        if rate is not None and not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
-            raise ValueError(f"`{rate}` is no rate: write 500mbit, 1gbit, ... as tc does.")
+        if rate is not None:
+            _check_rate(rate)
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
             raise ValueError(f"`{latency}` is no latency: write 200us, 1ms, ... as tc does.")
         self.hosts = hosts
@@ -103,6 +105,12 @@ class Lab:
         return lines[-1] if lines else "the process that holds the namespaces ended without a word."
 
     @property
+    def _folder(self) -> str:
+        if self._holder is None:
+            raise ValueError("the lab is closed: use it inside its `with` block.")
+        return self._facts["folder"]
+
+    @property
     def description(self) -> str:
         """For reports: what joins the ranks."""
         rate = self.rate or "unshaped"
@@ -119,12 +127,18 @@ class Lab:
         # entering a mount namespace moves to its root
         return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
 
+    def wrap_host(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on host `h<host>`, pinned to that host's cores."""
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"there is no host `{host}`: this lab has {self.hosts}, counted from 0.")
+        return self.wrap([f"{self._folder}/enter", f"h{host}", shlex.join(command)])
+
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Environment in which a plain `mpirun -n N` spreads its ranks over the hosts and their TCP links.
 
         Ranks of one host share that host's part of the machine's cores, set before Python starts.
         """
-        folder = self._facts["folder"]
+        folder = self._folder
         return {
             **(os.environ if base is None else base),
             # MPICH
@@ -150,6 +164,57 @@ class Lab:
         options["env"] = self.environment(options.pop("env", None))
         return subprocess.run(self.wrap(command), check=False, **options)
 
+    def set_rate(self, rate: str) -> None:
+        """Changes the rate of every link, in both directions, while the hosts run. Connections stay.
+
+        Raises:
+            ValueError: A rate that cannot be meant, or links that were made unshaped.
+            OSError: The kernel refused; says what it said.
+        """
+        _check_rate(rate)
+        if self.rate is None:
+            raise ValueError(f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at first.")
+        for host in range(self.hosts):
+            tc = ["tc", "qdisc", "change", "dev"]
+            new = ["root", "handle", "1:", *shape(rate)]
+            for line in (self.wrap([*tc, f"to-h{host}", *new]), self.wrap_host(host, [*tc, "eth0", *new])):
+                done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=START_S)
+                if done.returncode != 0:
+                    raise OSError(f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}")
+        self.rate = rate
+
+    def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
+        """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits twice `seconds`.
+
+        Counts what the receiver reads, so headers are not in it: about 4% less than the rate of the link.
+
+        Raises:
+            OSError: There is one host only, or the transfer failed.
+        """
+        if self.hosts < 2:
+            raise OSError("a rate is measured between two hosts, this lab has one.")
+        return self._transfer(0, 1, seconds), self._transfer(1, 0, seconds)
+
+    def _transfer(self, source: int, target: int, seconds: float) -> float:
+        def start(host: int, *arguments: str) -> subprocess.Popen[str]:
+            line = self.wrap_host(host, [sys.executable, "-I", str(METER), *arguments])
+            return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        receiver = start(target, "receive", f"h{target}")
+        assert receiver.stdout is not None
+        with receiver:
+            port = receiver.stdout.readline().strip()
+            if port:
+                with start(source, "send", f"h{target}", port, str(seconds)) as sender:
+                    _, complaint = sender.communicate(timeout=seconds + START_S)
+                if sender.returncode != 0:
+                    receiver.kill()
+                    raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
+            answer, complaint = receiver.communicate(timeout=seconds + START_S)
+        if receiver.returncode != 0:
+            raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
+        return float(answer)
+
     def bytes_crossed(self) -> int:
         """Bytes that all hosts have sent since the lab began, as their links counted them (headers included)."""
         if self._holder is None:
@@ -158,6 +223,16 @@ class Lab:
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
         ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
         return sum(int(values.split()[0]) for values in ports)
+
+
+def shape(rate: str) -> tuple[str, ...]:
+    """The arguments of `tc` for a link of this rate; the holder, which can import nothing, spells them alike."""
+    return ("tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+
+
+def _check_rate(rate: str) -> None:
+    if not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
+        raise ValueError(f"`{rate}` is no rate: write 500mbit, 1gbit, ... as tc does.")
 
 
 def available() -> str | None:

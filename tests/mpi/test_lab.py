@@ -76,6 +76,41 @@ def test_ranks_meet_over_the_link():
 
 
 @needs_lab
+def test_a_host_is_entered_and_pinned():
+    with Lab(hosts=2) as lab:
+        line = lab.wrap_host(
+            1, [sys.executable, "-c", "import socket, sys; print(socket.gethostname(), sys.argv)", "a b"]
+        )
+        said = subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout
+        with pytest.raises(ValueError, match="there is no host `2`"):
+            lab.wrap_host(2, ["true"])
+    assert said.strip() == "h1 ['-c', 'a b']"
+
+
+@needs_lab
+def test_the_rate_of_a_live_lab_changes_in_both_directions():
+    with Lab(hosts=2, rate="800mbit") as lab:
+        lab.set_rate("40mbit")
+        rates = lab.measure_rate(0.5)
+        with pytest.raises(OSError, match="the rate `0bit` was refused for host `h0`"):
+            lab.set_rate("0bit")
+        assert lab.rate == "40mbit" and "40mbit" in lab.description
+    # not a timing: a token bucket lets no more through, however slow the machine; the burst at its begin is not counted
+    assert all(0 < rate <= 44e6 for rate in rates)
+
+
+@needs_lab
+def test_an_unshaped_link_stays_so():
+    with Lab(hosts=2, rate=None) as lab, pytest.raises(ValueError, match="the links of this lab are unshaped"):
+        lab.set_rate("1gbit")
+
+
+def test_one_host_has_nobody_to_measure_with():
+    with pytest.raises(OSError, match="a rate is measured between two hosts"):
+        Lab(hosts=1).measure_rate()
+
+
+@needs_lab
 def test_hosts_see_one_another_and_two_labs_do_not_meet():
     with Lab(hosts=3, rate=None) as lab, Lab(hosts=2) as other:
         names = lab.run(["getent", "hosts", "h2"], capture_output=True, text=True).stdout

@@ -232,7 +232,7 @@ def the_cut_is_searched_for():
         for x, y in zip(got, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
         assert race.called == (WORLD.size > 1)
-        chosen = str(step._last[2].program)
+        chosen = str(step.latest_program)
         assert set(WORLD.control.allgather_text(chosen)) == {chosen}
 
 

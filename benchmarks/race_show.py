@@ -1,0 +1,88 @@
+"""A race's rows as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    "rival", "s/job-step", "min to max", "steady", "efficiency", "with tax", "hidden", "T/c", "CPU s", "MB", "peak MB",
+)  # fmt: skip
+
+
+def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Prints one table: a case at a rate."""
+    there, back = (rate / 1e6 for rate in facts["tcp_bits_per_s"])
+    first = rows[0]
+    title = f"{facts['case']} at {facts['rate']}: link {facts['link']}, TCP {there:.0f} and {back:.0f} Mbit/s"
+    table = Table(*COLUMNS, title=title)
+    for row in rows:
+        low, high = row["spread"]
+        steady = row.get("steady_s_per_job_step")
+        table.add_row(
+            row["rival"], f"{row['s_per_job_step']:.3f}", f"{low:.3f} to {high:.3f}",
+            "" if steady is None else f"{steady:.3f}", f"{row['efficiency']:.2f}", f"{row['efficiency_with_tax']:.2f}",
+            f"{row['hidden_share']:.2f}", f"{row['over_own_compute']:.2f}", f"{row['cpu_s']:.2f}",
+            f"{row['wire_bytes'] / 1e6:.1f}", f"{row['peak_rss_bytes'] / 1e6:.0f}",
+        )  # fmt: skip
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(table)
+    words = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
+    console.print(
+        f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax {first['bound_with_tax_s']:.3f}; "
+        f"c + m of each job: {words}; slowdown beside an exchange {', '.join(f'{s:.2f}' for s in first['slowdown'])}"
+    )
+    if (found := facts.get("wait_free")) is not None:
+        console.print(
+            f"wait-free: {found['pieces']} exchange segments; first bucket after {found['first_bucket_s']:.3f} s, last "
+            f"one takes {found['last_bucket_s']:.3f} s: at best {found['best_s']:.3f} s a step"
+        )
+
+
+def draw(case: str, result: dict[str, Any], path: Path) -> None:
+    """Writes a picture of one case: what each rival took at each rate, against the bounds, and what it cost."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if row["case"] == case]
+    if not rows:
+        return
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    rivals = list(dict.fromkeys(row["rival"] for row in rows))
+    panels = (
+        ("s_per_job_step", 1.0, "s a job-step"), ("efficiency", 1.0, "bound / T"), ("cpu_s", 1.0, "CPU s a job-step"),
+        ("wire_bytes", 1e-6, "MB a job-step"), ("peak_rss_bytes", 1e-9, "peak GB a host"),
+    )  # fmt: skip
+    figure, axes = plt.subplots(len(panels), 1, figsize=(1.2 * len(rivals) + 3, 12), sharex=True, layout="constrained")
+    width = 0.8 / len(rates)
+    for axis, (key, scale, label) in zip(axes, panels, strict=True):
+        for n, rate in enumerate(rates):
+            own = {row["rival"]: row for row in rows if row["rate"] == rate}
+            at = [i + (n - (len(rates) - 1) / 2) * width for i, r in enumerate(rivals) if r in own]
+            chosen = [own[r] for r in rivals if r in own]
+            bars = axis.bar(at, [row[key] * scale for row in chosen], width, label=_named(chosen[0]))
+            if key == "s_per_job_step":
+                low = [row[key] - row["spread"][0] for row in chosen]
+                high = [row["spread"][1] - row[key] for row in chosen]
+                axis.errorbar(at, [row[key] for row in chosen], [low, high], fmt="none", ecolor="black", lw=0.8)
+                for x, row, bar in zip(at, chosen, bars, strict=True):
+                    ends = x - width / 2, x + width / 2
+                    axis.hlines(row["bound_s"], *ends, colors="black", lw=1.5)
+                    axis.hlines(row["bound_with_tax_s"], *ends, colors="black", lw=1.0, linestyles="dotted")
+                    bar.set_alpha(0.85)
+        axis.set_ylabel(label)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend()
+    axes[0].set_title(f"case `{case}`: bounds as lines, with the exchange's tax dotted")
+    axes[-1].set_xticks(range(len(rivals)), rivals, rotation=30, ha="right")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['rate']} ({row['rate_bits_per_s'] / 1e6:.0f} Mbit/s)"

@@ -1,0 +1,234 @@
+"""jaxcross: all jobs of the case in one process a host, one after the other or in crossover.
+
+Also measures `m`, the steps' own collective segments without their computation, and how much slower a step computes
+while exchanges run beside it on the same core (the tax).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jaxcross
+
+# before the imports that make JAX arrays
+world = jaxcross.initialize(watchdog_s=900)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax import lax  # noqa: E402
+
+from rivals import jax_work  # noqa: E402
+from rivals.cases import Spec  # noqa: E402
+from rivals.serving import arguments, own_jobs, serve  # noqa: E402
+
+AXIS = "batch"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sequential": {"policy": jaxcross.Sequential},
+    "crossover": {"policy": jaxcross.RoundRobin},
+    "crossover-bf16": {"policy": jaxcross.RoundRobin, "wire": "bfloat16"},
+    "wait-free": {"policy": jaxcross.Sequential, "cut": "auto"},
+    "wait-free-bf16": {"policy": jaxcross.Sequential, "cut": "auto", "wire": "bfloat16"},
+}
+
+
+def exchange(wire: str) -> Callable[[Any], Any]:
+    """The mean over ranks; gradients as `wire`, metrics as they are."""
+    mean = jaxcross.exchange.mean(AXIS, wire_dtype=None if wire == "float32" else jnp.dtype(wire))
+    return lambda tree: (mean.update(tree[0], optax.EmptyState())[0], lax.pmean(tree[1], AXIS))
+
+
+class Jobs:
+    """The case's jobs with their states; like jobs share their steps, which are made when they are first wanted."""
+
+    def __init__(self, specs: list[tuple[int, Spec]]) -> None:
+        self.specs = [spec for _, spec in specs]
+        self.work = {spec: jax_work.workload(spec) for spec in set(self.specs)}
+        self.states = [jax_work.state_of(self.work[spec], number) for number, spec in specs]
+        self.batches = [jax_work.batch_of(self.work[spec], number, world.rank) for number, spec in specs]
+        self.steps: dict[Any, Any] = {}
+        self.alone: dict[Spec, jax_work.Loop] = {}
+        self.collectives: dict[Any, Collectives] = {}
+
+    def step(self, spec: Spec, wire: str = "float32", cut: Any = "whole") -> Any:
+        key = spec, wire, cut
+        if key not in self.steps:
+            step = self.work[spec].make(exchange(wire))
+            self.steps[key] = jaxcross.crossover(step, axes=AXIS, cut=cut, donate_argnums=0)
+        return self.steps[key]
+
+    def run(self, steps: int, policy: Any, wire: str = "float32", cut: Any = "whole") -> dict[str, Any]:
+        with jaxcross.Runner(world, policy()) as runner:
+            for number, spec in enumerate(self.specs):
+                runner.add(f"job{number}", self._train, number=number, step=self.step(spec, wire, cut), steps=steps)
+            report = runner.run()
+        jax.block_until_ready(self.states)
+        account = report.summary()
+        return {
+            "steady_s_per_job_step": account["s_per_step"],
+            "hidden_share": account["hidden_share"],
+            "account": account,
+        }
+
+    def _train(self, job: jaxcross.JobContext, *, number: int, step: Any, steps: int) -> None:
+        # the state is the one that all ranks had at the end of the command before: it is not compared again
+        state, self.states[number] = self.states[number], None
+        for batch in job.batches(itertools.repeat(self.batches[number], steps)):
+            state, metrics = step(state, batch)
+            job.log(metrics)
+        self.states[number] = state
+
+    def exchanges(self, number: int, wire: str) -> Collectives:
+        spec = self.specs[number]
+        if (spec, wire) not in self.collectives:
+            step = self.step(spec, wire)
+            arguments = self.states[number], self.batches[number]
+            program = step.trace(*arguments).cut()
+            compiled = program.compile(jax.tree.leaves(arguments), cache=world.executables)
+            self.collectives[spec, wire] = Collectives(compiled)
+        return self.collectives[spec, wire]
+
+    def forget_cuts(self) -> None:
+        """Steps that cut themselves search anew: the link has another rate."""
+        self.steps = {key: step for key, step in self.steps.items() if key[2] != "auto"}
+
+    def buckets(self, wire: str) -> dict[str, Any]:
+        """What wait-free backpropagation has to beat: when the first gradients are ready, and what travels last.
+
+        `first_raw`: seconds of the first compute segment, alone; `sent`: bytes of each exchange segment in order.
+        """
+        (spec,) = self.specs
+        arguments = self.states[0], self.batches[0]
+        step = self.step(spec, wire, "auto")
+        program = step.latest_program
+        compiled = program.compile(jax.tree.leaves(arguments), cache=world.executables)
+        raw = []
+        for _ in range(4):
+            execution = compiled.execution(jax.tree.leaves(arguments))
+            start = time.perf_counter()
+            execution.run(0)
+            execution.wait_outputs(0)
+            raw.append(time.perf_counter() - start)
+        return {"first_raw": raw[1:], "sent": [s.nbytes for s in program.collectives]}
+
+    def computing(self, number: int) -> jax_work.Loop:
+        """The step without its exchange, for the tax; on a state of its own that is made for the command."""
+        spec = self.specs[number]
+        if spec not in self.alone:
+            step = jax.jit(self.work[spec].make(lambda tree: tree), donate_argnums=0)
+            self.alone[spec] = jax_work.Loop(step, None, self.batches[number])
+        loop = self.alone[spec]
+        loop.state = jax_work.state_of(self.work[spec], number)
+        loop.run(1)
+        return loop
+
+
+class Collectives:
+    """The collective segments of a program, on zeros."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._calls = [
+            (r.call, [compiled.program.values[v] for v in r.segment.inputs])
+            for r in compiled.runnables
+            if r.device is not None
+        ]
+
+    def timed(self, times: int) -> list[float]:
+        """Seconds of each exchange. Waits for the other rank, which must do the same."""
+        raw = []
+        for _ in range(times):
+            operands = [[jnp.zeros(a.shape, a.dtype) for a in avals] for _, avals in self._calls]
+            jax.block_until_ready(operands)
+            world.control.allgather_text("")  # both ranks begin together
+            start = time.perf_counter()
+            for (call, _), args in zip(self._calls, operands, strict=True):
+                jax.block_until_ready(call(*args))
+            raw.append(time.perf_counter() - start)
+        return raw
+
+
+def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict[str, Any]:
+    """Steps without exchange, in this thread, while another one exchanges as often as it is told."""
+    result: list[list[float]] = []
+    failure: list[Exception] = []
+
+    def beside() -> None:
+        try:
+            result.append(collectives.timed(exchanges))
+        except Exception as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=beside, name="exchange-beside")
+    begin = time.perf_counter()
+    thread.start()
+    steps, end = 0, begin
+    while True:
+        loop.run(1)
+        now = time.perf_counter()
+        if not thread.is_alive():
+            break
+        steps, end = steps + 1, now
+    thread.join()
+    if failure:
+        raise failure[0]
+    return {"taxed_compute_s": (end - begin) / steps if steps else None, "taxed_exchange_raw": result[0]}
+
+
+def main() -> int:
+    args = arguments(__doc__)
+    compilations = jax_work.Compilations()
+    jobs = Jobs(own_jobs(args))
+    ready: set[str] = set()
+
+    def prepare(variant: str) -> dict[str, Any]:
+        if variant not in ready:
+            jobs.run(2, **VARIANTS[variant])
+            ready.add(variant)
+        return compilations.facts()
+
+    def run(steps: int, variant: str) -> dict[str, Any]:
+        return jobs.run(steps, **VARIANTS[variant])
+
+    def forget_cuts() -> dict[str, Any]:
+        jobs.forget_cuts()
+        ready.difference_update(name for name, variant in VARIANTS.items() if variant.get("cut") == "auto")
+        return {}
+
+    def alone(job: int, times: int, wire: str) -> dict[str, Any]:
+        collectives = jobs.exchanges(job, wire)
+        collectives.timed(1)
+        return {"raw": collectives.timed(times)}
+
+    def beside(job: int, exchanges: int) -> dict[str, Any]:
+        loop, collectives = jobs.computing(job), jobs.exchanges(job, "float32")
+        try:
+            untaxed = loop.timed(2)
+            world.control.allgather_text("")
+            return {"untaxed_raw": untaxed, **taxed(loop, collectives, exchanges)}
+        finally:
+            loop.state = None
+
+    return serve(
+        args,
+        world.rank,
+        {
+            "prepare": prepare,
+            "run": run,
+            "exchange": alone,
+            "taxed": beside,
+            "forget_cuts": forget_cuts,
+            "buckets": jobs.buckets,
+        },
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""Rival: PyTorch DistributedDataParallel with gloo, whose buckets overlap its own backward pass. One job.
+
+`bfloat16` uses PyTorch's own compression hook, under another name: under its own it is refused unless NCCL is there,
+though gloo sums bfloat16. Also measures `c` of PyTorch: the step under `no_sync`.
+"""
+
+# annotations must be objects here: DDP reads those of its hook
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from rivals import torch_models
+from rivals.cases import RANKS
+from rivals.serving import arguments, give_back_memory, own_jobs, serve
+
+
+def main() -> int:
+    args = arguments(__doc__)
+    ((number, spec),) = own_jobs(args)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_flush_denormal(True)  # as XLA does
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group("gloo", init_method=f"tcp://h0:{args.port}", rank=args.rank, world_size=RANKS)
+    torch.manual_seed(number)
+    work = torch_models.work(spec, seed=RANKS * number + args.rank)
+    trainer = Trainer(work)
+
+    def prepare(variant: str) -> None:
+        if trainer.variant != variant:
+            trainer.wrap(variant)
+            # the first step finds out the order of the gradients, the second one has its buckets
+            trainer.run(2)
+
+    def run(steps: int, variant: str) -> None:
+        if variant != trainer.variant:
+            raise RuntimeError(f"`{variant}` was not prepared, but `{trainer.variant}`")
+        trainer.run(steps)
+
+    def compute(steps: int) -> dict[str, Any]:
+        assert trainer.model is not None
+        with trainer.model.no_sync():
+            trainer.run(1)
+            dist.barrier()
+            return {"raw": trainer.timed(steps)}
+
+    return serve(args, args.rank, {"prepare": prepare, "run": run, "compute": compute})
+
+
+def compressed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook. DDP compares names."""
+    return bf16_compress_hook(state, bucket)
+
+
+class Trainer:
+    """A model that is wrapped anew when the exchange changes; a hook cannot be taken off."""
+
+    def __init__(self, work: torch_models.Work) -> None:
+        self.work = work
+        self.model: DistributedDataParallel | None = None
+        self.variant = ""
+
+    def wrap(self, variant: str) -> None:
+        self.model = None
+        self.work.optimizer.zero_grad(set_to_none=True)
+        give_back_memory()
+        # statistics stay local, as under the other rivals; gradients live in the buckets, which saves a copy
+        model = DistributedDataParallel(self.work.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        if variant == "bfloat16":
+            model.register_comm_hook(None, compressed)
+        self.model, self.variant = model, variant
+
+    def run(self, steps: int) -> None:
+        assert self.model is not None
+        for _ in range(steps):
+            loss = self.work.loss(self.model)
+            loss.backward()
+            self.work.optimizer.step()
+            self.work.optimizer.zero_grad()
+
+    def timed(self, steps: int) -> list[float]:
+        raw = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.run(1)
+            raw.append(time.perf_counter() - start)
+        return raw
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""Rival: JAX's own data parallelism, the same step under `jax.shard_map`, its collectives by gloo. One job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rivals import jax_work
+from rivals.cases import RANKS
+from rivals.serving import arguments, own_jobs, serve
+
+AXIS = "batch"
+
+
+def main() -> int:
+    args = arguments(__doc__)
+    ((number, spec),) = own_jobs(args)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"h0:{args.port}", num_processes=RANKS, process_id=args.rank)
+    compilations = jax_work.Compilations()
+    work = jax_work.workload(spec)
+    mesh = Mesh(jax.devices(), (AXIS,))
+    everywhere, split = PartitionSpec(), PartitionSpec(AXIS)
+    # each rank keeps its own BatchNorm statistics, as under the other rivals: nothing checks that they are equal
+    mapped = jax.shard_map(
+        work.make(lambda tree: lax.pmean(tree, AXIS)), mesh=mesh, in_specs=(everywhere, split),
+        out_specs=everywhere, check_vma=False,
+    )  # fmt: skip
+    step = jax.jit(mapped, donate_argnums=0)
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, jax.device_get(x)), tree)
+
+    state = place(jax_work.state_of(work, number), everywhere)
+    loop = jax_work.Loop(step, state, place(jax_work.batch_of(work, number, args.rank), split))
+
+    def prepare(variant: str) -> dict[str, Any]:
+        loop.run(2)
+        return compilations.facts()
+
+    def run(steps: int, variant: str) -> None:
+        loop.run(steps)
+
+    return serve(args, args.rank, {"prepare": prepare, "run": run})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

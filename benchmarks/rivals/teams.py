@@ -1,0 +1,189 @@
+"""The controller's end of a race: starts processes on a lab's hosts, one team a job, and talks to them.
+
+A team is one program on two hosts. Whatever happens, nothing outlives the `with` block of its `Stage`: teams are told
+to end, then their lab is taken down, and the kernel kills what is left in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxcross.commands.launch import find_mpirun, python_program
+from jaxcross.lab import Lab
+from rivals.cases import RANKS
+
+HERE = Path(__file__).parent
+LAUNCHED_BY_MPI = ("fused", "crossed")
+SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS")
+FIRST_PORT = 29400
+Answers = list[dict[str, Any]]
+
+
+class TeamError(RuntimeError):
+    """A team did not start, did not answer, or failed."""
+
+
+class Team:
+    """The ranks of one program. Made by `Stage.start`."""
+
+    def __init__(self, name: str, processes: Sequence[subprocess.Popen[Any]], log: Path) -> None:
+        self.name, self.processes, self.log = name, processes, log
+        self.ranks: dict[int, socket.socket] = {}
+        self.streams: dict[int, Any] = {}
+
+    def send(self, command: dict[str, Any]) -> None:
+        for rank in sorted(self.streams):
+            try:
+                self.streams[rank].write(json.dumps(command) + "\n")
+                self.streams[rank].flush()
+            except OSError as error:
+                raise self.failure(f"rank {rank} is gone before `{command['do']}`") from error
+
+    def receive(self, what: str, patience_s: float) -> Answers:
+        deadline = time.monotonic() + patience_s
+        answers = []
+        for rank in sorted(self.streams):
+            self.ranks[rank].settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                line = self.streams[rank].readline()
+            except TimeoutError:
+                raise self.failure(f"rank {rank} did not answer `{what}` within {patience_s:.0f} s") from None
+            except OSError:
+                line = ""
+            if not line:
+                raise self.failure(f"rank {rank} ended in `{what}`")
+            answer = json.loads(line)
+            if "error" in answer:
+                raise self.failure(f"rank {rank} failed in `{what}`:\n{answer['error']}")
+            answers.append(answer)
+        return answers
+
+    def failure(self, why: str) -> TeamError:
+        said = self.log.read_text(errors="replace").splitlines()[-25:] if self.log.exists() else []
+        return TeamError("\n  ".join([f"team `{self.name}`: {why}", *said]))
+
+    def end(self) -> None:
+        """Asks, waits a little, and kills."""
+        with contextlib.suppress(TeamError):
+            self.send({"do": "end"})
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for stream in (*self.streams.values(), *self.ranks.values()):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class Stage:
+    """Where teams stand. A context manager; ends every team at its exit.
+
+    Args:
+        lab: An entered lab.
+        folder: For the socket and the log files.
+        patience_s: How long an answer may take; a start has as long.
+    """
+
+    def __init__(self, lab: Lab, folder: Path, *, patience_s: float = 900.0) -> None:
+        self.lab, self.folder, self.patience_s = lab, folder, patience_s
+        self.teams: dict[str, Team] = {}
+        self._path = folder / "race.sock"
+        self._ports = iter(range(FIRST_PORT, FIRST_PORT + 200))
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def __enter__(self) -> Self:
+        self._server.bind(str(self._path))
+        self._server.listen()
+        self._server.settimeout(0.5)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+        self._server.close()
+        self._path.unlink(missing_ok=True)
+
+    def end(self, kind: str | None = None) -> None:
+        """Ends all teams, or those of one kind."""
+        for name in [name for name in self.teams if kind in (None, name.split("/")[0])]:
+            self.teams.pop(name).end()
+
+    def start(self, kind: str, case: str, *, job: int | None, smoke: bool) -> Team:
+        """Starts `rivals/<kind>.py` on the hosts. Waits until its ranks have said hello.
+
+        Raises:
+            TeamError: They did not; their last words are in it.
+        """
+        name = kind if job is None else f"{kind}/{job}"
+        log = self.folder / f"{name.replace('/', '-')}.log"
+        program = [str(HERE / f"{kind}.py"), "--socket", str(self._path), "--team", name, "--case", case]
+        program += ["--smoke"] if smoke else []
+        program += [] if job is None else ["--job", str(job)]
+        environment = self.lab.environment(_plain_environment(smoke))
+        with log.open("wb") as out:
+            options: dict[str, Any] = dict(env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            team = Team(name, [subprocess.Popen(line, **options) for line in self._lines(kind, program)], log)
+        self.teams[name] = team
+        self._await_hello(team)
+        return team
+
+    def _lines(self, kind: str, program: list[str]) -> list[list[str]]:
+        if kind in LAUNCHED_BY_MPI:
+            mpirun = find_mpirun()
+            if mpirun is None:
+                raise TeamError("no `mpirun` was found: `pip install mpich`")
+            return [self.lab.wrap([mpirun.path, "-n", str(RANKS), *python_program(program)])]
+        port = str(next(self._ports))
+        return [
+            self.lab.wrap_host(rank, [sys.executable, *program, "--rank", str(rank), "--port", port])
+            for rank in range(RANKS)
+        ]
+
+    def _await_hello(self, team: Team) -> None:
+        deadline = time.monotonic() + self.patience_s
+        while len(team.ranks) < RANKS:
+            if any(process.poll() is not None for process in team.processes):
+                raise team.failure("a process ended before its rank said hello")
+            if time.monotonic() > deadline:
+                raise team.failure(f"only {len(team.ranks)} of {RANKS} ranks said hello in {self.patience_s:.0f} s")
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(10)
+            stream = connection.makefile("rw", encoding="utf-8")
+            hello = json.loads(stream.readline())
+            if hello.get("team") != team.name or hello["host"] != f"h{hello['rank']}":
+                raise team.failure(f"a stranger said hello, or a rank on the wrong host: {hello}")
+            team.ranks[hello["rank"]], team.streams[hello["rank"]] = connection, stream
+
+    def ask(self, teams: Team | Iterable[Team], do: str, **facts: Any) -> Answers:
+        """Sends one command to all ranks of some teams at once; their answers, team by team and rank by rank.
+
+        Raises:
+            TeamError: One of them failed, or was silent for too long.
+        """
+        teams = [teams] if isinstance(teams, Team) else list(teams)
+        for team in teams:
+            team.send({"do": do, **facts})
+        return [answer for team in teams for answer in team.receive(do, self.patience_s)]
+
+
+def _plain_environment(smoke: bool) -> dict[str, str]:
+    """The caller's, without what would size pools or change code. Toys compile without optimisation."""
+    plain = {k: v for k, v in os.environ.items() if k not in SETTINGS}
+    return {**plain, "XLA_FLAGS": "--xla_backend_optimization_level=0"} if smoke else plain

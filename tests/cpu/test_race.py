@@ -1,0 +1,237 @@
+"""The race's arithmetic, its models' sizes, and how a rank and its controller speak. The race itself: tests/mpi."""
+
+import importlib.util
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import race
+import race_bounds
+from race_bounds import Cost
+from race_measure import Calibration, Entrants
+from rivals import cases, jax_work, serving
+from rivals.teams import TeamError
+
+SPECS = [cases.RESNET, cases.LANGUAGE, cases.TOY_RESNET, cases.TOY_LANGUAGE]
+
+
+def cost(c: float, m: float, slowdown: float = 1.0) -> Cost:
+    return Cost(compute_s=c, exchange_s=m, slowdown=slowdown)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "bound"),
+    [
+        ([cost(2, 1), cost(2, 1)], 2),  # sum c
+        ([cost(1, 2), cost(1, 2)], 2),  # sum m
+        ([cost(1, 1), cost(5, 4)], 4.5),  # one job's chain
+        ([cost(2, 1)], 3),
+    ],
+)
+def test_bound_is_the_longest_of_three(jobs, bound):
+    assert race_bounds.bound_s(jobs) == bound
+    assert race_bounds.taxed_bound_s(jobs) == bound  # no slowdown, no tax
+
+
+def test_a_job_that_overlaps_itself_has_no_chain():
+    assert race_bounds.bound_s([cost(2, 1)], chain=False) == 2
+
+
+def test_tax_is_the_compute_lost_while_exchanging():
+    # 1 s of exchange a job at half speed loses half a second
+    assert race_bounds.taxed_bound_s([cost(2, 1, 2.0), cost(2, 1, 2.0)]) == 2.5
+    # network-bound: what is lost fits beside the exchange
+    assert race_bounds.taxed_bound_s([cost(1, 4, 1.1), cost(1, 4, 1.1)]) == 4
+    assert race_bounds.taxed_bound_s([cost(2, 1, 0.9), cost(2, 1, 0.9)]) == 2
+
+
+@pytest.mark.parametrize(("measured", "share"), [(3, 0.0), (2.5, 0.5), (2, 1.0), (1.9, 1.0), (4, 0.0)])
+def test_hidden_share(measured, share):
+    assert race_bounds.hidden_share([cost(2, 1)], measured) == share
+
+
+def test_rate_gives_the_wanted_exchange_time():
+    # 100 MB at 500 Mbit/s: 1.6 s and a constant of 0.1 s, twice
+    jobs, sent = [cost(1.5, 1.7)] * 2, [100e6] * 2
+    rate = race_bounds.rate_for(3.0, jobs, sent, 500e6)
+    assert 2 * (0.1 + 8 * 100e6 / rate) == pytest.approx(3.0)
+    assert race_bounds.rate_for(0.1, jobs, sent, 500e6) == race_bounds.MAX_RATE
+    assert race_bounds.rate_for(1e9, jobs, sent, 500e6) == race_bounds.MIN_RATE
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("500mbit", 5e8), ("1.5gbit", 1.5e9), ("10bit", 10), ("2kbps", 16e3), ("8tbit", 8e12)]
+)
+def test_rates_as_tc_spells_them(text, bits):
+    assert race_bounds.bits_a_second(text) == bits
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
+def test_parameters_are_those_of_the_jax_models(spec):
+    work = jax_work.workload(spec)
+    shapes = jax.eval_shape(lambda: work.state(0))[0]
+    assert cases.parameters(spec) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
+def test_parameters_are_those_of_the_torch_models(spec):
+    pytest.importorskip("torch")
+    from rivals import torch_models
+
+    model = torch_models.work(spec, seed=0).model
+    assert cases.parameters(spec) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("spec", SPECS[2:], ids=lambda spec: spec.model)
+def test_quick_states_train(spec):
+    work = jax_work.workload(spec)
+    state, batch = jax_work.state_of(work, 0), jax_work.batch_of(work, 0, 0)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), jax.eval_shape(lambda: work.state(0))
+    )
+    step = jax.jit(work.make(lambda tree: tree))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+
+
+def test_each_case_has_its_rivals():
+    assert {"sequential", "crossover", "ddp-k"} <= {r.name for r in cases.rivals_of("two")}
+    alone = {r.name for r in cases.rivals_of("one")}
+    assert {"uncut", "wait-free", "ddp"} <= alone
+    assert not {"crossover", "fused-k"} & alone
+    assert [r.name for r in cases.rivals_of("two", {"fused"})] == ["fused"]
+
+
+def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
+    """A case on a stage where nothing runs and every command moves so many bytes."""
+    told: list = []
+    counter = iter(range(0, 1 << 60, crossed_bytes)) if crossed_bytes else iter(lambda: 0, 1)
+
+    def ask(teams, do, **facts):
+        told.append((do, teams))
+        return [{"cpu_s": 1.0, "peak_rss_bytes": 100, "seconds": 1.0}] * (2 * len(teams if do == "run" else [teams]))
+
+    stage = SimpleNamespace(ask=ask, lab=SimpleNamespace(bytes_crossed=lambda: next(counter)))
+    stage.end = lambda kind: None
+    made = Entrants(stage, "two", True, [])  # type: ignore[arg-type]
+    made.teams = {"fused": ["a", "b"], "crossed": ["both"]}  # type: ignore[dict-item]
+    return made, told
+
+
+@pytest.mark.parametrize(("name", "runs", "peak"), [("fused", [["a"], ["b"]], 100), ("fused-k", [["a", "b"]], 200)])
+def test_one_after_the_other_or_at_once(name, runs, peak):
+    made, told = entrants(1 << 30)
+    row = made.run(cases.RIVALS[name], 4)
+    assert [teams for do, teams in told if do == "run"] == runs
+    assert row["peak_rss_bytes"] == peak
+    assert row["wire_bytes"] == (1 << 30) / 8
+    assert row["cpu_s"] == 4 / 8
+
+
+def test_a_rival_that_does_not_use_the_link_is_found_out():
+    made, _ = entrants(1000)
+    with pytest.raises(RuntimeError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
+        made.run(cases.RIVALS["crossover"], 4)
+
+
+def test_a_row_says_what_was_measured():
+    costs = {("jax", "float32"): [cost(2, 1), cost(2, 1)]}
+    calibration = Calibration(costs=costs, sent_bytes=[1, 1], taxed_exchange_s=[], raw={})
+    sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
+    samples = [{**sample, "s_per_job_step": s} for s in (2.4, 2.5, 2.8)]
+    facts = {"case": "two", "rate": "compute", "link": "1gbit"}
+    row = race.row_of(cases.RIVALS["fused-k"], samples, calibration, facts)
+    assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 2.8]
+    assert row["bound_s"] == 2 and row["efficiency"] == 0.8
+    assert row["hidden_share"] == 0.5 and row["hidden_share_from"].startswith("(c + m")
+    assert row["over_own_compute"] == 1.25
+    traced = [{**s, "hidden_share": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
+    row = race.row_of(cases.RIVALS["crossover"], traced, calibration, facts)
+    assert row["hidden_share"] == 0.9 and row["steady_s_per_job_step"] == 2.1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--cases", "five"], "there is no `five`"),
+        (["--rivals", "mine"], "there is no `mine`"),
+        (["--steps", "3"], "`--steps 3`: fewer than 4"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, capsys, line, message):
+    monkeypatch.setattr(sys, "argv", ["race.py", *line])
+    with pytest.raises(SystemExit):
+        race.options()
+    assert message in capsys.readouterr().err
+
+
+def test_a_race_resumes(monkeypatch, tmp_path):
+    out = tmp_path / "race.json"
+    monkeypatch.setattr(sys, "argv", ["race.py", "--resume", "--json", str(out)])
+    new = race.earlier(race.options())
+    assert new["rows"] == [] and "jax" in new["versions"]
+    new["rows"].append({"case": "two", "rate": "balanced"})
+    race.write(out, new)
+    assert race.earlier(race.options()) == new
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
+    path = str(tmp_path / "s")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    args = SimpleNamespace(socket=path, team="t")
+    rank = threading.Thread(target=serving.serve, args=(args, 1, {"twice": lambda n: {"n": 2 * n}}))
+    rank.start()
+    connection, _ = server.accept()
+    with server, connection, connection.makefile("rw") as stream:
+        assert json.loads(stream.readline())["rank"] == 1
+
+        def ask(**command):
+            stream.write(json.dumps(command) + "\n")
+            stream.flush()
+            return json.loads(stream.readline())
+
+        answer = ask(do="twice", n=4)
+        assert answer["n"] == 8 and answer["seconds"] >= 0 and answer["peak_rss_bytes"] > 1e6
+        assert "KeyError" in ask(do="thrice")["error"]
+    rank.join(10)
+    assert not rank.is_alive()
+
+
+def test_torch_is_left_out_with_a_reason(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    made, _ = entrants(1)
+    assert race.start(made, "ddp") == "PyTorch is not installed"
+
+
+def test_who_fails_is_left_out_from_there_on():
+    made, _ = entrants(1 << 30)
+    made.case, made.rivals = "two", [cases.RIVALS[name] for name in ("ddp", "ddp-k", "fused", "crossover")]
+    ended: list = []
+    made.stage.lab.rate, made.stage.end = "1gbit", ended.append
+    run = made.run
+
+    def fails(rival, steps):
+        if rival.team == "ddp":
+            raise TeamError("team `ddp/0`: rank 1 ended in `run`")
+        return run(rival, steps)
+
+    made.run = fails  # type: ignore[method-assign]
+    result: dict = {"left_out": {}}
+    samples = race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4), result)
+    assert {name: len(runs) for name, runs in samples.items()} == {"fused": 2, "crossover": 2}
+    assert result["left_out"] == {"two/ddp": "team `ddp/0`: rank 1 ended in `run`"}
+    assert ended == ["ddp"]
