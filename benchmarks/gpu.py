@@ -1,0 +1,279 @@
+"""What do cut steps, hand-overs and crossover cost and gain on one accelerator?
+
+    python benchmarks/gpu.py [--json FILE] [--smoke] [--stand-in] [--cases A,B]
+
+Cases:
+  ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after the other, and as k
+             processes a rank. Without network namespaces the link is emulated, and no speed-up is given
+  split      one rank, one job, in turn: `jax.jit`, the whole cut, the cut that `auto` finds. A cut step hands its
+             gradients to the host and back, as with several ranks
+  transfers  which public call hands an array over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
+             the leaves of ResNet-50 one by one or in one call
+  profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
+             has none: its copies and kernels depend on one another), and how long the device idled between segments
+             that were ready, against a loop of plain `jax.jit`
+
+`--stand-in` lets a second CPU device stand for the accelerator, to see that everything runs. What only an
+accelerator's profile can tell is then null, with the reason; its times say nothing of an accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_profile import NO_STREAMS, Recording, idleness, overlap, record
+from gpu_ranks import accelerator, measure, prepare, workload
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+from workloads import Workload, parser, spread, write_json
+
+import jaxcross
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+Move = Callable[[Any], Any]
+SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+def crossed(work: Workload, **options: Any) -> Step:
+    """The workload's step over MPI."""
+    step = work.make(lambda tree: lax.pmean(tree, "batch"))
+    return jaxcross.crossover(step, axes="batch", donate_argnums=0, **options)
+
+
+def unlike(work: Workload, number: int) -> Step:
+    """The same, no segment of which shares its executable with another number: a profile tells their kernels apart."""
+    rate = 1.0 - number / 8
+
+    def exchange(tree: Any) -> Any:
+        return jax.tree.map(lambda x: rate * lax.pmean(rate * x, "batch"), tree)
+
+    step = work.make(exchange)
+    step.__name__ = f"job_{number}"
+    return jaxcross.crossover(step, axes="batch", donate_argnums=0)
+
+
+def split(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
+    """Seconds a step of each rival, in turn."""
+    rivals: dict[str, Step] = {
+        "jit": jax.jit(work.make(lambda tree: tree), donate_argnums=0),
+        "whole": crossed(work),
+        "auto": crossed(work, cut="auto"),
+    }
+    batch = jax.device_put(work.batch(0), device)
+    states = {name: jax.device_put(work.state(0), device) for name in rivals}
+    raw: dict[str, list[float]] = {name: [] for name in rivals}
+    for repeat in range(-2, repeats):  # the first two compile and warm up
+        for name, step in rivals.items():
+            state = jax.block_until_ready(states[name])
+            start = time.perf_counter()
+            for _ in range(steps):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            if repeat >= 0:
+                raw[name].append((time.perf_counter() - start) / steps)
+            states[name] = state
+    rows = {name: spread(values) for name, values in raw.items()}
+    jit = rows["jit"]["median"]
+    return {
+        "s_per_step": rows,
+        "whole_over_jit": rows["whole"]["median"] / jit,
+        "auto_over_jit": rows["auto"]["median"] / jit,
+    }
+
+
+def to_host(device: Any, host: Any) -> dict[str, Move]:
+    """Ways from the accelerator to an array on the host's CPU device. Each takes and gives a list of arrays."""
+    ways: dict[str, Move] = {}
+    if "pinned_host" in {memory.kind for memory in device.addressable_memories()}:
+        pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+
+        def by_pinned(arrays: list[Any]) -> Any:
+            return [jax.device_put(np.asarray(x), host) for x in jax.device_put(arrays, pinned)]
+
+        ways["pinned_host"] = by_pinned
+
+    def copy_async(arrays: list[Any]) -> Any:
+        for x in arrays:
+            x.copy_to_host_async()
+        return [jax.device_put(np.asarray(x), host) for x in arrays]
+
+    return ways | {
+        "device_put": lambda arrays: [jax.device_put(x, host) for x in arrays],
+        "device_put_all": lambda arrays: jax.device_put(arrays, host),
+        "copy_to_host_async": copy_async,
+        "asarray": lambda arrays: [jax.device_put(np.asarray(x), host) for x in arrays],
+    }
+
+
+def to_device(device: Any) -> dict[str, Move]:
+    """Ways from an array on the host's CPU device to the accelerator."""
+    return {
+        "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays],
+        "device_put_all": lambda arrays: jax.device_put(arrays, device),
+        "numpy_device_put": lambda arrays: [jax.device_put(np.asarray(x), device) for x in arrays],
+    }
+
+
+def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int) -> dict[str, Any]:
+    """Seconds of each way, both directions, for each size and for a whole model's leaves."""
+    cases: dict[str, list[np.ndarray]] = {f"{n}": [np.ones(n // 4, np.float32)] for n in sizes}
+    cases["leaves"] = [np.asarray(x) for x in jax.tree.leaves(work.state(0)[0])]
+    result: dict[str, Any] = {}
+    for direction, ways, source in (("to_host", to_host(device, host), device), ("to_device", to_device(device), host)):
+        for case, arrays in cases.items():
+            raw = _race(ways, arrays, source, repeats)
+            rows = {way: spread(values) for way, values in raw.items()}
+            best = min(rows, key=lambda way: rows[way]["median"])
+            nbytes = sum(x.nbytes for x in arrays)
+            result.setdefault(direction, {})[case] = {
+                "bytes": nbytes,
+                "arrays": len(arrays),
+                "s": rows,
+                "best": best,
+                "best_bytes_per_s": nbytes / rows[best]["median"],
+            }
+    return result
+
+
+def _race(ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int) -> dict[str, list[float]]:
+    fresh = jax.jit(lambda xs: [x + 1 for x in xs])  # an array keeps the copy that it once gave to NumPy
+    held = jax.device_put(arrays, source)
+    raw: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(-1, repeats):
+        for way, move in ways.items():
+            there = jax.block_until_ready(fresh(held))
+            start = time.perf_counter()
+            jax.block_until_ready(move(there))
+            if repeat >= 0:
+                raw[way].append(time.perf_counter() - start)
+    return raw
+
+
+def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
+    """Profiles of one to three jobs, and of plain jit."""
+    batch = jax.device_put(work.batch(0), device)
+    steps_of = [unlike(work, n) for n in range(3)]
+
+    def jobs(count: int, steps: int) -> Any:
+        states = jax.block_until_ready([jax.device_put(work.state(n), device) for n in range(count)])
+        made = [
+            jaxcross.Job(f"job_{n}", steps_of[n], state, itertools.repeat(batch, steps))
+            for n, state in enumerate(states)
+        ]
+        report = jaxcross.run(made)
+        jax.block_until_ready([job.state for job in made])
+        return report
+
+    plain = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
+
+    def loop(steps: int) -> None:
+        state = jax.device_put(work.state(0), device)
+        for _ in range(steps):
+            state, _ = plain(state, batch)
+        jax.block_until_ready(state)
+
+    jobs(3, 2)  # compiles
+    loop(2)
+    recording = record(lambda: loop(steps))
+    result: dict[str, Any] = {"plain_jit": _told(recording, None, device.platform)}
+    for count in (1, 2, 3):
+        box: list[Any] = []
+        recording = record(lambda count=count, box=box: box.append(jobs(count, steps)))
+        result[f"{count}_jobs"] = _told(recording, box[0], device.platform)
+    return result
+
+
+def _told(recording: Recording | None, report: Any, platform: str) -> dict[str, Any]:
+    spans = [] if report is None else [s for s in report.spans if s.kind == "compute"]
+    account = {} if report is None else {"account": report.summary()}
+    if recording is None:
+        reason = NO_STREAMS + (": this is a CPU" if platform == "cpu" else "")
+        return {"overlap": None, "idleness": None, "reason": reason, **account}
+    ready = [(s.ready_ns, s.end_ns) for s in spans]
+    return {"overlap": overlap(recording), "idleness": idleness(recording, ready), **account}
+
+
+def described(device: Any, stand_in: bool) -> dict[str, Any]:
+    found = {}
+    for name in PLUGINS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    client = device.client
+    return {
+        "kind": device.device_kind, "platform": device.platform, "count": len(jax.local_devices()),
+        "platform_version": client.platform_version, "plugins": found, "stand_in": stand_in,
+    }  # fmt: skip
+
+
+def some_accelerator() -> bool:
+    """Looked for without starting JAX, which the ranks must do first."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    if name == "transfers":
+        for direction, cases in result.items():
+            for case, row in cases.items():
+                ways = {way: f"{statistics.median(r['raw']) * 1e6:.0f} us" for way, r in row["s"].items()}
+                print(f"transfers {direction} {case}: {row['best']} is best of {ways}", flush=True)
+    elif name == "profile":
+        for case, row in result.items():
+            print("profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True)
+    else:
+        rows = result["s_per_job_step" if name == "ranks" else "s_per_step"]
+        shown = {rival: None if row is None else round(row["median"], 5) for rival, row in rows.items()}
+        print(name, "seconds a step", shown, result.get("link", ""), flush=True)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--stand-in", action="store_true", help="a second CPU device stands for the accelerator")
+    options.add_argument("--cases", default="ranks,split,transfers,profile", help="default %(default)s")
+    options.add_argument("--rate", default="10gbit", help="of the link between the ranks (default %(default)s)")
+    options.add_argument("--batch-size", type=int, default=64, help="images a step (default %(default)s)")
+    options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
+    options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
+    options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
+    args = options.parse_args()
+    if args.smoke:
+        args.steps, args.repeats = 2, 2
+    cases = args.cases.split(",")
+    if unknown := set(cases) - {"ranks", "split", "transfers", "profile"}:
+        raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; see --help")
+    if not args.stand_in and not some_accelerator():
+        raise SystemExit("This machine has no accelerator. `--stand-in` runs the same code on a second CPU device.")
+    result: dict[str, Any] = {}
+    prepare(args.stand_in)
+    if "ranks" in cases:  # first, while this process holds none of the device's memory
+        result["ranks"] = measure(args)
+        show("ranks", result["ranks"])
+    jaxcross.initialize()
+    device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
+    result["device"] = described(device, args.stand_in)
+    work = workload(args.smoke, args.batch_size)
+    sizes = SIZES[:4] if args.smoke else SIZES
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "split": lambda: split(work, device, repeats=args.repeats, steps=args.steps),
+        "transfers": lambda: transfers(work, device, host, sizes, repeats=args.repeats),
+        "profile": lambda: profile(work, device, steps=args.steps),
+    }
+    for name in run:
+        if name in cases:
+            result[name] = run[name]()
+            show(name, result[name])
+    write_json(args.json, __doc__, result)
+
+
+if __name__ == "__main__":
+    main()

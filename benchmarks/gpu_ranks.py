@@ -1,0 +1,196 @@
+"""The part of gpu.py that needs two ranks: k jobs on them in crossover, one after the other, and as k processes a rank.
+
+All ranks share the one accelerator. Between them is a real shaped link (network namespaces) where the machine allows
+one, else a plain `mpirun` and an emulated link, from which no speed-up is computed. Run as a script, this file is a
+rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import workloads
+from workloads import spread
+
+RANKS = 2
+Wrap = Callable[[list[str]], list[str]]
+
+
+def prepare(stand_in: bool) -> None:
+    """Before JAX starts: takes memory as needed, for processes that share the device; makes the stand-in device."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if stand_in:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 2)
+
+
+def accelerator(stand_in: bool) -> Any:
+    """The device of compute segments. Collective ones run on the first CPU device."""
+    device = jax.local_devices()[1 if stand_in else 0]
+    if device.platform == "cpu" and not stand_in:
+        raise SystemExit("JAX found no accelerator. `--stand-in` runs the same code on a second CPU device.")
+    return device
+
+
+def workload(smoke: bool, batch_size: int) -> workloads.Workload:
+    if smoke:
+        return workloads.mlp(width=64, batch_size=8)
+    return workloads.resnet("resnet50", batch_size=batch_size, image_size=224)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts the ranks and collects their numbers. The process must not have started JAX or MPI."""
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+    from jaxcross.lab import Lab, available
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    reason = available()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
+
+        def command(role: str) -> tuple[list[str], dict[str, str]]:
+            out = Path(folder) / f"{role}.json"
+            words = ["--role", role, "--out", str(out), *_words(args), *(["--emulate"] if lab is None else [])]
+            line, extra = mpirun_command(
+                mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
+                root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=os.environ,
+            )  # fmt: skip
+            environ = {**os.environ, **extra}
+            return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
+
+        line, environ = command("jobs")
+        subprocess.run(line, env=environ, check=True)
+        result: dict[str, Any] = json.loads((Path(folder) / "jobs.json").read_text())
+        if lab is None:
+            result["link"], result["no_real_link"] = f"emulated link {args.rate}", reason
+            result["s_per_job_step"]["processes"] = None
+            result["processes_missing"] = "processes that emulate a link each do not share it"
+            return result
+        result["s_per_job_step"]["processes"] = spread(_processes(*command("process"), args))
+        result |= {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
+    if args.stand_in:
+        return result  # what two CPU devices gain is no accelerator's gain
+    medians = {name: row["median"] for name, row in result["s_per_job_step"].items()}
+    result["speedup_over_sequential"] = medians["sequential"] / medians["crossover"]
+    result["speedup_over_processes"] = medians["processes"] / medians["crossover"]
+    return result
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    flags = [f"--{name.replace('_', '-')}" for name in ("smoke", "stand_in") if getattr(args, name)]
+    names = ("rate", "jobs", "steps", "repeats", "batch_size")
+    return [*flags, *(word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n))))]
+
+
+def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespace) -> list[float]:
+    """Seconds a job-step of as many worlds as there are jobs, which begin each repeat together."""
+    with ExitStack() as stack:
+        pipe = subprocess.PIPE
+        worlds = [
+            stack.enter_context(subprocess.Popen(line, env=environ, stdin=pipe, stdout=pipe, text=True))
+            for _ in range(args.jobs)
+        ]
+        stack.callback(lambda: [world.kill() for world in worlds if world.poll() is None])
+        for world in worlds:
+            _answer(world)  # compiled and warm
+        raw = []
+        for _ in range(args.repeats):
+            for world in worlds:
+                assert world.stdin is not None
+                world.stdin.write("go\n")
+                world.stdin.flush()
+            times = [_answer(world) for world in worlds]  # the machine's one clock
+            raw.append((max(t[1] for t in times) - min(t[0] for t in times)) / (args.steps * args.jobs))
+        for world in worlds:
+            world.wait(timeout=60)
+        return raw
+
+
+def _answer(world: subprocess.Popen[str]) -> list[float]:
+    """The next line of JSON that rank 0 says; others are passed on."""
+    assert world.stdout is not None
+    for line in world.stdout:
+        if line.startswith("["):
+            return json.loads(line)
+        print(line, end="", file=sys.stderr)
+    raise SystemExit(f"a world of {RANKS} ranks ended early, with status {world.wait()}; its words are above")
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    import jaxcross
+    from jaxcross.runtime.link import Link
+
+    prepare(args.stand_in)
+    world = jaxcross.initialize()
+    device = accelerator(args.stand_in)
+    work = workload(args.smoke, args.batch_size)
+    step = jaxcross.crossover(
+        work.make(lambda tree: jax.lax.pmean(tree, "batch")), axes="batch", cut=1, donate_argnums=0
+    )
+    link = Link.parse(args.rate) if args.emulate else None
+    initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(args.jobs)]
+    batches = [jax.device_put(work.batch(100 * world.rank + seed), device) for seed in range(args.jobs)]
+
+    def run(policy: Any, steps: int, count: int) -> tuple[list[Any], Any, list[float]]:
+        states = jax.block_until_ready(jax.device_put(initial[:count], device))
+        jobs = [
+            jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps))
+            for n, (state, batch) in enumerate(zip(states, batches, strict=False))
+        ]
+        world.control.allreduce_min(np.zeros(1, np.int64))  # all ranks begin together
+        start = time.monotonic()
+        report = jaxcross.run(jobs, policy=policy, world=world, link=link)
+        jax.block_until_ready([job.state for job in jobs])
+        world.control.allreduce_min(np.zeros(1, np.int64))
+        times = [start, time.monotonic()]
+        return [jax.device_get(job.state) for job in jobs], report, times
+
+    run(jaxcross.RoundRobin(), 1, args.jobs if args.role == "jobs" else 1)  # compiles
+    if args.role == "process":
+        say = (lambda times: print(json.dumps(times), flush=True)) if world.rank == 0 else lambda _: None
+        say([0.0, 0.0])
+        for _ in range(args.repeats):
+            if world.rank == 0:
+                sys.stdin.readline()  # the other worlds are warm, too
+            say(run(jaxcross.Sequential(), args.steps, 1)[2])
+        return
+    raw: dict[str, list[float]] = {"sequential": [], "crossover": []}
+    finals, summary = {}, {}
+    for _ in range(args.repeats):
+        for name, policy in (("sequential", jaxcross.Sequential()), ("crossover", jaxcross.RoundRobin())):
+            finals[name], report, times = run(policy, args.steps, args.jobs)
+            raw[name].append((times[1] - times[0]) / (args.steps * args.jobs))
+            summary[name] = report.summary()
+    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"])
+    if world.rank == 0:
+        args.out.write_text(json.dumps({
+            "ranks": world.size, "jobs": args.jobs, "steps": args.steps, "equal_to_the_bit": all(jax.tree.leaves(same)),
+            "s_per_job_step": {name: spread(values) for name, values in raw.items()}, "accounts": summary,
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--role", choices=("jobs", "process"), required=True)
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--rate", required=True)
+    for number in ("jobs", "steps", "repeats", "batch-size"):
+        options.add_argument(f"--{number}", type=int, required=True)
+    for flag in ("smoke", "stand-in", "emulate"):
+        options.add_argument(f"--{flag}", action="store_true")
+    rank_main(options.parse_args())

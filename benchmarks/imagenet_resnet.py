@@ -1,0 +1,274 @@
+"""How many images a second, and how soon at an accuracy: several ImageNet jobs in crossover or one after the other?
+
+    python benchmarks/imagenet_resnet.py [--accuracy 0.8] [--rate 500mbit] [--json FILE] [--smoke] [...]
+    jaxcross launch -n 2 benchmarks/imagenet_resnet.py --data-dir DATA [...]
+
+Trains as `examples/imagenet_resnet.py` does, whose options it takes (`--model`, `--job`, `--batch-size`, ...), on
+records that it reads from disk. `--data-dir` names TFDS's imagenet2012 in ArrayRecord format; without it, a small
+synthetic set is written, whose classes can be learnt.
+
+Throughput: the two ways alternate, each with the records out of the page cache (`cold`) and in it (`warm`, as far as
+they fit into memory; `resident_share_before` says how it was). Images a second in the steady state, by job and in
+total, and over the wall time of a run, compiling left out. `input_wait_s` is how long a job waited for its next batch,
+a step, on the slowest rank; `input_lost_s` is what the input cost a round. Accuracy: seconds from the start of a run
+until all of its jobs have `--accuracy` on the validation split, evaluation and its reading included.
+
+Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine allows network
+namespaces, else with an emulated link, from which no speed-up is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import page_cache
+from imagenet_table import CACHES, POLICIES, show, speedups, throughput_of
+from workloads import parser, spread, write_json  # makes the examples importable
+
+import jaxcross
+from jaxcross.data import SharedDecode, eval_batches, synthesise, train_batches
+from jaxcross.data.records import find_folder
+from jaxcross.world.launcher import read_launch
+
+SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
+JOBS = ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
+OTHER = ("--policy", "--output", "--report")  # of the example; here there is nothing to choose, or to draw
+
+
+def options() -> tuple[argparse.Namespace, list[str]]:
+    made = parser(__doc__)
+    made.add_argument("--data-dir", help="default: a synthetic set is written")
+    made.add_argument("--images", type=int, help="of the synthetic set (default: 1024)")
+    made.add_argument("--accuracy", type=float, default=0.8, help="to reach; 0: not measured (default %(default)s)")
+    made.add_argument("--accuracy-steps", type=int, help="give up after so many steps a job (default: 5 times --steps)")
+    made.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: a fifth of --steps")
+    made.add_argument("--repeats", type=int, help="of the throughput runs (default: 3)")
+    made.add_argument("--ranks", type=int, default=2, help="to start (default %(default)s)")
+    made.add_argument("--rate", default="500mbit", help="of the link between them; none: no link (default %(default)s)")
+    args, rest = made.parse_known_args()
+    if refused := [word for word in rest if word.split("=")[0] in OTHER]:
+        made.error(f"`{refused[0]}` is for examples/imagenet_resnet.py: this benchmark runs both ways itself")
+    args.repeats = args.repeats or (1 if args.smoke else 3)
+    args.images = args.images or (128 if args.smoke else 1024)
+    rest = [*(SMOKE if args.smoke else ["--steps", "20"]), *rest]
+    return args, rest if "--job" in rest else [*rest, *JOBS]
+
+
+def main() -> None:
+    args, rest = options()
+    if read_launch(os.environ) is not None:
+        if args.data_dir is None:
+            raise SystemExit("Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR` writes one.")
+        result = Ranks.start(args, rest).measure()
+        if result is not None:
+            show(result)
+            write_json(args.json, __doc__, result)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.data_dir is None:
+            size: dict[str, Any] = {"width": 64, "height": 48} if args.smoke else {}
+            synthesise(f"{folder}/data", images=args.images, classes=4 if args.smoke else 8, **size)
+        write_json(args.json, __doc__, launch(args, rest, Path(folder)))
+
+
+def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str, Any]:
+    """Starts the ranks, which print the table, and returns their numbers."""
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+    from jaxcross.lab import Lab, available
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    out = folder / "result.json"
+    words = ["--data-dir", args.data_dir or f"{folder}/data", "--json", str(out), "--accuracy", str(args.accuracy)]
+    words += ["--repeats", str(args.repeats), *(["--smoke"] if args.smoke else []), *rest]
+    for name in ("accuracy_steps", "evaluate_every"):
+        value = getattr(args, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+
+    def line(link: str) -> tuple[list[str], dict[str, str]]:
+        program = python_program([str(Path(__file__).resolve()), *words, *(["--link", link] if link else [])])
+        command, extra = mpirun_command(
+            mpirun=mpirun, ranks=args.ranks, program=program, root=os.geteuid() == 0,
+            cores=len(os.sched_getaffinity(0)), environ=os.environ,
+        )  # fmt: skip
+        # Ranks may share an accelerator: none takes most of its memory for itself.
+        return command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **extra}
+
+    reason = "--rate none" if args.rate == "none" else available()
+    crossed = {}
+    if reason is None:
+        with Lab(hosts=args.ranks, rate=args.rate) as lab:
+            command, environ = line(lab.description)
+            subprocess.run(lab.wrap(command), env=lab.environment(environ), check=True)
+            crossed = {"bytes_crossed": lab.bytes_crossed()}
+    else:
+        print(f"no real link: {reason}", flush=True)
+        command, environ = line("" if args.rate == "none" else f"emulate:{args.rate}")
+        subprocess.run(command, env=environ, check=True)
+    measured = json.loads(out.read_text())
+    for name in ("question", "command", "versions", "machine"):  # those of this process are the user's
+        del measured[name]
+    return {**measured, **crossed, **({} if args.data_dir else {"data": "synthetic"})}
+
+
+class Ranks(NamedTuple):
+    """What all runs on this rank share: nothing is compiled twice."""
+
+    args: Any
+    example: Any
+    world: Any
+    step: Any
+    evaluate: Any
+    make_states: Callable[[], dict[str, Any]]
+    train_data: Callable[[int], Any]
+    validation: Callable[[], Iterator[Any]]
+    files: list[Path]
+
+    @classmethod
+    def start(cls, own: argparse.Namespace, rest: list[str]) -> Ranks:
+        """Joins the world and builds model, recipe and step from the example's own parts."""
+        example = import_module("imagenet_resnet")
+        args = example.imagenet_options.parse(__doc__, ["--data-dir", own.data_dir, *rest])
+        args.__dict__.update({k: v for k, v in vars(own).items() if k != "data_dir"})
+        args.evaluate_every = args.evaluate_every or max(1, args.steps // 5)
+        args.accuracy_steps = args.accuracy_steps or 5 * args.steps
+        world = jaxcross.initialize()
+        share = {
+            "batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size,
+        }  # fmt: skip
+        train_data = partial(train_batches, args.data_dir, **share)
+        model = example.MODELS[args.model](
+            num_classes=train_data(steps=1).num_classes, dtype=args.precision,
+            axis_name="batch" if args.sync_batch_norm else None,
+        )  # fmt: skip
+        # One schedule for all runs, as long as the longest: the steps of one job are the same in each of them.
+        warmup = args.accuracy_steps // 10 if args.warmup_steps is None else args.warmup_steps
+        tx = example.recipe(args.accuracy_steps, warmup, args.weight_decay)
+        init = jax.jit(lambda key: model.init(key, jnp.zeros((1, args.image_size, args.image_size, 3))))
+        inner = partial(example.train_step, smoothing=args.label_smoothing)
+        inner.__name__ = "train_step"  # type: ignore[attr-defined]
+
+        def make_states() -> dict[str, Any]:
+            named = [(f"job{n} {text}", made) for n, (text, made) in enumerate(args.jobs)]
+            return {name: example.create_state(args, model, tx, init, **made) for name, made in named}
+
+        return cls(
+            args=args, example=example, world=world, make_states=make_states,
+            step=jaxcross.crossover(inner, axes="batch", donate_argnums=0, cut=args.cut),
+            evaluate=jaxcross.crossover(example.eval_step, axes="batch"),
+            train_data=lambda steps: train_data(steps=steps),
+            validation=lambda: eval_batches(args.data_dir, **share, steps=args.eval_steps or None),
+            files=page_cache.files_of(find_folder(args.data_dir)),
+        )  # fmt: skip
+
+    def measure(self) -> dict[str, Any] | None:
+        """All runs. The numbers on rank 0, None on the others."""
+        args, world = self.args, self.world
+        self._train("crossover", 2)  # compiles
+        state = next(iter(self.make_states().values()))
+        self._accuracy_of(state)
+        result: dict[str, Any] = {
+            "model": args.model, "batch_size": args.batch_size, "image_size": args.image_size, "steps": args.steps,
+            "precision": args.precision, "jobs": [text for text, _ in args.jobs], "ranks": world.size,
+            "device": jax.devices()[0].device_kind, "data": "imagenet2012 records", "throughput": self._throughput(),
+        }  # fmt: skip
+        if args.accuracy:
+            result["accuracy"] = {
+                "goal": args.accuracy, "evaluate_every_steps": args.evaluate_every,
+                "steps_at_most": args.accuracy_steps, **{policy: self._until(policy) for policy in POLICIES},
+            }  # fmt: skip
+        link = result["throughput"]["link"]
+        if not link.startswith("emulated"):
+            result["speedup"] = speedups(result)
+        return result if world.rank == 0 else None
+
+    def _train(self, policy: str, steps: int) -> tuple[Any, Any]:
+        data = self.train_data(steps)
+        return self.example.train(self.args, self.world, policy, self.step, self.make_states(), data)
+
+    def _throughput(self) -> dict[str, Any]:
+        rows: dict[str, dict[str, list[Any]]] = {cache: {policy: [] for policy in POLICIES} for cache in CACHES}
+        link = ""
+        for _ in range(self.args.repeats):
+            for cache in CACHES:
+                finals = []
+                for policy in POLICIES:
+                    share = self._set_cache(cache)
+                    report, final = self._train(policy, self.args.steps)
+                    finals.append(final)
+                    rows[cache][policy].append({"resident_share_before": share, **throughput_of(report)})
+                    link = report.link
+                if not self.example.same_bits(*finals):
+                    raise SystemExit("sequential and crossover end in different states")
+        told = {c: {p: {"images_per_s": spread([r["images_per_s"] for r in runs]), "runs": runs}
+                    for p, runs in by.items()} for c, by in rows.items()}  # fmt: skip
+        return {"link": link, "equal_to_the_bit": True, **told}
+
+    def _set_cache(self, cache: str) -> float | None:
+        """Every rank does it, as each may be on a host of its own; none reads before all are through."""
+        self._barrier()  # another rank may still be reading
+        (page_cache.drop if cache == "cold" else page_cache.fill)(self.files)
+        self._barrier()
+        return page_cache.resident_share(self.files)
+
+    def _barrier(self) -> None:
+        self.world.control.allreduce_min(np.zeros(1, np.int64))
+
+    def _accuracy_of(self, state: Any) -> float:
+        """On the validation split; the same bits on every rank, so that all ranks decide alike."""
+        scores = [self.evaluate(state, batch)["accuracy"] for batch in self.validation()]
+        return float(np.mean([np.asarray(score) for score in scores]))
+
+    def _until(self, policy: str) -> dict[str, Any]:
+        """Trains until every job has the accuracy, or its steps are used up."""
+        args = self.args
+        self._set_cache("warm")
+        shared = SharedDecode(self.train_data(args.accuracy_steps))
+        curves: dict[str, list[tuple[int, float, float]]] = {}
+
+        def train(job: Any, state: Any, data: Any) -> Any:
+            state, curve = job.restore(state), curves.setdefault(job.name, [])
+            for batch in job.batches(data, args.accuracy_steps):
+                state, _ = self.step(state, batch)
+                if job.step % args.evaluate_every == 0:
+                    curve.append((job.step, time.perf_counter() - start, self._accuracy_of(state)))
+                    if curve[-1][2] >= args.accuracy:
+                        break
+            return state
+
+        states = self.make_states()
+        with jaxcross.Runner(self.world, POLICIES[policy](), link=args.emulated or args.link or None) as runner:
+            for name, state in states.items():
+                runner.add(name, train, state=state, data=shared.reader())
+            jax.block_until_ready(states)
+            self._barrier()
+            start = time.perf_counter()
+            report = runner.run()
+        ends = {name: curve[-1] for name, curve in curves.items() if curve and curve[-1][2] >= args.accuracy}
+        missing = [name for name in curves if name not in ends]
+        return {
+            "s": None if missing else max(end[1] for end in ends.values()),
+            "reason": f"not reached by {', '.join(missing)}" if missing else None,
+            "jobs": {name: {"steps": curve[-1][0] if curve else 0, "step_s_accuracy": curve}
+                     for name, curve in curves.items()},
+            "wall_s": report.rounds.wall_s,
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What do the kept results say? Writes their tables into docs/benchmarks.md, so that no number is copied by hand.
+
+    python benchmarks/tables.py [--check]
+
+A line `<!-- table NAME -->` in the page is followed by the table NAME, up to the next blank line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def race(case: str) -> Iterator[tuple[str, ...]]:
+    """Seconds a job-step of each rival at each rate, and how far from the bounds jaxcross is."""
+    rows = [row for row in read("race")["rows"] if row["case"] == case]
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    by = {(row["rival"], row["rate"]): row for row in rows}
+    yield ("rival", *(f"{r} ({by[rows[0]['rival'], r]['rate_bits_per_s'] / 1e6:.0f} Mbit/s)" for r in rates),
+           "bound / T", "with tax", "T / own c", "CPU s", "peak GB a host")  # fmt: skip
+    for rival in dict.fromkeys(row["rival"] for row in rows):
+        own = [by.get((rival, rate)) for rate in rates]
+        yield (
+            rival,
+            *("" if row is None else f"{row['s_per_job_step']:.2f}" for row in own),
+            *(_each(own, key, "{:.2f}") for key in ("efficiency", "efficiency_with_tax", "over_own_compute", "cpu_s")),
+            _each(own, "peak_rss_bytes", "{:.1f}", 1e-9),
+        )
+
+
+def _each(rows: list[Any], key: str, form: str, scale: float = 1.0) -> str:
+    return ", ".join("" if row is None else form.format(row[key] * scale) for row in rows)
+
+
+def wait_free(_: str) -> Iterator[tuple[str, ...]]:
+    """One job alone: the cut that was found at each rate against uncut, and what could be reached."""
+    found = read("race")
+    yield "rate", "exchange segments", "uncut s", "wait-free s", "at best s", "best / T"
+    for link in found["links"]:
+        if (facts := link.get("wait_free")) is None:
+            continue
+        by = {r["rival"]: r["s_per_job_step"] for r in found["rows"] if (r["case"], r["rate"]) == ("one", link["rate"])}
+        yield (link["rate"], str(facts["pieces"]), f"{by['uncut']:.2f}", f"{by['wait-free']:.2f}",
+               f"{facts['best_s']:.2f}", f"{facts['best_s'] / by['wait-free']:.2f}")  # fmt: skip
+
+
+def overhead(name: str) -> Iterator[tuple[str, ...]]:
+    """One job, one rank, whole cut against `jax.jit`."""
+    found = read(name)
+    yield "step", "jit", "jaxcross", "ratio", "difference", "split by hand"
+    for case in ("resnet50", "mlp"):
+        row = found[case]
+        yield (case, f"{row['jit']['median'] * 1e3:.3g} ms", f"{row['jaxcross']['median'] * 1e3:.3g} ms",
+               f"{row['ratio_of_medians']:.3f}", f"{row['median_difference_us']:.0f} us",
+               f"{row['by_hand_median_difference_us']:.0f} us")  # fmt: skip
+
+
+def memory(_: str) -> Iterator[tuple[str, ...]]:
+    """k jobs in one process against k processes."""
+    yield "jobs", "way", "peak GB a host", "programs compiled", "compile s"
+    for row in read("memory")["rows"]:
+        yield (str(row["jobs"]), row["way"], f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
+               f"{row['compile_s']:.0f}")  # fmt: skip
+
+
+TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
+    "race": race, "wait-free": wait_free, "overhead": overhead, "memory": memory,
+}  # fmt: skip
+
+
+def markdown(rows: Iterator[tuple[str, ...]]) -> str:
+    head, *body = list(rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, tuple("---" for _ in head), *body))
+
+
+def filled(page: str) -> str:
+    """The page with its tables made anew."""
+    return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{markdown(TABLES[m[1]](m[2] or ''))}", page)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    args = options.parse_args()
+    old = PAGE.read_text()
+    new = filled(old)
+    if not args.check:
+        PAGE.write_text(new)
+        return 0
+    if old != new:
+        print(f"{PAGE.name} is not what the results say: run `python benchmarks/tables.py`.")
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

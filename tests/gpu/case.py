@@ -1,0 +1,146 @@
+"""What the tests of this folder run in processes of their own: `python case.py NAME [--stand-in]`, alone or by mpirun.
+
+With `--stand-in` a second CPU device stands for the accelerator, so that the code itself is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jaxcross
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks, vmap_oracle
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu_ranks import accelerator, prepare  # pyright: ignore[reportMissingImports]
+from workloads import Workload, mlp, resnet  # pyright: ignore[reportMissingImports]
+
+STAND_IN = "--stand-in" in sys.argv
+
+
+def workloads() -> dict[str, Workload]:
+    small = resnet("resnet8", batch_size=4, image_size=32, classes=8)
+    return {"mlp": mlp(width=32, batch_size=8), "resnet8": small}
+
+
+def exchanged(work: Workload) -> Callable[..., Any]:
+    return work.make(lambda tree: lax.pmean(tree, "batch"))
+
+
+def close(got: Any, expected: Any, where: str) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4, err_msg=f"{where} {jax.tree_util.keystr(path)}"
+        )
+
+
+def bits(tree: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def step(world: Any, device: Any, host: Any) -> None:
+    """A cut step on the accelerator equals plain jit on the CPU within a tolerance."""
+    for name, work in workloads().items():
+        plain = jax.jit(work.make(lambda tree: tree))
+        state, batch = work.state(0), work.batch(0)
+        expected = plain(*jax.device_put((state, batch), host))
+        assert bits(expected[0][0]) != bits(state[0]), "the step moves no parameter"
+        for cut in ("whole", 2):
+            crossed = jaxcross.crossover(exchanged(work), axes="batch", cut=cut)
+            got = crossed(*jax.device_put((state, batch), device))
+            assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(got[0])), name
+            close(got, expected, f"{name}, cut {cut}:")
+
+
+def placement(world: Any, device: Any, host: Any) -> None:
+    """Collective segments run on the host's CPU device; results come back with the sharding that the user chose."""
+    work = workloads()["mlp"]
+    chosen = NamedSharding(Mesh(np.array([device]), ("local",)), PartitionSpec())
+    for sharding in (SingleDeviceSharding(device), chosen):
+        args = jax.device_put((work.state(0), work.batch(0)), sharding)
+        leaves = jax.tree.leaves((args, {}))
+        traced = trace(exchanged(work), args, axes={"batch": 2}, wire=LocalRanks(1))
+        compiled = traced.cut().compile(leaves)
+        kinds = {r.segment.kind: r for r in compiled.runnables}
+        assert kinds["collective"].device == host
+        assert host.platform == "cpu"
+        for kind, where in (("collective", host), ("compute", device)):
+            places = jax.tree.leaves(kinds[kind].call.input_shardings[0])
+            assert {d for place in places for d in place.device_set} == {where}, (kind, places)
+        execution = compiled.execution(leaves)
+        for segment in compiled.program.segments:
+            execution.wait_inputs(segment.index)
+            execution.run(segment.index)
+            execution.wait_outputs(segment.index)
+            for value in segment.outputs:  # before the next segment reads them, which would fetch them by itself
+                assert execution._env[value].devices() == {device}, segment
+        state, _ = execution.outputs()
+        for before, after in zip(jax.tree.leaves(args[0]), jax.tree.leaves(state), strict=True):
+            assert after.sharding.is_equivalent_to(before.sharding, before.ndim), after.sharding
+            assert type(after.sharding) is type(sharding), after.sharding
+            assert after.committed
+
+
+def crossover(world: Any, device: Any, host: Any) -> None:
+    """Two jobs in turn end in the same bits as each of them alone."""
+    for name, work in workloads().items():
+        crossed = jaxcross.crossover(exchanged(work), axes="batch", donate_argnums=0)
+
+        def run(numbers: tuple[int, ...], work: Any = work, crossed: Any = crossed) -> dict[int, str]:
+            jobs = {
+                n: jaxcross.Job(
+                    f"job{n}", crossed, jax.device_put(work.state(n), device),
+                    itertools.repeat(jax.device_put(work.batch(n), device), 4),
+                )
+                for n in numbers
+            }  # fmt: skip
+            report = jaxcross.run(list(jobs.values()))
+            assert [job.facts.steps for job in report.rounds.jobs] == [4] * len(numbers)
+            return {n: bits(job.state) for n, job in jobs.items()}
+
+        alone = run((0,)) | run((1,))
+        assert run((0, 1)) == alone, name
+        assert alone[0] != alone[1]
+
+
+def ranks(world: Any, device: Any, host: Any) -> None:
+    """Two ranks share the accelerator, agree to the bit, and compute what `vmap` computes on the CPU."""
+    assert world.size == 2
+    for name, work in workloads().items():
+        state, batches = work.state(0), [work.batch(rank) for rank in range(world.size)]
+        crossed = jaxcross.crossover(exchanged(work), axes="batch")
+        got = crossed(*jax.device_put((state, batches[world.rank]), device))
+        with jax.default_device(host):
+            everyone = [jax.device_put((state, batch), host) for batch in batches]
+            expected = vmap_oracle(exchanged(work), {"batch": world.size}, everyone)[world.rank]
+        close(got, expected, f"{name} on rank {world.rank}:")
+        # Statistics of BatchNorm are each rank's own; parameters and loss are everybody's.
+        shared = (got[0][0], got[1])
+        texts = world.control.allgather_text(f"{bits(shared)} {device.device_kind} {device.id}")
+        assert len(set(texts)) == 1, texts
+        own = world.control.allgather_text(bits(jax.device_get(batches[world.rank])))
+        assert len(set(own)) == 2, "both ranks had the same batch: nothing was averaged"
+
+
+CASES = {case.__name__: case for case in (step, placement, crossover, ranks)}
+
+if __name__ == "__main__":
+    prepare(STAND_IN)
+    # Else an accelerator multiplies float32 with fewer bits than the CPU that it is compared with.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    the_world = jaxcross.initialize()
+    CASES[sys.argv[1]](the_world, accelerator(STAND_IN), jax.local_devices(backend="cpu")[0])
+    print(f"rank {the_world.rank}: {sys.argv[1]} holds")

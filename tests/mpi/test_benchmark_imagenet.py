@@ -1,0 +1,111 @@
+"""benchmarks/imagenet_resnet.py at toy size: started by itself and by mpirun; the page cache that it empties."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxcross.data import synthesise
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARK = BENCHMARKS / "imagenet_resnet.py"
+
+
+def check(result: dict[str, Any]) -> None:
+    assert result["question"].startswith("How many images a second")
+    assert result["throughput"]["equal_to_the_bit"] is True
+    for cache in ("cold", "warm"):
+        for policy in ("sequential", "crossover"):
+            (run,) = result["throughput"][cache][policy]["runs"]
+            assert list(run["images_per_s_by_job"]) == ["job0 lr=0.1,seed=0", "job1 lr=0.2,seed=1"]
+            assert all(rate > 0 for rate in run["images_per_s_by_job"].values())
+            assert set(run["input_wait_s"]) == set(run["images_per_s_by_job"])
+            assert {job["steps"] for job in run["account"]["jobs"]} == {result["steps"]}
+    sequential, crossover = (result["accuracy"][policy] for policy in ("sequential", "crossover"))
+    # The same bits mean the same accuracies at the same steps, however long they took.
+    for name, job in sequential["jobs"].items():
+        curve, other = job["step_s_accuracy"], crossover["jobs"][name]["step_s_accuracy"]
+        assert [(step, accuracy) for step, _, accuracy in curve] == [(step, accuracy) for step, _, accuracy in other]
+        assert curve[-1][2] >= result["accuracy"]["goal"] or curve[-1][0] == result["accuracy"]["steps_at_most"]
+
+
+@pytest.mark.slow
+def test_by_itself(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    out = tmp_path / "out.json"
+    line = [sys.executable, str(BENCHMARK), "--smoke", "--accuracy", "0.5", "--json", str(out)]
+    subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
+    result = json.loads(out.read_text())
+    check(result)
+    assert result["data"] == "synthetic"
+    assert result["command"] == ["python", "imagenet_resnet.py", *line[2:]]
+    assert result["accuracy"]["crossover"]["s"] > 0
+    link = result["throughput"]["link"]
+    assert link.startswith("real link 500mbit") or ("emulated" in link and "speedup" not in result)
+
+
+def test_by_mpirun_with_a_data_set(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
+    options: dict[str, Any] = {
+        "--data-dir": tmp_path / "data", "--json": tmp_path / "out.json", "--steps": 3, "--accuracy": 1.1,
+        "--accuracy-steps": 4, "--evaluate-every": 2, "--link": "emulate:500mbit",
+    }  # fmt: skip
+    words = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
+    done = mpirun(2, str(BENCHMARK), *words, timeout=300, env=quick_compiler).check()
+    result = json.loads((tmp_path / "out.json").read_text())
+    check(result)
+    assert "speedup" not in result
+    assert result["accuracy"]["crossover"]["s"] is None
+    assert result["accuracy"]["crossover"]["reason"].startswith("not reached by job0 lr=0.1,seed=0, job1")
+    assert "page cache" in done.stdout
+
+
+def test_ranks_without_data_say_how_to_get_some(mpirun: Callable[..., Any]) -> None:
+    done = mpirun(1, str(BENCHMARK), "--smoke")
+    assert done.returncode != 0
+    assert "Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR`" in done.stderr
+
+
+def test_options_of_the_example_that_mean_nothing_here_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--policy", "compare"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "`--policy` is for examples/imagenet_resnet.py" in done.stderr
+
+
+@pytest.fixture
+def page_cache() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield import_module("page_cache")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_page_cache_of_named_files_is_emptied_and_filled(page_cache: ModuleType, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a.array_record-0", tmp_path / "b.array_record-0"
+    for path in (ours, theirs):
+        path.write_bytes(os.urandom(1 << 20))
+    page_cache.fill([ours, theirs])
+    assert page_cache.resident_share([ours, theirs]) == 1.0
+    page_cache.drop([ours])
+    if page_cache.resident_share([ours]) != 0.0:
+        pytest.skip("this file system keeps its files in memory")
+    assert page_cache.resident_share([theirs]) == 1.0
+    page_cache.fill([ours])
+    assert page_cache.resident_share([ours]) == 1.0
+
+
+def test_only_record_files_are_named(page_cache: ModuleType, tmp_path: Path) -> None:
+    for name in ("imagenet2012-train.array_record-00000-of-00001", "dataset_info.json"):
+        (tmp_path / name).touch()
+    assert [p.name for p in page_cache.files_of(tmp_path)] == ["imagenet2012-train.array_record-00000-of-00001"]
