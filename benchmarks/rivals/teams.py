@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from jaxcross.commands.launch import find_mpirun, python_program
 from jaxcross.lab import Lab
+from jaxcross.world import pages
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
@@ -184,6 +185,10 @@ class Stage:
 
 
 def _plain_environment(smoke: bool) -> dict[str, str]:
-    """The caller's, without what would size pools or change code. Toys compile without optimisation."""
+    """The caller's, without what would size pools or change code; huge pages for every rival.
+
+    Toys compile without optimisation.
+    """
     plain = {k: v for k, v in os.environ.items() if k not in SETTINGS}
+    plain |= pages.settings(plain)
     return {**plain, "XLA_FLAGS": "--xla_backend_optimization_level=0"} if smoke else plain

@@ -88,7 +88,7 @@ def mpirun_command(
         cores: Cores that the ranks share.
         environ: The environment; what the user has set there stays.
     """
-    from jaxcross.world import pool
+    from jaxcross.world import pages, pool
 
     line = [mpirun.path, "-n", str(ranks)]
     extra: dict[str, str] = {}
@@ -102,6 +102,7 @@ def mpirun_command(
             extra["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
         extra["PJRT_NPROC"] = str(pool.needed(cores, 1))
+    extra |= pages.settings(environ)
     return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
 
 

@@ -8,6 +8,7 @@ from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_pro
 
 MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
 OPENMPI = Mpirun(path="mpirun", vendor="openmpi")
+PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
@@ -19,7 +20,7 @@ def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
 def test_mpich():
     line, extra = command(MPICH)
     assert line == ["/venv/bin/mpirun", "-n", "2", "python", "a.py", "--x"]
-    assert extra == {"PJRT_NPROC": "4"}
+    assert extra == {"PJRT_NPROC": "4", **PAGES}
 
 
 def test_openmpi_is_not_bound_and_may_be_root_and_oversubscribed():
@@ -28,19 +29,21 @@ def test_openmpi_is_not_bound_and_may_be_root_and_oversubscribed():
     assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == extra["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert extra["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     _, extra = command(OPENMPI)
-    assert extra == {"PJRT_NPROC": "4"}
+    assert extra == {"PJRT_NPROC": "4", **PAGES}
 
 
 def test_the_users_settings_stay():
     _, extra = command(MPICH, environ={"NPROC": "3"})
-    assert extra == {}
+    assert extra == PAGES
     _, extra = command(OPENMPI, root=True, environ={"PJRT_NPROC": "3", "OMPI_ALLOW_RUN_AS_ROOT": "0"})
-    assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **PAGES}
+    _, extra = command(MPICH, environ={"NPROC": "3", "GLIBC_TUNABLES": "glibc.malloc.check=1"})
+    assert extra == {}
 
 
 def test_a_pool_of_one_core_still_has_two_threads():
     _, extra = command(MPICH, cores=1)
-    assert extra == {"PJRT_NPROC": "2"}
+    assert extra == {"PJRT_NPROC": "2", **PAGES}
 
 
 def test_ranks_run_through_mpi4py():
