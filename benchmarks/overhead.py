@@ -139,7 +139,7 @@ def main() -> None:
         "mlp": lambda: alternate(mlp(), repeats=repeats, steps=10),
         "resnet50": lambda: alternate(big, repeats=min(repeats, 25), steps=1),
         "host_time_mlp": lambda: host_time_us(mlp(), repeats=repeats),
-        "memory_resnet50": lambda: memory(big, cuts),
+        "memory_resnet50": lambda: memory(mlp() if args.smoke else big, cuts),
         "memory_transformer": lambda: memory(language, cuts),
     }
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}

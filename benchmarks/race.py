@@ -162,6 +162,8 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
         "rival": rival.name, **middle, "spread": [min(seconds), max(seconds)],
         "bound_s": bound, "bound_with_tax_s": taxed, "efficiency": bound / measured,
         "efficiency_with_tax": taxed / measured,
+        **{f"steady_{name}": b / middle["steady_s_per_job_step"] for name, b in
+           (("efficiency", bound), ("efficiency_with_tax", taxed)) if "steady_s_per_job_step" in middle},
         "c_s": [cost.compute_s for cost in costs], "m_s": [cost.exchange_s for cost in costs],
         "slowdown": [cost.slowdown for cost in costs], "over_own_compute": measured / own_compute,
         "hidden_share": middle.get("hidden_share", hidden_share(costs, measured)),

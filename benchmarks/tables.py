@@ -19,6 +19,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
 
 
+SHOWN = "efficiency", "steady_efficiency", "steady_efficiency_with_tax", "over_own_compute", "cpu_s"
+
+
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -29,19 +32,19 @@ def race(case: str) -> Iterator[tuple[str, ...]]:
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     by = {(row["rival"], row["rate"]): row for row in rows}
     yield ("rival", *(f"{r} ({by[rows[0]['rival'], r]['rate_bits_per_s'] / 1e6:.0f} Mbit/s)" for r in rates),
-           "bound / T", "with tax", "T / own c", "CPU s", "peak GB a host")  # fmt: skip
+           "bound / T", "steady", "steady, with tax", "T / own c", "CPU s", "peak GB a host")  # fmt: skip
     for rival in dict.fromkeys(row["rival"] for row in rows):
         own = [by.get((rival, rate)) for rate in rates]
         yield (
             rival,
             *("" if row is None else f"{row['s_per_job_step']:.2f}" for row in own),
-            *(_each(own, key, "{:.2f}") for key in ("efficiency", "efficiency_with_tax", "over_own_compute", "cpu_s")),
+            *(_each(own, key, "{:.2f}") for key in SHOWN),
             _each(own, "peak_rss_bytes", "{:.1f}", 1e-9),
         )
 
 
 def _each(rows: list[Any], key: str, form: str, scale: float = 1.0) -> str:
-    return ", ".join("" if row is None else form.format(row[key] * scale) for row in rows)
+    return ", ".join("" if row is None or key not in row else form.format(row[key] * scale) for row in rows).strip(", ")
 
 
 def wait_free(_: str) -> Iterator[tuple[str, ...]]:
@@ -67,6 +70,16 @@ def overhead(name: str) -> Iterator[tuple[str, ...]]:
                f"{row['by_hand_median_difference_us']:.0f} us")  # fmt: skip
 
 
+def peak(name: str) -> Iterator[tuple[str, ...]]:
+    """Peak live bytes over the fused step."""
+    found = read(name)
+    yield "step", "whole cut", "cut into four", "cut into four, without exchange buffers"
+    for case in ("resnet50", "transformer"):
+        row = found[f"memory_{case}"]
+        keys = "cut_whole_over_fused", "cut_4_over_fused", "cut_4_over_fused_without_exchange_buffers"
+        yield (case, *(f"{row[key]:.3f}" for key in keys))
+
+
 def memory(_: str) -> Iterator[tuple[str, ...]]:
     """k jobs in one process against k processes."""
     yield "jobs", "way", "peak GB a host", "programs compiled", "compile s"
@@ -76,7 +89,7 @@ def memory(_: str) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
-    "race": race, "wait-free": wait_free, "overhead": overhead, "memory": memory,
+    "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
 }  # fmt: skip
 
 

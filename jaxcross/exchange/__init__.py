@@ -1,5 +1,38 @@
 """Exchange strategies: optax transformations written with named-axis collectives and nothing else."""
 
+from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.elastic_average import elastic_average
+from jaxcross.exchange.federated_average import federated_average
+from jaxcross.exchange.gossip import gossip
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
+from jaxcross.exchange.one_bit_adam import one_bit_adam
+from jaxcross.exchange.parallel_norms import lamb, lars, scale_by_trust_ratio
+from jaxcross.exchange.parameter_server import parameter_server
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sign_sgd import sign_sgd
+from jaxcross.exchange.staleness import asynchronous, bounded_stale
+from jaxcross.exchange.top_k import top_k
 
-__all__ = ["mean"]
+__all__ = [
+    "adasum",
+    "asynchronous",
+    "bounded_stale",
+    "elastic_average",
+    "federated_average",
+    "gossip",
+    "gtop_k",
+    "lamb",
+    "lars",
+    "local_sgd",
+    "mean",
+    "one_bit_adam",
+    "parameter_server",
+    "power_sgd",
+    "qsgd",
+    "scale_by_trust_ratio",
+    "sign_sgd",
+    "top_k",
+]

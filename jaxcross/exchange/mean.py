@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange import hops
+from jaxcross.exchange.flat import layout
 
-def mean(axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None) -> optax.GradientTransformation:
+Pattern = Literal["auto", "hierarchical", "ring", "tree"]
+
+
+def mean(
+    axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None, *, pattern: Pattern = "auto"
+) -> optax.GradientTransformation:
     """Replace each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
     It stands where `lax.pmean(grads, axis_name)` would stand in the step:
@@ -19,19 +26,41 @@ def mean(axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None) -> 
     tx = optax.chain(jaxcross.exchange.mean("batch", wire_dtype=jnp.bfloat16), optax.sgd(0.1))
     ```
 
+    How the sum is made, and the bytes that one of P ranks receives for n bytes of updates:
+
+    - `"auto"`: one all-reduce an update, by MPI's own algorithm: 2(P-1)/P n.
+    - `"hierarchical"`: over two axes, the outer first, for example `("node", "local")`. Reduce-scatter over the inner
+      axis of L ranks, all-reduce of a block over the outer one of N, all-gather over the inner one:
+      2(L-1)/L n, and 2(N-1)/N n/L between nodes.
+    - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
+    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is no power of two); for few bytes.
+
+    All but `"auto"` copy the updates into one vector, padded to a multiple of the ranks, and back.
+
     Args:
         axis_name: One axis or several.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's bytes. Each rank rounds
             once before, the sum is made in float32 and rounded once, the division is made in the update's own type.
+            Ring and tree round once a hop.
+        pattern: How the sum is made.
 
     Raises:
-        ValueError: `wire_dtype` is no floating-point type.
+        ValueError: `wire_dtype` is no floating-point type; `pattern` is unknown or does not go with the axes.
     """
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
             f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: gradients need a floating-point type on the wire, "
             "for example `jnp.bfloat16`."
         )
+    if pattern not in get_args(Pattern):
+        raise ValueError(f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}.")
+    if pattern == "hierarchical" and len(hops.axis_names(axis_name)) != 2:
+        raise ValueError(
+            f'`pattern="hierarchical"` goes over two axes, the outer first, not over `{axis_name!r}`: write for example'
+            ' `axis_name=("node", "local")` and give the step both axes.'
+        )
+    if pattern in ("ring", "tree"):
+        hops.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -41,7 +70,9 @@ def mean(axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None) -> 
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         del params
-        return jax.tree.map(_mean, updates), state
+        if pattern == "auto" or not jax.tree.leaves(updates):
+            return jax.tree.map(_mean, updates), state
+        return _mean_of_vector(updates), state
 
     def _mean(x: jax.Array) -> jax.Array:
         if wire_dtype is None or not _narrows(jnp.asarray(x).dtype, wire_dtype):
@@ -49,7 +80,36 @@ def mean(axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None) -> 
         total = jax.lax.psum(x.astype(wire_dtype), axis_name).astype(x.dtype)
         return total / jax.lax.psum(1, axis_name)
 
+    def _mean_of_vector(updates: optax.Updates) -> optax.Updates:
+        size = jax.lax.psum(1, axis_name)
+        where = layout(updates, multiple=size)
+        wire = where.dtype if wire_dtype is None or not _narrows(where.dtype, wire_dtype) else wire_dtype
+        # Sums in float32 at least: a 16-bit type is only what travels.
+        x = where.ravel(updates).astype(jnp.promote_types(where.dtype, jnp.float32))
+        return where.unravel(_SUMS[pattern](x, axis_name, wire).astype(where.dtype) / size)
+
     return optax.GradientTransformation(init, update)
+
+
+def _hierarchical(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
+    outer, inner = axis_name
+    block = hops.sum_scatter(x, inner, wire_dtype=wire).astype(wire)
+    return hops.gather(jax.lax.psum(block, outer), inner).reshape(-1).astype(x.dtype)
+
+
+def _ring(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
+    return hops.ring_sum(x, hops.one_axis(axis_name, "a ring"), wire_dtype=wire)
+
+
+def _tree(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
+    # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
+    def add(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a.astype(x.dtype) + b.astype(x.dtype)).astype(wire)
+
+    return hops.doubling(x.astype(wire), hops.one_axis(axis_name, "a tree"), add).astype(x.dtype)
+
+
+_SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}
 
 
 def _narrows(dtype: Any, wire_dtype: Any) -> bool:

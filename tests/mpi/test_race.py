@@ -32,7 +32,7 @@ def smoke(quick_compiler):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_race(smoke, tmp_path):
     out = tmp_path / "race.json"
     result = smoke("race.py", out, "--png", str(tmp_path), "--patience", "200")
@@ -57,7 +57,7 @@ def test_race(smoke, tmp_path):
     assert again["rows"] == result["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory(smoke, tmp_path):
     rows = smoke("memory.py", tmp_path / "memory.json")["rows"]
     by = {(row["jobs"], row["way"]): row for row in rows}

@@ -1,0 +1,102 @@
+"""Elastic averaging (EASGD): springs between every rank's parameters and a centre that all ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.parameters import add, needed, sum_of, whole_number
+
+
+class ElasticAverageState(NamedTuple):
+    """Attributes: `since`, steps since the last exchange, int32; `centre`, like the parameters and the same bits on
+    every rank; `inner`, of this rank's own optimizer.
+    """  # fmt: skip
+
+    since: jax.Array
+    centre: optax.Params
+    inner: optax.OptState
+
+
+def elastic_average(
+    optimizer: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    every: int,
+    alpha: float,
+    beta: float | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Pull each rank's parameters towards a centre, and the centre towards them, at every `every`-th step.
+
+    Both from the parameters `x` that the step began with, `c` the centre: `x <- x + u - alpha (x - c)` and
+    `c <- c + beta sum_over_ranks(x - c)`. What is exchanged does not depend on the step's gradient, so it can travel
+    while that is computed. Each rank explores on its own: parameters and the optimizer's state are per rank, the centre
+    (`state.centre`) is the model to evaluate. Deterministic.
+
+    ```python
+    tx = jaxcross.exchange.elastic_average(optax.sgd(0.1), "batch", every=4, alpha=0.9 / world.size)
+    updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
+    ```
+
+    Args:
+        optimizer: Steps on this rank's gradients.
+        axis_name: One axis or several.
+        every: Steps from one exchange to the next.
+        alpha: Of the distance to the centre, the part that a rank goes, in [0, 1]; 0: ranks train alone.
+        beta: Of the distance to each rank, the part that the centre goes; `alpha` if None, which conserves the sum of
+            parameters and centre.
+
+    Raises:
+        ValueError: An argument is out of its range; `beta` times the ranks exceeds 1, so that the centre would jump
+            beyond the mean (at the first trace); `update` got no `params`.
+
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
+
+    Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho; their beta is our beta
+    times the ranks).
+    """
+    whole_number(every, "every", "`elastic_average`")
+    pull = alpha if beta is None else beta
+    for name, value in (("alpha", alpha), ("beta", pull)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"`{name}` of `elastic_average` is `{value}`: it is part of a distance, in [0, 1].")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> ElasticAverageState:
+        # A copy: an array that is parameter and centre at once could not be donated.
+        centre = jax.tree.map(lambda x: jnp.array(x, copy=True), params)
+        return ElasticAverageState(jnp.zeros((), jnp.int32), centre, inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: ElasticAverageState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, ElasticAverageState]:
+        params = needed(params, "`elastic_average`")
+        _check(pull, jax.lax.psum(1, axis_name))
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+
+        def exchange() -> tuple[optax.Updates, optax.Params]:
+            away = jax.tree.map(jnp.subtract, params, state.centre)
+            total = sum_of(away, axis_name)
+            pulled = add(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
+            return pulled, add(state.centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+
+        since = (state.since + 1) % every
+        if every == 1:
+            updates, centre = exchange()
+        else:
+            updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
+        return updates, ElasticAverageState(since, centre, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _check(pull: float, ranks: int) -> None:
+    if pull * ranks > 1 + 1e-6:
+        raise ValueError(
+            f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together they pull the centre by"
+            f" {pull * ranks:.3g} of the distance to their mean, beyond it. Take at most 1 / P, {1 / ranks:.3g}."
+        )

@@ -1,0 +1,111 @@
+"""Federated averaging: in each round some ranks train alone, and all take their average, weighted by their data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcross.exchange import hops
+from jaxcross.exchange.parameters import needed, steer, sum_of, whole_number
+
+
+class FederatedAverageState(NamedTuple):
+    """Attributes: `since`, steps into this round, and `round`, both int32; `inner`, of this rank's own optimizer."""
+
+    since: jax.Array
+    round: jax.Array
+    inner: optax.OptState
+
+
+def federated_average(
+    optimizer: optax.GradientTransformation,
+    axis_name: Any,
+    *,
+    every: int,
+    participation: float = 1.0,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Average the parameters of a round's participants at its end, each weighted by its share of the data.
+
+    A rank that a round does not choose stands still: its updates are zero and its optimizer's state does not change
+    until the round ends, when it takes the participants' average like all others. Who is chosen depends on `seed` and
+    the round alone, is drawn without replacement, and is the same on every rank. Parameters differ between ranks within
+    a round, and after it by one rounding; the optimizer's state is this rank's own. Deterministic. With full
+    participation and equal weights it is `local_sgd`.
+
+    ```python
+    tx = jaxcross.exchange.federated_average(optax.sgd(0.1), "batch", every=20, participation=0.5, weights=samples)
+    updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
+    ```
+
+    Args:
+        optimizer: Steps on this rank's gradients.
+        axis_name: One axis.
+        every: Steps of a round.
+        participation: Fraction of the ranks that a round chooses, in (0, 1]; at least one rank, rounded to the nearest.
+        weights: One positive number for each rank, for example its samples; None: equal.
+        seed: Of the choice.
+
+    Raises:
+        ValueError: An argument is out of its range; `weights` has another length than the axis (at the first trace);
+            `update` got no `params`.
+
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at the end of a round, 0 otherwise.
+
+    Source: McMahan et al., arXiv 1602.05629, algorithm 1.
+    """
+    axis = hops.one_axis(axis_name, "`federated_average`")
+    whole_number(every, "every", "`federated_average`")
+    if not 0 < participation <= 1:
+        raise ValueError(f"`participation` of `federated_average` is `{participation}`: it is a fraction in (0, 1].")
+    if weights is not None and not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"`weights` of `federated_average` are `{list(weights)}`: each must be positive and finite.")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> FederatedAverageState:
+        zero = jnp.zeros((), jnp.int32)
+        return FederatedAverageState(zero, jnp.zeros_like(zero), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: FederatedAverageState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, FederatedAverageState]:
+        params = needed(params, "`federated_average`")
+        shares = _shares(state.round, jax.lax.axis_size(axis), participation, weights, seed)
+        share = shares[jax.lax.axis_index(axis)]
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        if participation < 1:
+            updates = jax.tree.map(lambda u: jnp.where(share > 0, u, jnp.zeros_like(u)), updates)
+            inner_state = jax.tree.map(lambda new, old: jnp.where(share > 0, new, old), inner_state, state.inner)
+
+        def exchange() -> optax.Updates:
+            # Weighted in float32: a share rounded to 16 bits would no longer sum to one.
+            mine = jax.tree.map(lambda x: (x * share).astype(x.dtype), optax.apply_updates(params, updates))
+            return steer(updates, params, sum_of(mine, axis))
+
+        since = (state.since + 1) % every
+        updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
+        return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _shares(number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int) -> Any:
+    """Every rank's share of a round's average, float32 and summing to one; zero for who is not chosen."""
+    if weights is not None and len(weights) != ranks:
+        raise ValueError(
+            f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. Give one a rank."
+        )
+    samples = np.ones(ranks, np.float32) if weights is None else np.asarray(weights, np.float64) / max(weights)
+    given = jnp.asarray(samples, jnp.float32)
+    if participation < 1:
+        chosen = max(1, round(participation * ranks))
+        order = jax.random.permutation(jax.random.fold_in(jax.random.key(seed), number), ranks)
+        given = jnp.where(order < chosen, given, 0)
+    return given / given.sum()

@@ -1,0 +1,73 @@
+"""A tree of arrays as one padded vector, and back: what ring, halving and bit-packing patterns work on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where each leaf of a tree lies in its vector. Static: knows shapes and types, holds no array.
+
+    Attributes:
+        treedef: Structure of the tree.
+        shapes: Of each leaf.
+        dtypes: Of each leaf; `unravel` casts back to them.
+        bounds: Leaf `i` occupies elements `bounds[i]` to `bounds[i + 1]`.
+        length: Of the vector: the elements of all leaves, padded with zeros to a multiple.
+        dtype: Of the vector: what holds every leaf's type.
+    """
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    bounds: tuple[int, ...]
+    length: int
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        """Elements of all leaves, without the padding."""
+        return self.bounds[-1]
+
+    def ravel(self, tree: Any) -> jax.Array:
+        """The tree's leaves one after the other, cast to `dtype`, padded with zeros. Copies; does not communicate."""
+        parts = [jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)]
+        if self.length > self.size:
+            parts.append(jnp.zeros(self.length - self.size, self.dtype))
+        return jnp.concatenate(parts) if parts else jnp.zeros(0, self.dtype)
+
+    def unravel(self, vector: jax.Array) -> Any:
+        """The tree of leaves that lie in `vector`, in their own shapes and types."""
+        ranges = itertools.pairwise(self.bounds)
+        leaves = [
+            jax.lax.slice_in_dim(vector, start, stop).reshape(shape).astype(dtype)
+            for (start, stop), shape, dtype in zip(ranges, self.shapes, self.dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def layout(tree: Any, *, multiple: int = 1, dtype: Any = None) -> Layout:
+    """How `tree` lies in one vector whose length is a multiple of `multiple`.
+
+    Args:
+        tree: Of arrays or `jax.ShapeDtypeStruct`; may be empty.
+        multiple: Of the vector's length, for example the number of ranks.
+        dtype: Of the vector; None: the type that all leaves' types promote to.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = tuple(tuple(jnp.shape(x)) for x in leaves)
+    dtypes = tuple(jnp.result_type(x) for x in leaves)
+    if dtype is None:
+        dtype = jnp.result_type(*dtypes) if dtypes else jnp.float32
+    bounds = tuple(itertools.accumulate((math.prod(s) for s in shapes), initial=0))
+    length = -(-bounds[-1] // multiple) * multiple
+    return Layout(
+        treedef=treedef, shapes=shapes, dtypes=dtypes, bounds=bounds, length=length, dtype=jnp.dtype(dtype)
+    )  # fmt: skip

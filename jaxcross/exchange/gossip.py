@@ -1,0 +1,159 @@
+"""Gossip (decentralised parallel SGD): ranks average their parameters with neighbours on a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcross.exchange import hops
+from jaxcross.exchange.parameters import add, floats, needed
+
+Topology = Literal["ring", "torus", "exponential", "complete"]
+_TOPOLOGIES = ("ring", "torus", "exponential", "complete")
+
+
+class GossipState(NamedTuple):
+    """Attributes: `round`, which of the graph's rounds is next, int32; `inner`, of this rank's own optimizer."""
+
+    round: jax.Array
+    inner: optax.OptState
+
+
+class Hop(NamedTuple):
+    """One message of a round: rank `r` sends to `to[r]`, and the receiver takes it with `weight`."""
+
+    weight: float
+    to: tuple[int, ...]
+
+
+def gossip(
+    optimizer: optax.GradientTransformation,
+    axis_name: Any,
+    topology: Topology = "ring",
+    *,
+    adapt_first: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Replace each rank's parameters by a weighted mean of its own and its neighbours' in every step.
+
+    `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so that the mean over ranks moves as if all were
+    averaged. What is exchanged does not depend on the step's gradient and can travel while that is computed. Ranks
+    agree only in the limit: parameters and the optimizer's state are per rank, and a model to evaluate is the
+    parameters' mean. Deterministic.
+
+    ```python
+    tx = jaxcross.exchange.gossip(optax.sgd(0.1), "batch", "exponential")
+    updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
+    ```
+
+    Args:
+        optimizer: Steps on this rank's gradients.
+        axis_name: One axis.
+        topology: `"ring"`: both neighbours, 1/3 each. `"torus"`: four neighbours on the most square grid, 1/5 each.
+            `"exponential"`: one neighbour a step, half and half, at distance 1, 2, 4, ... in turn; where the ranks are
+            a power of two, all agree after log2(P) steps without updates. `"complete"`: the mean over all.
+        adapt_first: Mix `w + u` instead of `w`: faster agreement, but the exchange waits for the gradient. With
+            `"complete"` it is then synchronous SGD.
+
+    Raises:
+        ValueError: The topology is unknown, or no grid for this number of ranks (at the first trace); `update` got no
+            `params`.
+
+    Bytes that a rank receives in a step, in units of its parameters': ring 2 (1 of two ranks), torus 4 (less where a
+    side is 2 or 3 long: 1 or 2 a dimension), exponential 1, complete `2(P-1)/P`.
+
+    Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al., arXiv 1811.10792.
+    """
+    axis = hops.one_axis(axis_name, "`gossip`")
+    if topology not in _TOPOLOGIES:
+        raise ValueError(f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}.")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> GossipState:
+        return GossipState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: GossipState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, GossipState]:
+        params = needed(params, "`gossip`")
+        graph = rounds(topology, jax.lax.axis_size(axis))
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        start = optax.apply_updates(params, updates) if adapt_first else params
+        vectors, back = floats(start)
+        if topology == "complete":
+            pulls = [jax.lax.pmean(x, axis) - x for x in vectors]
+        elif len(graph) == 1:
+            pulls = _pull(vectors, axis, graph[0])
+        else:
+            # By a counter, so that the host decides and only one neighbour's parameters travel.
+            branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
+            pulls = jax.lax.switch(state.round, branches, vectors)
+        updates = add(updates, back(pulls))
+        return updates, GossipState((state.round + 1) % len(graph), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
+    """The hops of each round, which repeat in this order; what is left to 1 is the weight of a rank's own parameters.
+
+    Raises:
+        ValueError: `ranks` make no grid.
+    """
+    everyone = range(ranks)
+    if topology == "exponential":
+        distances = [1 << i for i in range((ranks - 1).bit_length())]
+        found = [_merge([Hop(1 / 2, tuple((r + d) % ranks for r in everyone))]) for d in distances]
+        return tuple(found) or ((),)
+    if topology == "complete":
+        return (_merge([Hop(1 / ranks, tuple((r + d) % ranks for r in everyone)) for d in everyone]),)
+    if topology == "ring":
+        return (_merge([Hop(1 / 3, tuple((r + d) % ranks for r in everyone)) for d in (1, -1)]),)
+    rows = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
+    columns = ranks // rows
+    if rows == 1 and ranks > 1:
+        raise ValueError(
+            f"`topology` of `gossip` is `torus`, but {ranks} ranks make no grid of two or more rows. Use `ring` or"
+            " `exponential`, or a number of ranks that is not prime."
+        )
+    places = [divmod(r, columns) for r in everyone]
+    steps = [(0, 1), (0, -1), (1, 0), (-1, 0)]
+    return (
+        _merge([
+            Hop(1 / 5, tuple((i + di) % rows * columns + (j + dj) % columns for i, j in places)) for di, dj in steps
+        ]),
+    )  # fmt: skip
+
+
+def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
+    """`W` of one round in float64: row `i` holds the weights with which rank `i` takes everybody's parameters."""
+    matrix = np.eye(ranks) * (1 - sum(hop.weight for hop in hops_of_round))
+    for hop in hops_of_round:
+        for source, receiver in enumerate(hop.to):
+            matrix[receiver, source] += hop.weight
+    return matrix
+
+
+def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
+    """Without hops to oneself, and with one hop for several that go the same way (small rings have one neighbour)."""
+    weights: dict[tuple[int, ...], float] = {}
+    for hop in found:
+        if hop.to != tuple(range(len(hop.to))):
+            weights[hop.to] = weights.get(hop.to, 0.0) + hop.weight
+    return tuple(Hop(weight, to) for to, weight in weights.items())
+
+
+def _pull(vectors: Sequence[jax.Array], axis: Any, hops_of_round: Sequence[Hop]) -> list[jax.Array]:
+    """How far a round moves this rank. By differences, so that ranks that agree stay where they are to the last bit."""
+    pulls = [jnp.zeros_like(x) for x in vectors]
+    for hop in hops_of_round:
+        perm = list(enumerate(hop.to))
+        got = [jax.lax.ppermute(x, axis, perm) for x in vectors]
+        pulls = [pull + hop.weight * (theirs - x) for pull, theirs, x in zip(pulls, got, vectors, strict=True)]
+    return pulls

@@ -1,0 +1,115 @@
+"""Global top-k: sparse gradients merged in a tree over ranks, k elements kept at every hop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange import hops, sparse
+from jaxcross.exchange.select import Selection, check_selection, select
+
+
+class GTopKState(NamedTuple):
+    """What each rank has not sent yet: float32 vectors in the tree of the parameters."""
+
+    residual: Any
+
+
+def gtop_k(
+    density: float, axis_name: Hashable, *, selection: Selection = "auto", skip: sparse.Skip = sparse.bias_or_norm
+) -> optax.GradientTransformation:
+    """The k largest elements, about, of the mean of all ranks' k largest elements: at most k of D are not zero.
+
+    Updates are the same on every rank; residuals are the rank's own. Deterministic. Pairs of ranks merge their k pairs
+    of value and index and keep the k largest sums, at log2(P) levels: `8 k log2(P)` bytes a rank, where `top_k`
+    receives `8 k (P-1)`; `2(P-1)/P n` for skipped leaves. An element that was dropped at any level of the tree goes
+    back to the residual of each rank that brought it, so that nothing is lost even where another branch kept its index.
+
+    ```python
+    tx = optax.chain(jaxcross.exchange.gtop_k(0.001, "batch"), optax.sgd(0.1))
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)  # grads are this rank's own
+    ```
+
+    Args:
+        density: Share of the elements that is kept.
+        axis_name: One axis; its ranks are a power of two.
+        selection: How the largest are found: see `jaxcross.exchange.select`.
+        skip: (path, leaf) -> whether a leaf is averaged as it is; vectors and scalars unless told otherwise.
+
+    Raises:
+        ValueError: An argument is out of range; (when traced) the ranks are no power of two.
+
+    Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes superfluous.
+    """
+    sparse.check_density(density)
+    check_selection(selection)
+    axis = hops.one_axis(axis_name, "`gtop_k`")
+
+    def init(params: optax.Params) -> GTopKState:
+        return GTopKState(residual=sparse.residuals(params, skip, lambda size: size))
+
+    def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
+        del params
+        size = jax.lax.axis_size(axis)
+        if not hops.power_of_two(size):
+            raise ValueError(
+                f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
+                " any number of ranks."
+            )
+        found, treedef = jax.tree.flatten_with_path(updates)
+        chosen = sparse.choose(found, skip)
+        residual = treedef.flatten_up_to(state.residual)
+        out, kept = [], []
+        for (_, x), e, c in zip(found, residual, chosen, strict=True):
+            update_, rest = exchange(x, e) if c else (jax.lax.pmean(x, axis), e)
+            out.append(update_)
+            kept.append(rest)
+        return jax.tree.unflatten(treedef, out), GTopKState(residual=jax.tree.unflatten(treedef, kept))
+
+    def exchange(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        vector = x.reshape(-1).astype(jnp.float32) + residual
+        k = sparse.slots(density, vector.size)
+        size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        own_values, own_indices = select(vector, k, selection=selection)
+        values, indices = own_values, own_indices
+        alive = own_indices < vector.size
+        for level in range(size.bit_length() - 1):
+            other = hops.swap((values, indices), axis, 1 << level)
+            lower = (rank >> level) & 1 == 0
+            # In rank order on both sides, so that both add and break ties alike.
+            first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023
+            second = jax.tree.map(lambda a, b: jnp.where(lower, b, a), (values, indices), other)  # noqa: B023
+            values, indices = _merge(first, second, vector.size)
+            place = jnp.minimum(jnp.searchsorted(indices, own_indices), k - 1)
+            alive &= indices[place] == own_indices
+        rest = sparse.without(vector, jnp.where(alive, own_values, 0), own_indices)
+        sum_ = sparse.total(values[None], indices[None], vector.size)
+        return (sum_ / size).reshape(x.shape).astype(x.dtype), rest
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _merge(
+    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array], size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest sums of two lists of k pairs, in the order of their indices; slots without an element last."""
+    k = first[0].size
+    indices = jnp.concatenate([first[1], second[1]])
+    order = jnp.argsort(indices, stable=True)
+    indices, values = indices[order], jnp.concatenate([first[0], second[0]])[order]
+    # An index stands in the two lists once each: the pair's sum stays with the first of them.
+    twin = jnp.append(indices[1:] == indices[:-1], False)
+    values = values + jnp.where(twin, jnp.append(values[1:], 0), 0)
+    second_of_pair = jnp.append(False, twin[:-1])
+    indices = jnp.where(second_of_pair, size, indices)
+    values = jnp.where(indices < size, values, 0)
+    # `select` may name a zero, or nobody; both are slots without an element.
+    values, found = select(values, k, selection="exact")
+    indices = indices[found]
+    order = jnp.argsort(indices, stable=True)
+    return values[order], indices[order]

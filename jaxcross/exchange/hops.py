@@ -1,0 +1,162 @@
+"""Patterns of hops between ranks, built from `ppermute`, `all_gather` and `all_to_all` over one named axis.
+
+Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with nothing to say in
+a hop send to themselves, which costs nothing. Loops over ranks are unrolled, since an exchange inside `scan` cannot
+overlap with anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """One axis or several as a tuple."""
+    return tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def one_axis(axis_name: AxisName, what: str) -> Hashable:
+    """The name of the only axis.
+
+    Raises:
+        ValueError: There are several.
+    """
+    names = axis_names(axis_name)
+    if len(names) != 1:
+        raise ValueError(
+            f"`axis_name` of {what} is `{axis_name!r}`: its hops need one axis with an order of ranks. Name one axis,"
+            " or make the step's `axes` a single axis over all ranks."
+        )
+    return names[0]
+
+
+def power_of_two(size: int) -> bool:
+    """Whether `size` ranks pair up completely at every level of a halving or doubling."""
+    return size & (size - 1) == 0
+
+
+def swap(x: Any, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Any:
+    """Each array of `x` changes places with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
+
+    Args:
+        x: A tree of arrays, one message each.
+        axis_name: One axis.
+        distance: A power of two.
+        ranks: How many take part, a multiple of `2 * distance`; None: all.
+    """
+    size = jax.lax.axis_size(axis_name)
+    taking_part = size if ranks is None else ranks
+    perm = [(r, r ^ distance if r < taking_part else r) for r in range(size)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, axis_name, perm), x)
+
+
+def fold(x: Any, axis_name: Hashable) -> Any:
+    """Rank `r` changes places with rank `r + 2^L`, the largest power of two up to the ranks; others keep theirs.
+
+    The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the result out after it.
+    """
+    size = jax.lax.axis_size(axis_name)
+    base = 1 << (size.bit_length() - 1)
+    extra = size - base
+    partner = {**{r: r + base for r in range(extra)}, **{r + base: r for r in range(extra)}}
+    perm = [(r, partner.get(r, r)) for r in range(size)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, axis_name, perm), x)
+
+
+def doubling(x: Any, axis_name: Hashable, combine: Callable[[Any, Any], Any]) -> Any:
+    """Recursive doubling: the balanced binary tree over ranks in rank order, its result on every rank, the same bits.
+
+    log2(P) hops of the whole of `x`, and two more where P is no power of two (ranks beyond the largest one hand theirs
+    to a partner first and get the result back).
+
+    Args:
+        x: A tree of arrays.
+        axis_name: One axis.
+        combine: (the lower ranks' tree, the higher ranks' tree) -> their combination, on one rank.
+    """
+    size = jax.lax.axis_size(axis_name)
+    base = 1 << (size.bit_length() - 1)
+    rank = jax.lax.axis_index(axis_name)
+    if base < size:
+        x = _where(rank < size - base, combine(x, fold(x, axis_name)), x)
+    for level in range(base.bit_length() - 1):
+        other = swap(x, axis_name, 1 << level, ranks=base)
+        lower = (rank >> level) & 1 == 0
+        x = _where(rank < base, combine(_where(lower, x, other), _where(lower, other, x)), x)
+    if base < size:
+        x = _where(rank < base, x, fold(x, axis_name))
+    return x
+
+
+def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> jax.Array:
+    """The sum over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
+
+    The same bits on every rank; each block is summed in ring order, beginning with another rank.
+
+    Args:
+        x: A vector whose length is a multiple of the ranks.
+        axis_name: One axis.
+        wire_dtype: Element type of the hops; the sums are made in the vector's type.
+    """
+    size = jax.lax.axis_size(axis_name)
+    if size == 1:
+        return x
+    wire = x.dtype if wire_dtype is None else wire_dtype
+    ring = [(r, (r + 1) % size) for r in range(size)]
+    rank = jax.lax.axis_index(axis_name)
+    blocks = x.reshape(size, -1)
+
+    def block(number: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(blocks, number % size, keepdims=False)
+
+    moving = block(rank)
+    for hop in range(1, size):
+        moving = jax.lax.ppermute(moving.astype(wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
+    # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all hold the same bits.
+    moving = moving.astype(wire)
+    out = jnp.zeros_like(blocks, dtype=wire)
+    for hop in range(size):
+        out = jax.lax.dynamic_update_index_in_dim(out, moving, (rank + 1 - hop) % size, 0)
+        moving = jax.lax.ppermute(moving, axis_name, ring) if hop < size - 1 else moving
+    return out.astype(x.dtype).reshape(x.shape)
+
+
+def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> jax.Array:
+    """This rank's block of the sum of a vector over ranks, summed in rank order. The length is a multiple of the ranks.
+
+    An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway: `psum_scatter` scatters the
+    wrong dimension under two `vmap`s.
+    """
+    size = jax.lax.axis_size(axis_name)
+    if size == 1:
+        return x
+    sent = x.astype(x.dtype if wire_dtype is None else wire_dtype).reshape(size, -1)
+    received = jax.lax.all_to_all(sent, axis_name, 0, 0).astype(x.dtype)
+    return sum_rows(received)
+
+
+def sum_rows(x: jax.Array) -> jax.Array:
+    """Sum along the first axis, first row first, which fixes the bits."""
+    total = x[0]
+    for row in range(1, x.shape[0]):
+        total = total + x[row]
+    return total
+
+
+def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Every rank's `x` along a new first axis, over one axis or several (the last one varies fastest)."""
+    rows = x[None]
+    # One axis after the other: `vmap` cannot gather over two at once.
+    for name in reversed(axis_names(axis_name)):
+        rows = jax.lax.all_gather(rows, name, tiled=True)
+    return rows
+
+
+def _where(condition: jax.Array, a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

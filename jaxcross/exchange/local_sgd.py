@@ -1,0 +1,68 @@
+"""Local SGD: ranks train alone and average their parameters every few steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.parameters import mean_of, needed, steer, whole_number
+
+
+class LocalSGDState(NamedTuple):
+    """Attributes: `since`, local steps since the last exchange, int32; `inner`, of this rank's own optimizer."""
+
+    since: jax.Array
+    inner: optax.OptState
+
+
+def local_sgd(
+    optimizer: optax.GradientTransformation, axis_name: AxisName, *, every: int
+) -> optax.GradientTransformationExtraArgs:
+    """Average the *parameters* over `axis_name` at every `every`-th step; in between nothing is exchanged.
+
+    Parameters differ between ranks from an exchange to the next, and after it by one rounding (they are the same bits
+    where `every` is 1 and all ranks started from the same). The optimizer's state is this rank's own, never averaged:
+    save it, and the parameters, per rank. Deterministic. With `every=1` it is synchronous training for SGD with and
+    without momentum, but not for Adam.
+
+    ```python
+    tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)
+    updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
+    ```
+
+    Args:
+        optimizer: Steps on this rank's gradients.
+        axis_name: One axis or several.
+        every: Steps from one exchange to the next; the first exchange is in step `every`.
+
+    Raises:
+        ValueError: `every` is no positive whole number; `update` got no `params`.
+
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
+
+    Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
+    """
+    whole_number(every, "every", "`local_sgd`")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> LocalSGDState:
+        return LocalSGDState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: LocalSGDState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, LocalSGDState]:
+        params = needed(params, "`local_sgd`")
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+
+        def exchange() -> optax.Updates:
+            return steer(updates, params, mean_of(optax.apply_updates(params, updates), axis_name))
+
+        since = (state.since + 1) % every
+        updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
+        return updates, LocalSGDState(since, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,146 @@
+"""1-bit Adam: Adam for a while, then its momentum alone is exchanged, as signs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange import bits, hops
+from jaxcross.exchange.flat import Layout, layout
+
+
+class OneBitAdamState(NamedTuple):
+    """The moments and the first residual in the tree of the parameters, the second residual a vector. All float32.
+
+    Step and moments are the same on every rank; residuals are the rank's own.
+    """
+
+    step: jax.Array
+    mu: Any
+    nu: Any
+    worker_residual: Any
+    server_residual: jax.Array
+
+
+def one_bit_adam(
+    freeze_step: int,
+    axis_name: Hashable,
+    *,
+    ranks: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    block: int = 2048,
+) -> optax.GradientTransformation:
+    """Adam's direction, for `freeze_step` steps from averaged gradients, after that from averaged signs of momenta.
+
+    It stands in place of `mean` and `optax.scale_by_adam`, which it equals before `freeze_step`; then the second moment
+    stays as it is, each rank adds its gradient to the common momentum, and the sum is averaged in two phases of one
+    bit an element, each with a residual: to the rank that owns the 1/P-th part, and from there to all. Updates are the
+    same on every rank; residuals are the rank's own. Deterministic. A rank receives `2(P-1)/P n` bytes a step at first,
+    `2 (P-1)/P (D'/8 + 4 D'/block)` later, D' being all elements padded to a multiple of P blocks.
+
+    Freeze when the second moment has settled, 15-25% of the run in the paper: too early, and the update overflows. An
+    element that had no gradient by then does not move afterwards, since nothing is known of its size.
+
+    ```python
+    tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size), optax.scale(-1e-3))
+    ```
+
+    Args:
+        freeze_step: The first step that exchanges signs.
+        axis_name: One axis.
+        ranks: Of that axis: residuals are made before it is bound.
+        b1: Decay of the momentum.
+        b2: Decay of the second moment.
+        eps: Added to the second moment's root.
+        block: Elements that share a scale, a multiple of 8.
+
+    Raises:
+        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks.
+
+    Source: Tang et al., arXiv 2102.02888, algorithm 1. Scales are mean absolute values, for which error feedback
+    contracts whatever the elements are.
+    """
+    axis = hops.one_axis(axis_name, "`one_bit_adam`")
+    if freeze_step < 1:
+        raise ValueError(
+            f"`freeze_step` is {freeze_step}: signs need a second moment, so make one step of Adam at least."
+        )
+    if block < 8 or block % 8:
+        raise ValueError(f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8.")
+    if ranks < 1:
+        raise ValueError(f"`ranks` is {ranks}: say how many ranks axis `{axis}` has, `ranks=world.size`.")
+
+    def where(tree: Any) -> Layout:
+        return layout(tree, multiple=ranks * block, dtype=jnp.float32)
+
+    def init(params: optax.Params) -> OneBitAdamState:
+        def zeros() -> Any:
+            return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
+
+        return OneBitAdamState(
+            step=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros(), worker_residual=zeros(),
+            server_residual=jnp.zeros(where(params).length // ranks, jnp.float32),
+        )  # fmt: skip
+
+    def update(updates: Any, state: OneBitAdamState, params: optax.Params | None = None) -> tuple[Any, OneBitAdamState]:
+        del params
+        size = jax.lax.axis_size(axis)
+        if size != ranks:
+            raise ValueError(
+                f"`ranks` of `one_bit_adam` is {ranks}, but axis `{axis}` has {size}: residuals were cut for {ranks}."
+                f" Make the exchange with `ranks={size}` and its state anew."
+            )
+        step = jnp.asarray(optax.safe_increment(state.step))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        if not jax.tree.leaves(updates):
+            return updates, state._replace(step=step)
+        moments = jax.lax.cond(state.step < freeze_step, adam, signs, grads, state)
+        state = OneBitAdamState(step, *moments)
+        # As optax.scale_by_adam: powers of the decays, the second one as it was when it froze.
+        first, second = 1 - b1**step, 1 - b2 ** jnp.minimum(step, freeze_step)
+        directions = jax.tree.map(
+            lambda m, v, g: ((m / first) / (jnp.sqrt(v / second) + eps)).astype(g.dtype), state.mu, state.nu, updates
+        )
+        return directions, state
+
+    def adam(grads: Any, state: OneBitAdamState) -> tuple[Any, ...]:
+        grads = jax.lax.pmean(grads, axis)
+        mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
+        nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
+        return mu, nu, state.worker_residual, state.server_residual
+
+    def signs(grads: Any, state: OneBitAdamState) -> tuple[Any, ...]:
+        lay = where(grads)
+        mine = jax.tree.map(lambda m, g, e: (1 - b1) * g + b1 * m + e, state.mu, grads, state.worker_residual)
+        vector = lay.ravel(mine)
+        parts = vector.reshape(ranks, -1)
+        packed, scales = _encode(parts, block)
+        rest = vector - _decode(packed, scales, block).reshape(-1)
+        packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
+        owned = hops.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
+        packed, scales = _encode(owned, block)
+        server_rest = owned - _decode(packed, scales, block)
+        mu = lay.unravel(_decode(hops.gather(packed, axis), hops.gather(scales, axis), block).reshape(-1))
+        # One bit cannot say zero: without this, elements that never had a gradient would be divided by `eps`.
+        mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
+        return mu, state.nu, lay.unravel(rest), server_rest
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Signs as bytes, and the mean absolute value of each block along the last axis. A zero counts as positive."""
+    grouped = x.reshape(*x.shape[:-1], -1, block)
+    return bits.pack(x >= 0), jnp.mean(jnp.abs(grouped), axis=-1)
+
+
+def _decode(packed: jax.Array, scales: jax.Array, block: int) -> jax.Array:
+    """What signs and scales stand for."""
+    signs = bits.signs(bits.unpack(packed))
+    return (signs.reshape(*scales.shape, block) * scales[..., None]).reshape(signs.shape)

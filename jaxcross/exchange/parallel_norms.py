@@ -1,0 +1,141 @@
+"""The norms of LARS and LAMB shared out over ranks (PTO): each computes its layers' ratios, and all learn them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange import hops
+
+
+def scale_by_trust_ratio(
+    axis_name: Any, min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+) -> optax.GradientTransformation:
+    """Scale each layer's update by its trust ratio as optax's function of this name does, with 1/P of the work.
+
+    After an exchange all ranks hold the same updates and parameters, and would all compute the same norms. Here each
+    layer (leaf) belongs to one rank, shared out by elements. Stateless, the same bits on every rank, deterministic.
+    Updates and parameters must already be equal on all ranks: put it behind `mean` or another exchange whose result is.
+    Worth it for large models only: it trades reading two arrays for waiting once more.
+
+    ```python
+    tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))
+    ```
+
+    Args:
+        axis_name: One axis.
+        min_norm: Smallest norm of a layer's parameters and updates.
+        trust_coefficient: Factor of every ratio.
+        eps: Added to the updates' norm.
+
+    Raises:
+        ValueError: `update` got no `params`.
+
+    Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a layer is float64).
+
+    Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv 1708.03888, equation
+    6.
+    """
+    axis = hops.one_axis(axis_name, "`scale_by_trust_ratio`")
+
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is None:
+            raise ValueError(
+                "`scale_by_trust_ratio` got no `params`, whose norms it needs. Write `tx.update(grads, state, params)`."
+            )
+        leaves, treedef = jax.tree.flatten(updates)
+        if not leaves:
+            return updates, state
+        pairs = list(zip(leaves, treedef.flatten_up_to(params), strict=True))
+        owned = shares([u.size for u in leaves], jax.lax.axis_size(axis))
+        dtype = jnp.result_type(jnp.float32, *(jnp.finfo(jnp.result_type(u, p)).dtype for u, p in pairs))
+        longest = max(map(len, owned))
+
+        def of(layers: Sequence[int]) -> jax.Array:
+            ratios = [_ratio(*pairs[i], min_norm, trust_coefficient, eps).astype(dtype) for i in layers]
+            return jnp.stack([*ratios, *[jnp.ones((), dtype)] * (longest - len(ratios))])
+
+        # Only this rank's branch runs: over MPI the index is a constant.
+        mine = jax.lax.switch(jax.lax.axis_index(axis), [partial(of, layers) for layers in owned])
+        gathered = hops.gather(mine, axis)
+        out = list(leaves)
+        for rank, layers in enumerate(owned):
+            for place, i in enumerate(layers):
+                update, param = pairs[i]
+                out[i] = update * gathered[rank, place].astype(jnp.result_type(update, param))
+        return jax.tree.unflatten(treedef, out), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def lars(
+    axis_name: Any,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = True,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    trust_ratio_mask: Any = True,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+) -> optax.GradientTransformation:
+    """`optax.lars` with norms shared out over `axis_name`; else the same. See `scale_by_trust_ratio`."""
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
+        optax.masked(
+            scale_by_trust_ratio(axis_name, trust_coefficient=trust_coefficient, eps=eps), mask=trust_ratio_mask
+        ),
+        optax.scale_by_learning_rate(learning_rate),
+        optax.trace(decay=momentum, nesterov=nesterov),
+    )
+
+
+def lamb(
+    axis_name: Any,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    """`optax.lamb` with norms shared out over `axis_name`; else the same. See `scale_by_trust_ratio`."""
+    return optax.chain(
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root),
+        optax.add_decayed_weights(weight_decay=weight_decay, mask=mask),
+        scale_by_trust_ratio(axis_name),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The layers of each rank: at most ceil(L / P) of them, the largest given first to who has the fewest elements."""
+    most = math.ceil(len(sizes) / ranks)
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for layer in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        rank = min((r for r in range(ranks) if len(owned[r]) < most), key=lambda r: (load[r], r))
+        owned[rank].append(layer)
+        load[rank] += sizes[layer]
+    return owned
+
+
+def _ratio(update: jax.Array, param: jax.Array, min_norm: float, trust_coefficient: float, eps: float) -> jax.Array:
+    param_norm = optax.safe_norm(param, min_norm)
+    update_norm = optax.safe_norm(update, min_norm)
+    ratio = trust_coefficient * param_norm / (update_norm + eps)
+    # A layer that is all zeros would never move.
+    return jnp.where((param_norm == 0) | (update_norm == 0), jnp.ones((), ratio.dtype), ratio)

@@ -1,0 +1,141 @@
+"""A synchronous, sharded parameter server: every rank serves an equal part of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Literal
+
+from jaxcross.exchange import blocks, hops
+
+
+def parameter_server(
+    optimizer: optax.GradientTransformation, axis_name: Any, *, ranks: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Average the gradients' part that this rank serves, step the optimizer on that part only, and gather the updates.
+
+    Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the optimizer's state and of
+    its work on each rank (every leaf is cut into P equal parts, padded with zeros). Updates are the same bits on every
+    rank; the state is the rank's own part: save it per rank, and never change the number of ranks under it.
+    Deterministic.
+
+    The optimizer must work element by element (SGD, momentum, Adam, AdamW, Adafactor without factors), since it sees
+    flat parts: no norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), no schedules by shape.
+
+    ```python
+    tx = jaxcross.exchange.parameter_server(optax.adam(1e-3), "batch", ranks=world.size)
+    updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
+    ```
+
+    Args:
+        optimizer: Steps on this rank's part.
+        axis_name: One axis.
+        ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis is not bound.
+
+    Raises:
+        ValueError: In `init`, the axis is not bound and `ranks` is not given, or the optimizer's state starts from the
+            parameters' values, whose part `init` cannot know there. At the first trace, `ranks` is not the axis's size.
+
+    Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
+    type and as many of the updates'.
+
+    Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv 2007.03970, section
+    3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
+    """
+    axis = hops.one_axis(axis_name, "`parameter_server`")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> optax.OptState:
+        bound = _bound_size(axis)
+        size = _agreed(ranks, bound)
+        if bound is not None:
+            rank = jax.lax.axis_index(axis)
+            return inner.init(jax.tree.map(lambda x: _part(x, size, rank), params))
+        parts = jax.tree.map(lambda x: _part(jnp.asarray(x), size, 0), params)
+        if _reads_values(inner.init, parts):
+            raise ValueError(
+                "the optimizer of `parameter_server` starts its state from the parameters' values, and outside of the"
+                f" step no rank knows its part of them. Call `tx.init` inside a step in which `{axis}` is bound."
+            )
+        return inner.init(parts)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        size = _agreed(ranks, jax.lax.axis_size(axis))
+        rank = jax.lax.axis_index(axis)
+        leaves, treedef = jax.tree.flatten(updates)
+        shapes = [x.shape for x in leaves]
+        parts = None if params is None else jax.tree.map(lambda x: _part(x, size, rank), params)
+        stepped, state = inner.update(jax.tree.unflatten(treedef, _mean_parts(leaves, axis)), state, parts, **extra)
+        return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(blocks.split(leaf, size), rank, keepdims=False)
+
+
+def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
+    """This rank's part of each leaf's mean, by one reduce-scatter a type."""
+    size = jax.lax.axis_size(axis)
+    out: list[Any] = [None] * len(leaves)
+    for dtype, members in _by_type(leaves).items():
+        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype)
+        mine = hops.sum_scatter(rows.reshape(-1), axis) / size
+        for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
+            out[i] = x
+    return out
+
+
+def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Any) -> list[jax.Array]:
+    """The whole leaves of these shapes, by one all-gather a type."""
+    out: list[Any] = [None] * len(parts)
+    for members in _by_type(parts).values():
+        rows = hops.gather(jnp.concatenate([parts[i] for i in members]), axis)
+        for i, x in zip(members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True):
+            out[i] = x
+    return out
+
+
+def _by_type(leaves: Sequence[jax.Array]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        found.setdefault(jnp.result_type(leaf), []).append(i)
+    return found
+
+
+def _bound_size(axis: Any) -> int | None:
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:
+        return None
+
+
+def _agreed(ranks: int | None, bound: int | None) -> int:
+    if ranks is None and bound is None:
+        raise ValueError(
+            "`init` of `parameter_server` runs outside of the step and does not know how many parts to make. Give"
+            " `ranks=`, the size of the axis, for example `jaxcross.initialize().size`."
+        )
+    if ranks is not None and bound is not None and ranks != bound:
+        raise ValueError(
+            f"`ranks` of `parameter_server` is {ranks}, but the axis has {bound}: parameters and the optimizer's state"
+            f" are cut into as many parts as there are ranks. Make both anew for {bound} ranks."
+        )
+    return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
+
+
+def _reads_values(init: Any, params: optax.Params) -> bool:
+    """Whether what `init` returns depends on its argument's values, and not on shapes and types alone."""
+    jaxpr = jax.make_jaxpr(init)(params).jaxpr
+    tainted = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if any(v in tainted for v in eqn.invars if not isinstance(v, Literal)):
+            tainted.update(eqn.outvars)
+    return any(v in tainted for v in jaxpr.outvars if not isinstance(v, Literal))

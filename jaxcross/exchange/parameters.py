@@ -1,0 +1,88 @@
+"""What exchanges of parameters have in common: optax hands over updates, they think in the parameters these lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange import flat
+
+
+def needed(params: optax.Params | None, what: str) -> optax.Params:
+    """The parameters.
+
+    Raises:
+        ValueError: They were not handed over.
+    """
+    if params is None:
+        raise ValueError(
+            f"{what} got no `params`, but parameters are what it exchanges. Write `tx.update(grads, state, params)`."
+        )
+    return params
+
+
+def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
+    """`value`, if it is an integer not below `least`.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
+    return value
+
+
+def steer(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
+    """Updates that lead from `params` to `targets`, to rounding; leaves that are not floating-point keep theirs."""
+
+    def one(u: Any, p: Any, target: Any) -> Any:
+        return (target - p).astype(u.dtype) if _moves(p) else u
+
+    return jax.tree.map(one, updates, params, targets)
+
+
+def add(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
+    """Updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
+    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
+
+
+def floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
+    """The floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
+
+    One message a type instead of one a leaf: hops between neighbours are mostly latency.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _moves(leaf):
+            kinds.setdefault(jnp.result_type(leaf), []).append(i)
+    groups = list(kinds.values())
+    layouts = [flat.layout([leaves[i] for i in members]) for members in groups]
+    vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
+
+    def back(changed: Any) -> Any:
+        out = list(leaves)
+        for vector, lay, members in zip(changed, layouts, groups, strict=True):
+            for i, leaf in zip(members, lay.unravel(vector), strict=True):
+                out[i] = leaf
+        return jax.tree.unflatten(treedef, out)
+
+    return vectors, back
+
+
+def mean_of(tree: Any, axis_name: Any) -> Any:
+    """The mean of each floating-point leaf over `axis_name`; others as they are."""
+    return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if _moves(x) else x, tree)
+
+
+def sum_of(tree: Any, axis_name: Any) -> Any:
+    """The sum of each floating-point leaf over `axis_name`; others as they are."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if _moves(x) else x, tree)
+
+
+def _moves(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))

@@ -1,0 +1,151 @@
+"""The k largest elements of an array by absolute value, without sorting it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+Selection = Literal["auto", "exact", "threshold"]
+
+# Up to here `lax.top_k` was faster on a core of a CPU (0.10 against 0.28 ms for 327 of 32,768; 1.7 against 1.2 ms for
+# 2,621 of 262,144): its time grows with k, a threshold's many small operations cost the same for any.
+_FEW = 1 << 10
+_SMALL = 1 << 20
+_SAMPLE = 1 << 17
+_KEY_BITS = 31
+
+
+def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
+    """Values and indices of the `k` elements of a vector that are largest by absolute value. Does not communicate.
+
+    Both ways select the same elements, ties and order apart, and NaN as infinity or before it. `"threshold"` keeps
+    MSTopK's idea (Shi et al., arXiv 2010.10458: search a threshold, then compact) and makes it exact: a sample tells a
+    threshold that a few more than k elements pass; one pass packs who passes into bits; the candidates are found
+    through the bits and thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
+    Elements that are 0 are never selected by it: their slots have index D and value 0.
+
+    Args:
+        x: A vector of D floats.
+        k: How many; static, 1 to D.
+        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for D and k.
+
+    Returns:
+        `k` values of x's type, and their int32 indices, in no promised order.
+    """
+    if selection == "auto":
+        selection = "exact" if k <= _FEW and x.size <= _SMALL else "threshold"
+    if selection == "exact":
+        # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times as long.
+        size = jnp.abs(x.astype(jnp.float32))
+        _, indices = jax.lax.top_k(jnp.where(jnp.isnan(size), jnp.inf, size), k)
+        return x[indices], indices.astype(jnp.int32)
+    indices = _threshold_select(x, k)
+    return jnp.where(indices < x.size, x.at[indices].get(mode="clip"), 0), indices
+
+
+def check_selection(selection: str) -> None:
+    """Refuses what is no way to select.
+
+    Raises:
+        ValueError: `selection` is unknown.
+    """
+    if selection not in get_args(Selection):
+        raise ValueError(f"`selection` is {selection!r}: choose one of {', '.join(map(repr, get_args(Selection)))}.")
+
+
+def _keys(x: jax.Array) -> jax.Array:
+    """Integers ordered as the absolute values are, 0 for zeros, NaN above infinity."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return bits & jnp.int32(0x7FFFFFFF)
+
+
+def _threshold_select(x: jax.Array, k: int) -> jax.Array:
+    size = x.size
+    # Where the sample's own k-th key would be, and four standard deviations of the count beyond.
+    stride = max(1, size // _SAMPLE)
+    sample = _keys(x[::stride])
+    expected = sample.size * k / size
+    rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))
+    capacity = min(size, math.ceil(k * (rank + 5 * math.sqrt(rank)) / expected))
+    bracket = jnp.maximum(_kth(sample, rank), 1)
+    words = _pack(_keys(x) >= bracket)
+    count = jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
+
+    # Keys are made anew wherever they are read: an array of all of them would cost two passes over memory.
+    def near(_: None) -> jax.Array:
+        found = _positions(words, size, capacity)
+        mine = jnp.where(found < size, _keys(x.at[found].get(mode="clip")), 0)
+        slots = _positions(_pack(_exactly(mine, k)), capacity, k)
+        return jnp.where(slots < capacity, found.at[slots].get(mode="clip"), size)
+
+    def far(_: None) -> jax.Array:
+        return _positions(_pack(_exactly(_keys(x), k)), size, k)
+
+    # Fewer than k pass although every nonzero element may: then those are all there are.
+    fits = (count <= capacity) & ((count >= k) | (bracket == 1))
+    return jax.lax.cond(fits, near, far, None)
+
+
+def _kth(keys: jax.Array, k: int) -> jax.Array:
+    """The k-th largest key: the largest one that at least `k` keys reach, found bit by bit from the highest."""
+
+    def bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        tried = found | jnp.left_shift(jnp.int32(1), _KEY_BITS - 1 - i)
+        return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= k, tried, found)
+
+    return jax.lax.fori_loop(0, _KEY_BITS, bit, jnp.int32(0))
+
+
+def _exactly(keys: jax.Array, k: int) -> jax.Array:
+    """Who is among the `k` largest nonzero keys; of equal ones at the threshold, the first ones."""
+    kth = jnp.maximum(_kth(keys, k), 1)
+    above, equal = keys > kth, keys == kth
+    room = k - jnp.sum(above, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, dtype=jnp.int32) <= room))
+
+
+def _pack(mask: jax.Array) -> jax.Array:
+    """A mask as words of 32 bits. Bit b of word w is element b W + w of the first 32 W; the rest is the last word.
+
+    Bits that lie W elements apart let the pass run over whole vectors of the machine.
+    """
+    per_bit = mask.size // 32
+    words = jnp.zeros(per_bit, jnp.uint32)
+    for b in range(32):
+        words |= mask[b * per_bit : (b + 1) * per_bit].astype(jnp.uint32) << b
+    rest = mask[32 * per_bit :]
+    last = jnp.sum(rest.astype(jnp.uint32) << jnp.arange(rest.size, dtype=jnp.uint32), dtype=jnp.uint32)
+    return jnp.append(words, last)
+
+
+def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
+    """Which elements of `size` packed ones are set: the first `slots` of them, the slots left over `size`."""
+    per_bit = size // 32
+    columns = -(-words.size // 32)
+    grid = jnp.pad(words, (0, 32 * columns - words.size)).reshape(32, columns)  # row r of column c: word r columns + c
+    until = jnp.cumsum(jax.lax.population_count(grid).astype(jnp.int32), axis=0)
+    ends = jnp.cumsum(until[-1])
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    # Each column marks the slot where it begins; the largest mark so far is the column that a slot lies in.
+    marks = jnp.zeros(slots, jnp.int32).at[ends[:-1]].max(jnp.arange(1, columns, dtype=jnp.int32), mode="drop")
+    column = jax.lax.cummax(marks)
+    left = slot - jnp.where(column > 0, ends[column - 1], 0)
+    row = jnp.zeros_like(slot)
+    for step in (16, 8, 4, 2, 1):  # the first row whose running count exceeds what is left
+        row = jnp.where(until[row + step - 1, column] <= left, row + step, row)
+    left -= jnp.where(row > 0, until[row - 1, column], 0)
+    row = jnp.minimum(row, 31)
+    bits = grid[row, column]
+    bit = jnp.zeros_like(slot)
+    for step in (16, 8, 4, 2, 1):  # the set bit that has `left` set bits below it
+        below = jax.lax.population_count(bits & jnp.uint32((1 << step) - 1)).astype(jnp.int32)
+        skip = below <= left
+        left = jnp.where(skip, left - below, left)
+        bits = jnp.where(skip, bits >> step, bits)
+        bit = jnp.where(skip, bit + step, bit)
+    word = row * columns + column
+    element = jnp.where(word < per_bit, bit * per_bit + word, 32 * per_bit + bit)
+    return jnp.where(slot < ends[-1], element, size)

@@ -1,0 +1,71 @@
+"""Sparse messages of a fixed size: (value, index) pairs of which a slot without an element has value 0, index D."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Skip = Callable[[str, Any], bool]
+
+
+def bias_or_norm(path: str, leaf: Any) -> bool:
+    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars and vectors. Ignores the path."""
+    del path
+    return jnp.ndim(leaf) <= 1
+
+
+def check_density(density: float, name: str = "density") -> None:
+    """Refuses what is no share of elements.
+
+    Raises:
+        ValueError: `density` is not in (0, 1].
+    """
+    if not 0 < density <= 1:
+        raise ValueError(
+            f"`{name}` is {density!r}: it is the share of elements that are sent and must lie in (0, 1], for example"
+            " 0.01. To send everything, use `jaxcross.exchange.mean`."
+        )
+
+
+def slots(density: float, size: int) -> int:
+    """Elements that are sent of `size`: the share rounded, but one at least."""
+    return min(size, max(1, round(density * size)))
+
+
+def choose(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
+    """Which of a tree's (path, leaf) pairs are compressed: floats with elements that `skip` does not name."""
+    return [
+        jnp.size(leaf) > 0
+        and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+        and not skip(jax.tree_util.keystr(path), leaf)
+        for path, leaf in leaves
+    ]
+
+
+def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
+    """The tree of zero residuals: one float32 vector of `length(size)` for each leaf that is compressed."""
+    found, treedef = jax.tree.flatten_with_path(params)
+    vectors = [
+        jnp.zeros(length(jnp.size(leaf)), jnp.float32) if chosen else optax.MaskedNode()
+        for (_, leaf), chosen in zip(found, choose(found, skip), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, vectors)
+
+
+def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
+    """What is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
+    return x.at[indices].add(-values.astype(x.dtype), mode="drop")
+
+
+def total(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
+    """The float32 vector that every rank's pairs, `[P, k]`, add up to, rank after rank: the same bits everywhere."""
+
+    def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
+        # One rank's indices differ, so that no order of these additions can change a bit, on any backend.
+        return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
+
+    return jax.lax.fori_loop(0, values.shape[0], add, jnp.zeros(size, jnp.float32))

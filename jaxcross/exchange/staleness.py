@@ -1,0 +1,172 @@
+"""Stale gradients by appointment: bounded and asynchronous training as delay queues in the optimizer's state.
+
+What a parameter server does when workers do not wait for one another depends on timing, and no run repeats another.
+Here the delays are given, so that their effect on convergence can be studied and tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcross.exchange import hops
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.parameters import whole_number
+
+
+class StaleState(NamedTuple):
+    """Attributes: `step`, modulo the period of the schedule, int32; `queue`, tuple of per-slot trees like the
+    gradients, slot `t mod length` is that of step `t`; `inner`, of the optimizer behind.
+    """  # fmt: skip
+
+    step: jax.Array
+    queue: Any
+    inner: optax.OptState
+
+
+def bounded_stale(
+    optimizer: optax.GradientTransformation, axis_name: hops.AxisName, *, bound: int
+) -> optax.GradientTransformationExtraArgs:
+    """Step each rank on its own gradient at once and on the others' `bound` steps late: the worst that SSP allows.
+
+    A stale-synchronous rank reads its own writes, and all writes of others that are more than `bound` clocks old; here
+    it never sees newer ones. Every gradient counts exactly once on each rank, divided by the ranks. Parameters and
+    state differ between ranks: save them per rank. Deterministic. `bound=0` is `mean` in front of `optimizer`, the same
+    bits.
+
+    ```python
+    tx = jaxcross.exchange.bounded_stale(optax.sgd(0.1), "batch", bound=3)
+    ```
+
+    Args:
+        optimizer: Steps on the sum of what arrives.
+        axis_name: One axis or several.
+        bound: Steps by which the others' gradients are late; each costs memory for one set of gradients.
+
+    Raises:
+        ValueError: `bound` is no whole number from 0 on.
+
+    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator sends at once and
+    waits at the receiver.
+
+    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
+    section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
+    """
+    whole_number(bound, "bound", "`bounded_stale`", least=0)
+    inner = optax.with_extra_args_support(optimizer)
+    exchange = mean(axis_name)
+
+    def init(params: optax.Params) -> StaleState:
+        return StaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, StaleState]:
+        everybody, _ = exchange.update(updates, optax.EmptyState(), params)
+        queue, step = state.queue, state.step
+        if bound:
+            ranks = jax.lax.psum(1, axis_name)
+            own = jax.tree.map(lambda g: g / ranks, updates)
+            others = jax.tree.map(jnp.subtract, everybody, own)
+            late = jax.tree.map(lambda q: q[step], queue)
+            queue = jax.tree.map(lambda q, x: q.at[step].set(x.astype(q.dtype)), queue, others)
+            everybody = jax.tree.map(lambda x, old: x + old.astype(x.dtype), own, late)
+            step = (step + 1) % bound
+        updates, inner_state = inner.update(everybody, state.inner, params, **extra)
+        return updates, StaleState(step, queue, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def asynchronous(
+    optimizer: optax.GradientTransformation,
+    axis_name: hops.AxisName,
+    *,
+    delays: int | Sequence[int] | Sequence[Sequence[int]],
+) -> optax.GradientTransformationExtraArgs:
+    """Step on the mean of the gradients that *arrive* in this step, each by its own delay after it was computed.
+
+    An asynchronous server with the arrival times of a schedule: a gradient computed on the parameters of step `t` is
+    applied in step `t + delay`, to parameters that have moved on. Each gradient is applied exactly once. Parameters and
+    updates are the same bits on every rank, the queue is the rank's own. Deterministic. Delays of 0 are `mean` in front
+    of `optimizer`, the same bits.
+
+    ```python
+    tx = jaxcross.exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1], [2, 1]])
+    ```
+
+    Args:
+        optimizer: Steps on the mean of what arrives, on every rank alike.
+        axis_name: One axis.
+        delays: In steps: one for all, one a rank, or `[step][rank]`, repeated when it is over. The largest costs memory
+            for as many sets of gradients.
+
+    Raises:
+        ValueError: A delay is no whole number from 0 on, rows differ in length, or there is not one for each rank (at
+            the first trace).
+
+    Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
+
+    Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv 1104.5525.
+    """
+    axis = hops.one_axis(axis_name, "`asynchronous`")
+    table = _table(delays)
+    # One slot for each step from now to the latest arrival.
+    slots = int(table.max()) + 1
+    period = int(np.lcm(len(table), slots))
+    inner = optax.with_extra_args_support(optimizer)
+    exchange = mean(axis)
+
+    def init(params: optax.Params) -> StaleState:
+        return StaleState(jnp.zeros((), jnp.int32), _empty(params, slots if slots > 1 else 0), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, StaleState]:
+        queue, step = state.queue, state.step
+        if slots > 1:
+            delay = _delay(table, step, axis)
+            sent = jax.tree.map(lambda q, g: q.at[(step + delay) % slots].add(g.astype(q.dtype)), queue, updates)
+            updates = jax.tree.map(lambda q, g: q[step % slots].astype(g.dtype), sent, updates)
+            queue = jax.tree.map(lambda q: q.at[step % slots].set(0), sent)
+            step = (step + 1) % period
+        else:
+            _delay(table, step, axis)
+        updates, _ = exchange.update(updates, optax.EmptyState(), params)
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        return updates, StaleState(step, queue, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _empty(params: optax.Params, slots: int) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), params) if slots else None
+
+
+def _table(delays: Any) -> np.ndarray:
+    """Delays as `[step, rank]`, or `[step, 1]` where all ranks have the same."""
+    rows = list(delays) if isinstance(delays, Sequence | np.ndarray) else [[delays]]
+    rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else [list(row) for row in rows]
+    flat = [d for row in rows for d in row]
+    ragged = len({len(row) for row in rows}) != 1
+    if ragged or not flat or not all(isinstance(d, int | np.integer) and d >= 0 for d in flat):
+        raise ValueError(
+            f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 on, one for all,"
+            " one a rank, or rows of one a rank."
+        )
+    return np.asarray(rows, np.int32)
+
+
+def _delay(table: np.ndarray, step: jax.Array, axis: Any) -> jax.Array:
+    ranks = jax.lax.axis_size(axis)
+    if table.shape[1] not in (1, ranks):
+        raise ValueError(
+            f"`delays` of `asynchronous` are for {table.shape[1]} ranks, but the axis has {ranks}. Give one a rank."
+        )
+    rank = jax.lax.axis_index(axis) if table.shape[1] > 1 else 0
+    return jnp.asarray(table)[step % len(table), rank]

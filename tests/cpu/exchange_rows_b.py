@@ -1,0 +1,107 @@
+"""Rows of the table: Adasum, shared norms, decentralised training, parameter server, staleness."""
+
+from __future__ import annotations
+
+import optax
+from exchange_row import Row, Shapes, all_gather, all_reduce, blocks, node_and_local
+
+from jaxcross.exchange import mean, parallel_norms
+from jaxcross.exchange.adasum import adasum, chunk
+from jaxcross.exchange.blocks import width
+from jaxcross.exchange.elastic_average import elastic_average
+from jaxcross.exchange.federated_average import federated_average
+from jaxcross.exchange.gossip import gossip, rounds
+from jaxcross.exchange.local_sgd import local_sgd
+from jaxcross.exchange.parameter_server import parameter_server
+from jaxcross.exchange.staleness import asynchronous, bounded_stale
+
+SGD = optax.sgd(0.1)
+
+
+def _synchronous(*axes: str) -> optax.GradientTransformation:
+    return optax.chain(mean(axes), SGD)
+
+
+def _elements(shapes: Shapes) -> list[int]:
+    return [width(shape, 1) for shape in shapes]
+
+
+def _dense(shapes: Shapes, ranks: int) -> int:
+    return sum(all_reduce(4 * n, ranks) for n in _elements(shapes))
+
+
+def _nothing(shapes: Shapes, ranks: int) -> int:
+    return 0 * len(shapes) * ranks
+
+
+def _adasum_over(shapes: Shapes, ranks: int, local: int) -> int:
+    base = 1 << (ranks.bit_length() - 1)
+    levels, row = base.bit_length() - 1, 20 * len(shapes)
+    size = chunk(shapes, base * local)
+    columns = 4 * sum(width(s, base * local, size) for s in shapes)
+    inside = blocks(base * local * columns, local) + all_gather(base * columns, local)
+    statistics = levels * (all_gather(row, local) + all_gather(local * row, ranks))
+    fold = 2 * base * columns + all_gather(row, local) if base < ranks else 0
+    return inside + 2 * (base - 1) * columns + statistics + fold
+
+
+def _adasum(shapes: Shapes, ranks: int) -> int:
+    return _adasum_over(shapes, ranks, 1)
+
+
+def _adasum_nodes(shapes: Shapes, ranks: int) -> int:
+    return _adasum_over(shapes, *node_and_local(ranks).values())
+
+
+def _ratios(shapes: Shapes, ranks: int) -> int:
+    return _dense(shapes, ranks) + all_gather(4 * -(-len(shapes) // ranks), ranks)
+
+
+def _neighbours(topology: str):
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        return len(rounds(topology, ranks)[0]) * 4 * sum(_elements(shapes))  # pyright: ignore[reportArgumentType]
+
+    return nbytes
+
+
+def _sharded(shapes: Shapes, ranks: int) -> int:
+    part = 4 * sum(width(s, ranks) for s in shapes)
+    return blocks(ranks * part, ranks) + all_gather(part, ranks)
+
+
+def _grid(ranks: int) -> bool:
+    return ranks == 1 or any(ranks % n == 0 for n in range(2, ranks))
+
+
+ROWS = (
+    Row(name="adasum", make=adasum, bytes=_adasum),
+    Row(name="adasum, delta of adam", make=lambda a: adasum(a, optax.adam(0.1)), kind="delta", bytes=_adasum),
+    Row(name="adasum, hierarchical", make=lambda a, b: adasum(a, inner_axis=b), axes=node_and_local,
+        bytes=_adasum_nodes),
+    Row(name="lars, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)), bytes=_ratios,
+        lossless=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)),
+        reference=lambda a: optax.chain(mean(a), optax.lars(0.1))),
+    Row(name="lamb, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), bytes=_ratios,
+        lossless=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), rtol=2e-4,
+        reference=lambda a: optax.chain(mean(a), optax.lamb(0.1))),
+    Row(name="local_sgd", make=lambda a: local_sgd(SGD, a, every=2), lossless=lambda a: local_sgd(SGD, a, every=1),
+        reference=_synchronous, identical=False, kind="parameter", bytes=_nothing, rests=False),
+    Row(name="federated_average", make=lambda a: federated_average(SGD, a, every=2, participation=0.5),
+        lossless=lambda a: federated_average(SGD, a, every=1), reference=_synchronous, identical=False,
+        kind="parameter", bytes=_nothing, spreads=False, rests=False),
+    Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
+        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense),
+    Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), reference=_synchronous, identical=False,
+        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_neighbours("ring"),
+        spreads=False),
+    Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",
+        worlds=_grid, bytes=_neighbours("torus"), spreads=False),
+    Row(name="gossip, exponential", make=lambda a: gossip(SGD, a, "exponential"), identical=False, kind="parameter",
+        bytes=_neighbours("exponential"), spreads=False, steps=5),
+    Row(name="parameter_server", make=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), sized=True,
+        lossless=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
+    Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,
+        lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, steps=5),
+    Row(name="asynchronous", make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]), reference=_synchronous,
+        lossless=lambda a: asynchronous(SGD, a, delays=0), bytes=_dense, steps=5),
+)  # fmt: skip

@@ -1,0 +1,181 @@
+"""The one table of exchanges, and one step of training around a row of it. A new row is at once tested everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from exchange_row import Row, Shapes, all_gather, all_reduce, blocks, count, node_and_local, padded, permute
+
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.one_bit_adam import one_bit_adam
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sign_sgd import sign_sgd
+from jaxcross.exchange.sparse import slots
+from jaxcross.exchange.top_k import top_k
+
+# A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
+SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
+EVERYTHING = 0.9999  # a density that rounds to every element of the leaves above, by the way of sparse messages
+
+
+def params() -> dict[str, jax.Array]:
+    """What every rank starts from."""
+    rng = np.random.default_rng(7)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """A rank's own: what all have in common, and noise of different size in different leaves."""
+    common, own = np.random.default_rng((step, 10**6)), np.random.default_rng((step, rank))
+    return {
+        name: np.asarray((common.normal(size=shape) + own.normal(size=shape)) * 10.0**-n, np.float32)
+        for n, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """`(params, state), gradients -> (params, state), updates`, the updates applied."""
+
+    def step(carry: Any, grads: Any) -> Any:
+        values, state = carry
+        updates, state = tx.update(grads, state, values)
+        return (optax.apply_updates(values, updates), state), updates
+
+    return step
+
+
+def start(tx: optax.GradientTransformation) -> Any:
+    """The first carry of `step_of`, the same on every rank."""
+    return params(), tx.init(params())
+
+
+def _dense(shapes: Shapes, ranks: int) -> int:
+    return sum(all_reduce(4 * math.prod(s), ranks) for s in shapes)
+
+
+def _two_bytes(shapes: Shapes, ranks: int) -> int:
+    return sum(all_gather(2 * math.prod(s), ranks) for s in shapes)  # few bytes: one all-gather makes the sum
+
+
+def _hierarchical(shapes: Shapes, ranks: int) -> int:
+    node, local = node_and_local(ranks).values()
+    nbytes = 4 * padded(count(shapes), ranks)
+    return 2 * blocks(nbytes, local) + all_reduce(nbytes // local, node)
+
+
+def _ring(shapes: Shapes, ranks: int) -> int:
+    return 2 * (ranks - 1) * 4 * padded(count(shapes), ranks) // ranks
+
+
+def _tree(shapes: Shapes, ranks: int) -> int:
+    base = 1 << (ranks.bit_length() - 1)
+    hops = base.bit_length() - 1 + (2 if base < ranks else 0)
+    return hops * permute(4 * padded(count(shapes), ranks), ranks)
+
+
+def _split(shapes: Shapes) -> tuple[Shapes, Shapes]:
+    return [s for s in shapes if len(s) > 1], [s for s in shapes if len(s) <= 1]
+
+
+def _pairs(density: float, itemsize: int = 4) -> Callable[[Shapes, int], int]:
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        big, small = _split(shapes)
+        k = sum(slots(density, math.prod(s)) for s in big)
+        return all_gather((itemsize + 4) * k, ranks) + _dense(small, ranks)
+
+    return nbytes
+
+
+def _bucket(shapes: Shapes, ranks: int) -> int:
+    big, small = _split(shapes)
+    return all_gather(8 * slots(0.25, count(big)), ranks) + _dense(small, ranks)
+
+
+def _hitopk(shapes: Shapes, ranks: int) -> int:
+    node, local = node_and_local(ranks).values()
+    big, small = _split(shapes)
+    widths = [-(-math.prod(s) // local) for s in big]
+    pairs = all_gather(8 * sum(slots(0.25, w) for w in widths), node)
+    return 2 * (local - 1) * 4 * sum(widths) + pairs + _dense(small, ranks)
+
+
+def _gtop_k(shapes: Shapes, ranks: int) -> int:
+    big, small = _split(shapes)
+    return (ranks.bit_length() - 1) * 8 * sum(slots(0.25, math.prod(s)) for s in big) + _dense(small, ranks)
+
+
+def _power_sgd(shapes: Shapes, ranks: int) -> int:
+    total = 0
+    for s in shapes:
+        n, m = (math.prod(s[:-1]), s[-1]) if len(s) > 1 else (0, 0)
+        r = min(2, n, m)
+        sent = (r * n, r * m) if r * (n + m) < n * m else (math.prod(s),)
+        total += sum(all_reduce(4 * part, ranks) for part in sent)
+    return total
+
+
+def _qsgd(shapes: Shapes, ranks: int) -> int:
+    return all_gather(count(shapes) + 4 * len(shapes), ranks)
+
+
+def _sign_sgd(shapes: Shapes, ranks: int) -> int:
+    nbytes = padded(count(shapes), 8 * ranks) // 8
+    return blocks(nbytes, ranks) + all_gather(nbytes // ranks, ranks) + all_reduce(8 * len(shapes), ranks)
+
+
+def _adam(axis: str) -> optax.GradientTransformation:
+    return optax.chain(mean(axis), optax.scale_by_adam())
+
+
+_OWN = (
+    Row(name="mean", make=mean, lossless=mean, bytes=_dense),
+    Row(name="mean, two axes", make=lambda *axes: mean(axes), lossless=lambda *axes: mean(axes), axes=node_and_local,
+        bytes=_dense),
+    Row(name="mean, bfloat16", make=lambda a: mean(a, jnp.bfloat16), bytes=_two_bytes, rtol=1e-2),
+    Row(name="mean, hierarchical", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=node_and_local,
+        lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical),
+    Row(name="mean, ring", make=lambda a: mean(a, pattern="ring"), lossless=lambda a: mean(a, pattern="ring"),
+        bytes=_ring),
+    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), rtol=5e-2),
+    Row(name="mean, tree", make=lambda a: mean(a, pattern="tree"), lossless=lambda a: mean(a, pattern="tree"),
+        bytes=_tree),
+    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), rtol=5e-2),
+    Row(name="top_k", make=lambda a: top_k(0.25, a), lossless=lambda a: top_k(EVERYTHING, a), bytes=_pairs(0.25)),
+    Row(name="top_k, threshold", make=lambda a: top_k(0.25, a, selection="threshold"),
+        lossless=lambda a: top_k(EVERYTHING, a, selection="threshold"), bytes=_pairs(0.25)),
+    Row(name="top_k, bfloat16", make=lambda a: top_k(0.25, a, values_dtype=jnp.bfloat16), bytes=_pairs(0.25, 2)),
+    Row(name="top_k, bucket", make=lambda a: top_k(0.25, a, bucket=True),
+        lossless=lambda a: top_k(1.0, a, bucket=True), bytes=_bucket),
+    Row(name="top_k, no error feedback", make=lambda a: top_k(0.25, a, error_feedback=False), bytes=_pairs(0.25)),
+    Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5)),
+    Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
+        make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
+        lossless=lambda *axes, sizes: top_k(EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"])),
+    Row(name="gtop_k", make=lambda a: gtop_k(0.25, a), lossless=lambda a: gtop_k(EVERYTHING, a), bytes=_gtop_k,
+        worlds=lambda ranks: ranks & (ranks - 1) == 0),
+    Row(name="power_sgd", make=lambda a: power_sgd(2, a), lossless=lambda a: power_sgd(99, a, min_ratio=0),
+        bytes=_power_sgd, rtol=2e-4),
+    Row(name="qsgd", make=lambda a: qsgd(127, a), bytes=_qsgd),
+    Row(name="sign_sgd", make=sign_sgd, bytes=_sign_sgd),
+    Row(name="one_bit_adam", bytes=_dense, sized=True, reference=_adam, rtol=2e-4,
+        make=lambda a, sizes: one_bit_adam(1, a, ranks=sizes[a], block=8),
+        lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8)),
+)  # fmt: skip
+
+
+def _others() -> tuple[Row, ...]:
+    if importlib.util.find_spec("exchange_rows_b") is None:
+        return ()
+    return tuple(importlib.import_module("exchange_rows_b").ROWS)
+
+
+TABLE: tuple[Row, ...] = (*_OWN, *_others())

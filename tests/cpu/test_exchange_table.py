@@ -1,0 +1,184 @@
+"""What every exchange promises, all ranks in one process, for every row of the table."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from exchange_row import Row
+from exchange_table import SHAPES, TABLE, gradients, params, start, step_of
+
+from jaxcross.program.cut import cut
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks, decide, vmapped
+from jaxcross.wire.bytes import wire_bytes
+
+# Compiling is nearly all of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+RANKS = (1, 2, 3, 4, 5, 8, 16)
+CASES = [
+    pytest.param(row, n, id=f"{row.name} on {n}", marks=pytest.mark.exhaustive)
+    for row in TABLE for n in RANKS if row.worlds(n)
+]  # fmt: skip
+EVERY = pytest.mark.parametrize(("row", "ranks"), CASES)
+
+
+@functools.cache
+def compiled(row: Row, ranks: int, which: str = "make") -> tuple[Any, Any]:
+    """One step of a row for all ranks, ranks along the first axis; and the first carry."""
+    tx = row.referred(ranks) if which == "reference" else row.made(ranks, lossless=which == "lossless")
+    step = flat_ranks(step_of(tx), row.axes(ranks))
+    carry = stacked(start(tx), ranks)
+    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(compiler_options=QUICK), carry
+
+
+def flat_ranks(function: Any, axes: dict[str, int]) -> Any:
+    """`function` on all ranks, whose arrays have one first axis over all ranks."""
+    over, sizes = vmapped(function, axes), tuple(axes.values())
+
+    def call(*args: Any) -> Any:
+        grid = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), args)
+        return jax.tree.map(lambda x: x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), over(*grid))
+
+    return call
+
+
+def stacked(tree: Any, ranks: int) -> Any:
+    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], ranks, axis=0), tree)
+
+
+def ranks_of_gradients(ranks: int, step: int) -> Any:
+    return jax.tree.map(lambda *x: np.stack(x), *[gradients(r, step) for r in range(ranks)])
+
+
+def run(row: Row, ranks: int, which: str = "make", change: Any = lambda step, grads: grads) -> tuple[Any, list[Any]]:
+    """All steps: the last carry, and each step's updates."""
+    step, carry = compiled(row, ranks, which)
+    told = []
+    for n in range(row.steps):
+        carry, updates = step(carry, change(n, ranks_of_gradients(ranks, n)))
+        told.append(updates)
+    return carry, told
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def assert_close(got: Any, expected: Any, rtol: float) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        scale = float(np.max(np.abs(b), initial=0))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@EVERY
+def test_identical_on_all_ranks(row: Row, ranks: int) -> None:
+    (values, _), told = run(row, ranks)
+    parts = [values] if row.kind == "parameter" else [values, *told]
+    same = all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))
+    assert same == (row.identical or ranks == 1)
+
+
+@EVERY
+def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
+    if row.lossless is None:
+        pytest.skip("is never lossless")
+    (values, _), told = run(row, ranks, "lossless")
+    if row.kind == "gradient" and isinstance(row.referred(ranks).init(params()), optax.EmptyState):
+        for n, updates in enumerate(told):
+            grads = ranks_of_gradients(ranks, n)
+            assert_close(updates, jax.tree.map(lambda g: np.broadcast_to(g.mean(0), g.shape), grads), row.rtol)
+    else:
+        (expected, _), _ = run(row, ranks, "reference")
+        assert_close(values, expected, row.rtol)
+
+
+@EVERY
+def test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row: Row, ranks: int) -> None:
+    first = run(row, ranks)
+    assert same_bits(run(row, ranks), first) or not row.deterministic
+    step, fresh = compiled(row, ranks)
+    carry, told = fresh, []
+    for n in range(row.steps):
+        # Saved as plain arrays, and restored into a state made anew.
+        saved = [np.array(x) for x in jax.tree.leaves(carry)]
+        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in jax.tree.leaves(fresh)]
+        carry = jax.tree.unflatten(jax.tree.structure(fresh), saved)
+        carry, updates = step(carry, ranks_of_gradients(ranks, n))
+        told.append(updates)
+    assert same_bits((carry, told), first) or not row.deterministic
+
+
+@EVERY
+def test_no_gradient_no_update(row: Row, ranks: int) -> None:
+    _, told = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
+    for path, x in jax.tree.leaves_with_path(told):
+        assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@EVERY
+def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
+    if not row.spreads:
+        pytest.skip("spreads slowly")
+
+    def spoil(step: int, grads: Any) -> Any:
+        if step == 0:
+            grads["kernel"][ranks - 1, 3, 2] = bad
+        return grads
+
+    (values, _), _ = run(row, ranks, change=spoil)
+    for r in range(ranks):
+        assert not np.all(np.isfinite(values["kernel"][r])), f"rank {r}"
+
+
+@EVERY
+def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> None:
+    if row.bytes is None:
+        pytest.skip("has no formula")
+    tx = row.made(ranks)
+    args = (start(tx), gradients(0, 0))
+    traced = trace(step_of(tx), args, {}, axes=row.axes(ranks), wire=LocalRanks())
+    program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
+    brought = sum(wire_bytes(x, row.axes(ranks)) for x in program.exchanges)
+    assert brought == row.bytes(list(SHAPES.values()), ranks)
+
+
+TREES = {
+    "empty": {},
+    "None": {"a": None},
+    "scalar": jnp.float32(2),
+    "no element": {"a": jnp.zeros((0, 3)), "b": jnp.ones((3, 4))},
+    "bfloat16": {"a": jnp.ones((4, 6), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)},
+    "nested": [{"a": (jnp.ones((3, 4)),)}, jnp.ones(2)],
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_any_tree(row: Row, tree: str) -> None:
+    """Traced only: updates have the structure, shapes and types of the gradients, the state those it had."""
+    tx, values = row.made(4), TREES[tree]
+    args = jax.eval_shape(lambda: (values, tx.init(values)))
+    step = flat_ranks(lambda g, s, p: tx.update(g, s, p), row.axes(4))
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), args)
+    assert jax.eval_shape(step, *many, many[0]) == many
+
+
+def test_there_is_a_row_that_differs_between_ranks() -> None:
+    """The bit comparison above can fail: gradients themselves are not the same on all ranks."""
+    nothing = Row(name="nothing", make=lambda a: optax.identity(), lossless=lambda a: optax.identity())
+    (values, _), _ = run(nothing, 4)
+    assert not same_bits(values["kernel"][0], values["kernel"][1])
+    with pytest.raises(AssertionError):
+        test_lossless_equals_its_reference(nothing, 4)
+    with pytest.raises(AssertionError):
+        test_what_is_not_finite_on_one_rank_is_seen_on_all(nothing, 4, np.nan)
