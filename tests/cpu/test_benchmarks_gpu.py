@@ -155,7 +155,7 @@ def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) 
     assert len(result["profile"]["3_jobs"]["account"]["jobs"]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     out = tmp_path / "gpu.json"
     words = ("--smoke", "--stand-in", "--cases", "ranks", "--json", str(out))

@@ -38,7 +38,7 @@ def check(result: dict[str, Any]) -> None:
         assert curve[-1][2] >= result["accuracy"]["goal"] or curve[-1][0] == result["accuracy"]["steps_at_most"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_by_itself(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     out = tmp_path / "out.json"
     line = [sys.executable, str(BENCHMARK), "--smoke", "--accuracy", "0.5", "--json", str(out)]

@@ -1,0 +1,24 @@
+"""The numbers in the documentation are those of the kept results."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TABLES = Path(__file__).parents[2] / "benchmarks" / "tables.py"
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    done = subprocess.run([sys.executable, str(TABLES), "--check"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_changed_number_is_found(tmp_path: Path) -> None:
+    root = tmp_path / "benchmarks"
+    root.mkdir()
+    (root / "tables.py").write_text(TABLES.read_text())
+    (root / "results").symlink_to(TABLES.parent / "results")
+    (tmp_path / "docs").mkdir()
+    page = (TABLES.parents[1] / "docs" / "benchmarks.md").read_text()
+    (tmp_path / "docs" / "benchmarks.md").write_text(page.replace("| mlp | ", "| mlp | 1", 1))
+    done = subprocess.run([sys.executable, str(root / "tables.py"), "--check"], check=False, capture_output=True)
+    assert done.returncode == 1
