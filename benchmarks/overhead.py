@@ -130,8 +130,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Some donated buffers")  # by hand, more is given than can be used
     jaxcross.initialize()
     if args.smoke:
-        cases: dict[str, Workload] = {"resnet": resnet("resnet8", batch_size=2, image_size=32, classes=8)}
-        big, language, repeats, cuts = cases["resnet"], transformer(layers=1, width=64, length=16), 3, ("whole", 2)
+        big, language, repeats, cuts = mlp(width=64), transformer(layers=1, width=64, length=16), 3, ("whole", 2)
     else:
         big = resnet(batch_size=4, image_size=224)
         language, repeats, cuts = transformer(), 400, ("whole", 4)
@@ -139,7 +138,7 @@ def main() -> None:
         "mlp": lambda: alternate(mlp(), repeats=repeats, steps=10),
         "resnet50": lambda: alternate(big, repeats=min(repeats, 25), steps=1),
         "host_time_mlp": lambda: host_time_us(mlp(), repeats=repeats),
-        "memory_resnet50": lambda: memory(mlp() if args.smoke else big, cuts),
+        "memory_resnet50": lambda: memory(big, cuts),
         "memory_transformer": lambda: memory(language, cuts),
     }
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}

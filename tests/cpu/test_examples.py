@@ -1,4 +1,4 @@
-"""Each example as a user runs it on one rank, at toy size."""
+"""Each example as a user runs it on one rank, at toy size. `tests/mpi` runs them on two, with every `pytest`."""
 
 import json
 import subprocess
@@ -20,6 +20,7 @@ def run(*words: object, timeout: float = 240) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_mnist_sweep() -> None:
     pytest.importorskip("sklearn")
     out = run("mnist_sweep.py", "--steps", 60, "--lr", 0.03, 0.1, 0.2, "--accuracy", 0.85)
@@ -30,6 +31,7 @@ def test_nnx_mlp() -> None:
     assert "in both idioms" in run("nnx_mlp.py", "--steps", 50, "--hidden", 16)
 
 
+@pytest.mark.exhaustive
 def test_imagenet_resnet(tmp_path: Path) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     out = run(
