@@ -33,7 +33,7 @@ from gpu_profile import NO_STREAMS, Recording, idleness, overlap, record
 from gpu_ranks import accelerator, measure, prepare, workload
 from jax import lax
 from jax.sharding import SingleDeviceSharding
-from workloads import Workload, parser, spread, write_json
+from workloads import Workload, in_turn, parser, spread, write_json
 
 import jaxcross
 
@@ -70,17 +70,7 @@ def split(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str,
     }
     batch = jax.device_put(work.batch(0), device)
     states = {name: jax.device_put(work.state(0), device) for name in rivals}
-    raw: dict[str, list[float]] = {name: [] for name in rivals}
-    for repeat in range(-2, repeats):  # the first two compile and warm up
-        for name, step in rivals.items():
-            state = jax.block_until_ready(states[name])
-            start = time.perf_counter()
-            for _ in range(steps):
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
-            if repeat >= 0:
-                raw[name].append((time.perf_counter() - start) / steps)
-            states[name] = state
+    raw = in_turn(rivals, states, batch, repeats=repeats, steps=steps)
     rows = {name: spread(values) for name, values in raw.items()}
     jit = rows["jit"]["median"]
     return {

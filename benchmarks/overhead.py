@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from workloads import Workload, mlp, parser, resnet, spread, transformer, write_json
+from workloads import Workload, in_turn, mlp, parser, resnet, spread, transformer, write_json
 
 import jaxcross
 from jaxcross.world import pages
@@ -62,17 +62,7 @@ def alternate(work: Workload, *, repeats: int, steps: int) -> dict[str, Any]:
     plain, crossed = plain_and_cut(work)
     rivals = {"jit": plain, "jaxcross": crossed, "by_hand": by_hand(crossed, work.state(0), batch)}
     states = {name: work.state(0) for name in rivals}
-    raw: dict[str, list[float]] = {name: [] for name in rivals}
-    for repeat in range(-2, repeats):  # the first two compile and warm up
-        for name, step in rivals.items():
-            state = states[name]
-            start = time.perf_counter()
-            for _ in range(steps):
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
-            if repeat >= 0:
-                raw[name].append((time.perf_counter() - start) / steps)
-            states[name] = state
+    raw = in_turn(rivals, states, batch, repeats=repeats, steps=steps)
     one, other, hand = (np.array(raw[name]) for name in rivals)
     return {
         **{name: spread(values) for name, values in raw.items()},

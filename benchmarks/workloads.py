@@ -14,7 +14,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,6 +173,24 @@ def transformer(
         return {"tokens": jnp.asarray(rng.integers(0, vocabulary, (batch_size, length)))}
 
     return Workload(make, state, batch)
+
+
+def in_turn(
+    rivals: Mapping[str, Callable[[Any, Any], Any]], states: dict[str, Any], batch: Any, *, repeats: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds a step of each rival, `steps` at a time, one rival after the other. Two rounds before warm up."""
+    raw: dict[str, list[float]] = {name: [] for name in rivals}
+    for repeat in range(-2, repeats):
+        for name, step in rivals.items():
+            state = jax.block_until_ready(states[name])
+            start = time.perf_counter()
+            for _ in range(steps):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            if repeat >= 0:
+                raw[name].append((time.perf_counter() - start) / steps)
+            states[name] = state
+    return raw
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import optax
 from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, hops
+from jaxcross.exchange.parameters import by_type
 
 
 def parameter_server(
@@ -85,7 +86,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
     """This rank's part of each leaf's mean, by one reduce-scatter a type."""
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
-    for dtype, members in _by_type(leaves).items():
+    for dtype, members in by_type(leaves).items():
         rows = blocks.to_blocks([leaves[i] for i in members], size, dtype)
         mine = hops.sum_scatter(rows.reshape(-1), axis) / size
         for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
@@ -96,18 +97,11 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
 def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Any) -> list[jax.Array]:
     """The whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
-    for members in _by_type(parts).values():
+    for members in by_type(parts).values():
         rows = hops.gather(jnp.concatenate([parts[i] for i in members]), axis)
         for i, x in zip(members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True):
             out[i] = x
     return out
-
-
-def _by_type(leaves: Sequence[jax.Array]) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        found.setdefault(jnp.result_type(leaf), []).append(i)
-    return found
 
 
 def _bound_size(axis: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,11 +56,7 @@ def floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
     One message a type instead of one a leaf: hops between neighbours are mostly latency.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    kinds: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if _moves(leaf):
-            kinds.setdefault(jnp.result_type(leaf), []).append(i)
-    groups = list(kinds.values())
+    groups = [members for members in by_type(leaves).values() if _moves(leaves[members[0]])]
     layouts = [flat.layout([leaves[i] for i in members]) for members in groups]
     vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
 
@@ -72,6 +68,14 @@ def floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
         return jax.tree.unflatten(treedef, out)
 
     return vectors, back
+
+
+def by_type(leaves: Sequence[Any]) -> dict[Any, list[int]]:
+    """Element type -> positions of the leaves that have it."""
+    found: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        found.setdefault(jnp.result_type(leaf), []).append(i)
+    return found
 
 
 def mean_of(tree: Any, axis_name: Any) -> Any:

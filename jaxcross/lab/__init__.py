@@ -105,10 +105,11 @@ class Lab:
         return lines[-1] if lines else "the process that holds the namespaces ended without a word."
 
     @property
-    def _folder(self) -> str:
+    def _open(self) -> dict[str, Any]:
+        """What the holder told of itself."""
         if self._holder is None:
             raise ValueError("the lab is closed: use it inside its `with` block.")
-        return self._facts["folder"]
+        return self._facts
 
     @property
     def description(self) -> str:
@@ -120,10 +121,8 @@ class Lab:
 
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` inside, on the machine `head` from which all hosts are reached."""
-        if self._holder is None:
-            raise ValueError("the lab is closed: use it inside its `with` block.")
-        user = ["--user", "--preserve-credentials"] if self._facts["user"] else []
-        enter = ["nsenter", f"--target={self._facts['pid']}", *user, "--mount", "--net", "--uts", "--pid"]
+        user = ["--user", "--preserve-credentials"] if self._open["user"] else []
+        enter = ["nsenter", f"--target={self._open['pid']}", *user, "--mount", "--net", "--uts", "--pid"]
         # entering a mount namespace moves to its root
         return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *command]
 
@@ -131,14 +130,14 @@ class Lab:
         """The command line that runs `command` on host `h<host>`, pinned to that host's cores."""
         if not 0 <= host < self.hosts:
             raise ValueError(f"there is no host `{host}`: this lab has {self.hosts}, counted from 0.")
-        return self.wrap([f"{self._folder}/enter", f"h{host}", shlex.join(command)])
+        return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Environment in which a plain `mpirun -n N` spreads its ranks over the hosts and their TCP links.
 
         Ranks of one host share that host's part of the machine's cores, set before Python starts.
         """
-        folder = self._folder
+        folder = self._open["folder"]
         return {
             **(os.environ if base is None else base),
             # MPICH
@@ -217,9 +216,7 @@ class Lab:
 
     def bytes_crossed(self) -> int:
         """Bytes that all hosts have sent since the lab began, as their links counted them (headers included)."""
-        if self._holder is None:
-            raise ValueError("the lab is closed: use it inside its `with` block.")
-        lines = Path(f"/proc/{self._facts['pid']}/net/dev").read_text().splitlines()
+        lines = Path(f"/proc/{self._open['pid']}/net/dev").read_text().splitlines()
         counters = dict(line.split(":", 1) for line in lines if ":" in line)
         ports = [values for name, values in counters.items() if name.strip().startswith("to-h")]
         return sum(int(values.split()[0]) for values in ports)

@@ -10,8 +10,11 @@ import sys
 from jaxcross.lab import Lab
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a command among the hosts and returns its exit status. Waits for it."""
+def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
+    """Runs a command among the hosts and returns its exit status. Waits for it.
+
+    With `measure` first says how fast a plain TCP transfer is in each direction.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
     )
@@ -25,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no command: write it after --.")
     try:
         with Lab(options.hosts, None if options.rate == "none" else options.rate, options.latency) as lab:
+            if measure:
+                there, back = lab.measure_rate()
+                print(f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}", file=sys.stderr)
+            before = lab.bytes_crossed()
             process = subprocess.Popen(lab.wrap(command), env=lab.environment())
             # a signal that is meant for the command must not end this process before it
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -32,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
                     number, lambda number, _: process.send_signal(number) if number != signal.SIGINT else None
                 )
             status = process.wait()
-            print(f"lab: {lab.bytes_crossed() / 1e6:.1f} MB crossed the {lab.description}", file=sys.stderr)
+            where = "link" if measure else lab.description  # which was described above
+            print(f"lab: {(lab.bytes_crossed() - before) / 1e6:.1f} MB crossed the {where}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

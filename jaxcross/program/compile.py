@@ -73,7 +73,7 @@ def compile_program(
     host = host_device or jax.local_devices(backend="cpu")[0]
     sharding: dict[int, Any] = dict.fromkeys(program.inputs[: program.constants])
     sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
-    functions = {s.index: _lowered(program, s, wire, coords) for s in program.segments if s.kind == "collective"}
+    functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     runnables = []
     for segment, may in zip(program.segments, program.donates(), strict=True):
         if notify is not None:
@@ -107,7 +107,7 @@ def compile_program(
             )
         sharding.update(zip(segment.outputs, outs, strict=True))
     shared = {v: len(readers) for v, readers in program.readers().items() if len(readers) > 1}
-    collectives = [s.index for s in program.segments if s.kind == "collective"]
+    collectives = [s.index for s in program.collectives]
     awaited = tuple(tuple(n for n in collectives if bits >> n & 1) for bits in program.after())
     overlaps = any(
         s.kind == "compute" and n < s.index and n not in awaited[s.index] and not program.silent(program.segments[n])

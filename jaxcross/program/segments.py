@@ -179,7 +179,7 @@ class Program:
     @property
     def last_collective(self) -> int:
         """Index of the last collective segment, -1 without one."""
-        return max((s.index for s in self.segments if s.kind == "collective"), default=-1)
+        return max((s.index for s in self.collectives), default=-1)
 
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Of each segment, the indices of the segments whose results it reads."""
@@ -202,7 +202,7 @@ class Program:
 
     def after(self) -> tuple[int, ...]:
         """Of each segment, the set of those that must have run before it, by need or by the commit, as bits."""
-        collectives = tuple(s.index for s in self.segments if s.kind == "collective")
+        collectives = tuple(s.index for s in self.collectives)
         commit, sets = self.after_commit, []
         for segment, needs in zip(self.segments, self.needs(), strict=True):
             bits = 0

@@ -60,9 +60,8 @@ def check_not_stray(step: str) -> None:
 
 def outline_of(program: Program) -> Outline:
     """What the interleaver knows of a program."""
-    collectives = [s for s in program.segments if s.kind == "collective"]
     # Where the exchanges are parted into segments matters too: each segment is one place in the agreed order.
-    layout = tuple(len(s.exchanges) for s in collectives)
+    layout = tuple(len(s.exchanges) for s in program.collectives)
     return Outline(
         kinds=tuple(s.kind for s in program.segments),
         needs=program.needs(),
