@@ -5,16 +5,25 @@ import sys
 
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, vendor_of_mpirun
+from jaxcross.world import pages
 
 MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
 OPENMPI = Mpirun(path="mpirun", vendor="openmpi")
-PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+PAGES = pages.settings({})
 
 
 def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
     return mpirun_command(
         mpirun=mpirun, ranks=ranks, program=["python", "a.py", "--x"], root=root, cores=cores, environ=environ or {}
     )
+
+
+def test_a_rank_keeps_its_memory():
+    (setting,) = PAGES.values()
+    asked = dict(part.rsplit("=", 1) for part in setting.split(":"))
+    assert asked["glibc.malloc.hugetlb"] == asked["glibc.malloc.arena_max"] == "1"
+    assert asked["glibc.malloc.mmap_max"] == "0"
+    assert int(asked["glibc.malloc.trim_threshold"]) >= 2**36
 
 
 def test_mpich():
