@@ -17,20 +17,21 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 if TYPE_CHECKING:
     from jaxcross import exchange
     from jaxcross.runner import Job, Runner, run
-    from jaxcross.runtime.policy import RoundRobin, Sequential
+    from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
     from jaxcross.step import crossover
     from jaxcross.world import World, current, initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "RoundRobin", "Runner", "Sequential", "World",
-    "crossover", "current", "exchange", "initialize", "run",
+    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "RoundRobin", "Runner", "Sequential", "Weighted",
+    "World", "crossover", "current", "exchange", "initialize", "run",
 ]  # fmt: skip
 
 _HOMES = {
     "Job": "runner", "RoundRobin": "runtime.policy", "Runner": "runner", "Sequential": "runtime.policy",
-    "World": "world", "crossover": "step", "current": "world", "initialize": "world", "run": "runner",
+    "Weighted": "runtime.policy", "World": "world", "crossover": "step", "current": "world", "initialize": "world",
+    "run": "runner",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
 from jaxcross.runtime.job import JobContext, runner_active
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import Policy, RoundRobin
+from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.world import World, current
 
 
@@ -25,7 +25,8 @@ class Runner:
 
     Args:
         world: From `jaxcross.initialize()`; the one that was initialized if None.
-        policy: `RoundRobin()` crosses the jobs over, `Sequential()` runs one after the other. Same on every rank.
+        policy: `RoundRobin()` crosses the jobs over, `Weighted(shares)` too, by shares of device and link,
+            `Sequential()` runs one after the other. Same on every rank.
         instruments: Told of spans and notes while it runs.
         depth: Compute segments on the device at once; 2 keep it busy between segments.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
@@ -95,7 +96,7 @@ class Runner:
             JobError, ExchangeError: Jobs failed: raised on every rank after the others have ended, the first one with
                 notes on further ones. `report` then holds what was measured.
             KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step.
-            ValueError: There are no jobs.
+            ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         if not self.jobs:
             raise ValueError(
@@ -108,6 +109,8 @@ class Runner:
                 "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
                 "its runner before it runs (`runner.add(name, fn)`), or run them after it. A job calls its step itself."
             )
+        if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(self.jobs):
+            raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(self.jobs)} jobs")
         self._used = True
         self._agree()
         link = self.link if isinstance(self.link, Link) else None
@@ -135,7 +138,7 @@ class Runner:
 
     def _agree(self) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
-        mine = json.dumps({"jobs": [job.name for job in self.jobs], "policy": self.policy.name})
+        mine = json.dumps({"jobs": [job.name for job in self.jobs], "policy": repr(self.policy)})
         with self.world.watching(job="", step=0, segment=-1, what="start of the run"):
             texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):

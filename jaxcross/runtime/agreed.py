@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.policy import Policy, Turns
 from jaxcross.runtime.vote import JobVerdict, Verdict
 
 SlotKind = Literal["exchange", "vote", "compare", "sync", "done"]
@@ -67,7 +67,7 @@ class Agreed:
     def __init__(self, jobs: int, policy: Policy) -> None:
         self.jobs = [SharedJob() for _ in range(jobs)]
         self.policy = policy
-        self.turn = jobs - 1
+        self.turns = Turns(policy, jobs)  # in bytes
         self.commit: int | None = None  # the job whose step's last exchange was just made
         self.voted = False  # since the last exchange
         self.stopping = False
@@ -88,7 +88,7 @@ class Agreed:
         if not running:
             return Slot("done")
         pending = [job for job in running if self.jobs[job].remaining]
-        job = self.policy.next(self.turn, running, len(self.jobs))
+        job = self.turns.next(running)
         if not pending:
             return Slot("vote", job, lazy=True)
         if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
@@ -98,17 +98,19 @@ class Agreed:
             # An idle job's turn: ask at once whether it has come back, but never twice between two exchanges.
             if not self.voted:
                 return Slot("vote")
-            job = self.policy.next(self.turn, pending, len(self.jobs))
+            job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
         assert remaining
         return Slot("exchange", job, remaining[0])
 
-    def exchange_done(self, job: int) -> None:
-        """The slot `Slot("exchange", job, ...)` is over."""
+    def exchange_done(self, job: int, nbytes: int) -> None:
+        """The slot `Slot("exchange", job, ...)` is over; `nbytes` as all ranks know it."""
         remaining = self.jobs[job].remaining
         assert remaining
         remaining.popleft()
-        self.turn, self.voted, self.opening = job, False, 0
+        self.turns.begin(job)
+        self.turns.charge(job, nbytes)
+        self.voted, self.opening = False, 0
         if not remaining:
             self.commit = job
 

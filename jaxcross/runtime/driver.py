@@ -66,9 +66,12 @@ class Call:
         self.called_ns = called_ns
         self.ends_ns: dict[int, int] = {}
 
-    def ready_ns(self, segment: int) -> int:
-        """When the inputs of a segment were there, as far as is known yet."""
-        return max((self.ends_ns.get(n, 0) for n in self.outline.needs[segment]), default=self.called_ns)
+    def ready_ns(self, segment: int, start_ns: int) -> int:
+        """When the inputs of a segment that began at `start_ns` were there. An end that its lane has not noted yet is
+        not earlier than that by more than a thread's delay.
+        """
+        ends = (self.ends_ns.get(n, start_ns) for n in self.outline.needs[segment])
+        return min(max(ends, default=self.called_ns), start_ns)
 
 
 class Seat:

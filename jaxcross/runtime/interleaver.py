@@ -41,7 +41,7 @@ from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Outcome, Slot
 from jaxcross.runtime.invariants import check_lanes
 from jaxcross.runtime.local import LocalCall, LocalJob, Point
-from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.policy import Policy, Turns
 from jaxcross.runtime.vote import Ballot, JobBallot, Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
@@ -62,7 +62,7 @@ class Interleaver:
         self.agreed = Agreed(jobs, policy)
         self.depth = depth
         self._jobs = [LocalJob() for _ in range(jobs)]
-        self._turn = jobs - 1
+        self._turns = Turns(policy, jobs)  # on the compute lane, in nanoseconds
         self._on_device: set[tuple[int, int, int]] = set()
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
@@ -87,8 +87,9 @@ class Interleaver:
             case m.SegmentDispatched(job, call, segment):
                 if (current := self._current(job, call)) is not None:
                     current.dispatched.add(segment)
-            case m.SegmentCompleted(job, call, segment):
+            case m.SegmentCompleted(job, call, segment, ns):
                 self._on_device.discard((job, call, segment))
+                self._turns.charge(job, ns)
             case m.SegmentFailed(job, call, segment, text):
                 self._on_device.discard((job, call, segment))
                 self._fail(job, text)
@@ -227,12 +228,12 @@ class Interleaver:
                         ready[job] = segment
             if not ready:
                 return
-            job = self.agreed.policy.next(self._turn, ready, len(self._jobs))
+            job = self._turns.next(ready)
             call, segment = self._jobs[job].call, ready[job]
             assert call is not None
             call.waiting.remove(segment)
             call.issued.add(segment)
-            self._turn = job
+            self._turns.begin(job)
             self._on_device.add((job, call.number, segment))
             # Work without exchanges happens between two steps; the others make the next one.
             step = self.step(job) + (1 if call.outline.collectives and not call.committed else 0)
@@ -312,7 +313,8 @@ class Interleaver:
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
         call.exchanged.add(segment)
-        self.agreed.exchange_done(job)
+        nbytes = call.outline.nbytes
+        self.agreed.exchange_done(job, nbytes[segment] if nbytes else 1)
 
     def _vote_done(self, verdict: Verdict) -> None:
         called = {job: self._called(mine) for job, mine in enumerate(self._jobs) if mine.point is not None}

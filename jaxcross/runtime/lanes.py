@@ -94,16 +94,16 @@ class ComputeLane:
                 continue
             end_ns = driver.clock_ns()
             call.ends_ns[d.segment] = end_ns
+            start_ns = max(dispatched_ns, free_ns)
             # Before the post: whoever hears of the completion may end the run and ask for the spans.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
-                    start_ns=max(dispatched_ns, free_ns), end_ns=end_ns,
-                    ready_ns=min(call.ready_ns(d.segment), max(dispatched_ns, free_ns)),
+                    start_ns=start_ns, end_ns=end_ns, ready_ns=call.ready_ns(d.segment, start_ns),
                 )
             )  # fmt: skip
             free_ns = end_ns
-            driver.post(m.SegmentCompleted(d.job, d.call, d.segment))
+            driver.post(m.SegmentCompleted(d.job, d.call, d.segment, end_ns - start_ns))
             del item, call
 
 
@@ -175,7 +175,7 @@ class ExchangeLane:
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
-        ready_ns = min(call.ready_ns(segment), start_ns)
+        ready_ns = call.ready_ns(segment, start_ns)
         self._span("collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label)
         driver.post(m.ExchangeDone(x.job, segment))
 

@@ -1,8 +1,9 @@
-"""A policy says whose turn it is. It sees job numbers only, so both lanes and every rank can use it."""
+"""A policy says whose turn it is. It sees job numbers and what each has had: both lanes and all ranks can use it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +22,49 @@ class Policy(Protocol):
         """The unfinished jobs that may run now. Empty only if all are finished."""
         ...
 
-    def next(self, last: int, candidates: Collection[int], jobs: int) -> int:
-        """Whose turn it is among `candidates` (not empty), after job `last` had the previous turn."""
+    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
+        """Whose turn it is among `candidates` (not empty), after job `last`. `had`: what each has had, see `Turns`."""
         ...
+
+    def share(self, job: int) -> float:
+        """What a job is owed of a lane, relative to the others."""
+        ...
+
+
+class Turns:
+    """Whose turn it was on one lane, and how much each job has had of it: start-time fair queueing (Goyal, Vin and
+    Cheng, SIGCOMM 1996, section 2).
+
+    Attributes:
+        last: The job that had the previous turn.
+    """
+
+    def __init__(self, policy: Policy, jobs: int) -> None:
+        self.policy, self.last = policy, jobs - 1
+        self._now = 0.0  # the lane's virtual time
+        self._had = [0.0] * jobs  # virtual: in the lane's unit, over the job's share
+
+    def next(self, candidates: Collection[int]) -> int:
+        """The policy's choice. Who was away is owed nothing for it: it has had as much as the lane's virtual time."""
+        return self.policy.next(self.last, candidates, [max(self._now, had) for had in self._had])
+
+    def begin(self, job: int) -> None:
+        """A turn of the job begins."""
+        self.last = job
+        self._now = self._had[job] = max(self._now, self._had[job])
+
+    def charge(self, job: int, amount: float) -> None:
+        """What a turn took of the lane: bytes or nanoseconds, the same unit in all calls."""
+        self._had[job] += amount / self.policy.share(job)
+
+
+def _unfinished(finished: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(job for job, over in enumerate(finished) if not over)
+
+
+def _round(last: int, jobs: int) -> Callable[[int], int]:
+    """How far each job is from its turn when turns go round."""
+    return lambda job: (job - last - 1) % jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +74,47 @@ class RoundRobin:
     name: str = "round-robin"
 
     def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        return tuple(job for job, over in enumerate(finished) if not over)
+        return _unfinished(finished)
 
-    def next(self, last: int, candidates: Collection[int], jobs: int) -> int:
-        return min(candidates, key=lambda job: (job - last - 1) % jobs)
+    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
+        return min(candidates, key=_round(last, len(had)))
+
+    def share(self, job: int) -> float:
+        del job
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Crossover by shares: a job gets its share of each lane, of the device's time and of the link's bytes, whatever
+    the size of its steps; what it does not use, the others get.
+
+    A segment or an exchange that has begun is not broken off, so a job's step waits at most for one of each other job:
+    cut large jobs into pieces no longer than the small job's.
+
+    Args:
+        shares: Of each job, in the order in which the jobs were added. Only their ratios count. Same on every rank.
+
+    Raises:
+        ValueError: A share is not a positive finite number.
+    """
+
+    shares: tuple[float, ...]
+    name: str = "weighted"
+
+    def __post_init__(self) -> None:
+        if not self.shares or not all(math.isfinite(share) and share > 0 for share in self.shares):
+            raise ValueError(f"the shares of jobs are positive numbers, not {self.shares}")
+
+    def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
+        return _unfinished(finished)
+
+    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
+        distance = _round(last, len(had))
+        return min(candidates, key=lambda job: (had[job], distance(job)))
+
+    def share(self, job: int) -> float:
+        return self.shares[job]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +124,12 @@ class Sequential:
     name: str = "sequential"
 
     def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        return tuple(job for job, over in enumerate(finished) if not over)[:1]
+        return _unfinished(finished)[:1]
 
-    def next(self, last: int, candidates: Collection[int], jobs: int) -> int:
-        del last, jobs
+    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
+        del last, had
         return min(candidates)
+
+    def share(self, job: int) -> float:
+        del job
+        return 1.0

@@ -241,7 +241,8 @@ class Simulation:
         end = rank.device_free_s = start + action.seconds[d.segment]
         rank.ends[key] = end
         self._post(self._now, rank, m.SegmentDispatched(*key))
-        late = m.SegmentFailed(*key, "failed on the device") if fails else m.SegmentCompleted(*key)
+        ns = round((end - start) * 1e9)
+        late = m.SegmentFailed(*key, "failed on the device") if fails else m.SegmentCompleted(*key, ns)
         self._post(end, rank, late)
         rank.result.spans.append(_span(rank, d.job, d.step, d.segment, "compute", start, end, self._now))
 

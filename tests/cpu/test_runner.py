@@ -10,7 +10,7 @@ from jaxcross.runner import Job, Runner, run
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.job import check_not_stray, current_job, runner_active
-from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 
@@ -45,7 +45,7 @@ def solo(data_by_rank, state=0.0):
     return state
 
 
-@pytest.mark.parametrize("policy", [RoundRobin(), Sequential()])
+@pytest.mark.parametrize("policy", [RoundRobin(), Weighted((1, 2, 1)), Sequential()])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_in_crossover_equal_jobs_alone(ranks, policy):
     data = {"a": [[1.0, 2.0, 3.0]] * ranks, "b": [[float(r), 5.0] for r in range(ranks)], "c": [[]] * ranks}
@@ -388,8 +388,23 @@ def test_different_jobs_on_two_ranks():
     assert run_ranks(2, work) == [None, None]
 
 
+def test_different_shares_on_two_ranks():
+    def work(world):
+        runner = Runner(world, Weighted((1, 1 + world.rank)))
+        runner.add("a", loop)
+        runner.add("b", loop)
+        with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: .*shares=\(1, 2\)"):
+            runner.run()
+
+    assert run_ranks(2, work) == [None, None]
+
+
 def test_bad_arguments():
     def work(world):
+        runner = Runner(world, Weighted((1, 2)))
+        runner.add("a", loop)
+        with pytest.raises(ValueError, match=r"^`Weighted` has 2 shares, the runner 1 jobs"):
+            runner.run()
         runner = Runner(world)
         with pytest.raises(ValueError, match=r"^A runner without jobs has nothing to run\."):
             runner.run()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -100,22 +100,24 @@ def expected_exchanges(plan):
 
 
 @settings(max_examples=700, deadline=None)
-@given(seed=SEEDS, sequential=st.booleans(), data=st.booleans())
-def test_every_rank_makes_every_exchange_in_one_order(seed, sequential, data):
+@given(seed=SEEDS, kind=st.sampled_from(("round-robin", "weighted", "sequential")), data=st.booleans())
+def test_every_rank_makes_every_exchange_in_one_order(seed, kind, data):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     scripts = [
         [script(random.Random(f"{seed} {rank} {job}"), plans[job], locals_[job], data=data) for job in range(jobs)]
         for rank in range(ranks)
     ]
-    results = run(rng, ranks, scripts, Sequential() if sequential else RoundRobin())
+    weighted = Weighted(tuple(rng.choice((0.1, 1, 3)) for _ in range(jobs)))
+    policy = {"round-robin": RoundRobin(), "weighted": weighted, "sequential": Sequential()}[kind]
+    results = run(rng, ranks, scripts, policy)
     for result in results:
         assert result.slots == results[0].slots
         assert result.steps == [len(plan) for plan in plans]
         assert {how for how, _ in result.finished.values()} == {"ended"}
         for job in range(jobs):
             assert exchanges_of(result, job) == expected_exchanges(plans[job])
-    if sequential:
+    if kind == "sequential":
         order = [slot[1] for slot in results[0].slots if slot[0] == "exchange"]
         assert order == sorted(order)
 

@@ -1,13 +1,15 @@
 import pytest
 
-from jaxcross.runtime.policy import RoundRobin, Sequential
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin, Sequential, Turns, Weighted
+from jaxcross.runtime.simulator import Simulation, Step
 
 
 @pytest.mark.parametrize(
     ("last", "candidates", "expected"), [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)]
 )
 def test_round_robin_takes_the_next_job_cyclically(last, candidates, expected):
-    assert RoundRobin().next(last, candidates, 3) == expected
+    assert RoundRobin().next(last, candidates, [0.0] * 3) == expected
 
 
 def test_round_robin_runs_all_unfinished_jobs():
@@ -17,7 +19,7 @@ def test_round_robin_runs_all_unfinished_jobs():
 def test_sequential_runs_the_first_unfinished_job_only():
     assert Sequential().running([True, False, False]) == (1,)
     assert Sequential().running([True, True]) == ()
-    assert Sequential().next(1, {2, 1}, 3) == 1
+    assert Sequential().next(1, {2, 1}, [0.0] * 3) == 1
 
 
 def test_policies_are_values():
@@ -25,3 +27,87 @@ def test_policies_are_values():
     assert Sequential().name == "sequential"
     with pytest.raises(AttributeError):
         RoundRobin().name = "other"  # type: ignore[misc]
+
+
+def shares_of(policy, turns, amounts):
+    """Who had how much of a lane on which all jobs always wait."""
+    lane, had = Turns(policy, len(amounts)), [0.0] * len(amounts)
+    for _ in range(turns):
+        job = lane.next(range(len(amounts)))
+        lane.begin(job)
+        lane.charge(job, amounts[job])
+        had[job] += amounts[job]
+    return [each / sum(had) for each in had]
+
+
+def test_weighted_gives_each_job_its_share_whatever_the_size_of_its_turns():
+    assert shares_of(Weighted((1, 3)), 4000, (10.0, 1.0)) == pytest.approx([0.25, 0.75], abs=0.01)
+    assert shares_of(Weighted((1, 1, 2)), 4000, (1.0, 5.0, 2.0)) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
+    assert shares_of(RoundRobin(), 4000, (10.0, 1.0)) == pytest.approx([10 / 11, 1 / 11], abs=0.01)
+
+
+def test_who_was_away_is_owed_nothing_for_it():
+    lane = Turns(Weighted((1, 1)), 2)
+    for _ in range(100):
+        lane.begin(0)
+        lane.charge(0, 1.0)
+    order = []
+    for _ in range(6):
+        order.append(lane.next((0, 1)))
+        lane.begin(order[-1])
+        lane.charge(order[-1], 1.0)
+    assert order == [1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("shares", [(), (1, 0), (1, -2), (float("nan"),), (float("inf"), 1)])
+def test_a_share_is_a_positive_number(shares):
+    with pytest.raises(ValueError, match=r"^the shares of jobs are positive numbers, not \("):
+        Weighted(shares)
+
+
+def backward(pieces, nbytes):
+    """Backward pass in pieces, an exchange after each, an update."""
+    kinds, needs = [], []
+    for piece in range(pieces):
+        kinds += ["compute", "collective"]
+        needs += [(2 * piece - 2,) if piece else (), (2 * piece,)]
+    return Outline(
+        kinds=(*kinds, "compute"), needs=(*needs, tuple(range(1, 2 * pieces, 2))), signature=pieces,
+        after_commit=frozenset({2 * pieces}), nbytes=(*[nbytes // pieces] * (2 * pieces), 0),
+    )  # fmt: skip
+
+
+def rates(policy, jobs, horizon_s=400.0):
+    """Steps a second of each job (compute seconds, exchange seconds, pieces) on two ranks, on a virtual clock."""
+    done = [[] for _ in jobs]
+
+    def loop(number, rank):
+        compute_s, exchange_s, pieces = jobs[number]
+        outline = backward(pieces, round(exchange_s * 1e6))
+        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in outline.kinds[:-1])
+        while simulation._now < horizon_s:
+            yield Step(outline, (*seconds, 0.05 * compute_s))
+            if rank == 0:
+                done[number].append(simulation._now)
+
+    simulation = Simulation(
+        [[loop(number, rank) for number in range(len(jobs))] for rank in range(2)], policy=policy, check=False,
+        exchange_s=lambda job, step, segment: jobs[job][1] / jobs[job][2] + 0.002, vote_s=0.001,
+    )  # fmt: skip
+    simulation.run()
+    return [sum(0.1 * horizon_s < t <= horizon_s for t in each) / (0.9 * horizon_s) for each in done]
+
+
+@pytest.mark.parametrize(("compute_s", "exchange_s"), [(5.0, 5.0), (5.0, 2.5), (2.5, 5.0)])
+def test_a_job_ten_times_smaller_keeps_its_share(compute_s, exchange_s):
+    def relative(policy, pieces):
+        jobs = [(compute_s, exchange_s, pieces), (compute_s / 10, exchange_s / 10, 1)]
+        alone = [rates(RoundRobin(), [(c, m, 1)])[0] for c, m, _ in jobs]
+        return [rate / solo for rate, solo in zip(rates(policy, jobs), alone, strict=True)]
+
+    lock_step = relative(RoundRobin(), 1)
+    assert sum(lock_step) == pytest.approx(1.1, abs=0.02)
+    assert lock_step[1] == pytest.approx(0.1, abs=0.01)
+    fair = relative(Weighted((1, 1)), 16)
+    assert min(fair) >= 0.5
+    assert sum(fair) >= 1.4
