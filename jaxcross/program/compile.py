@@ -114,8 +114,8 @@ def compile_program(
         for s in program.segments for n in collectives
     )  # fmt: skip
     return Compiled(
-        program=program, runnables=tuple(runnables), shared=shared, awaited=awaited, overlaps=overlaps,
-        constants=tuple(jnp.asarray(c) for c in traced.consts),
+        program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=awaited,
+        overlaps=overlaps, constants=tuple(c if isinstance(c, jax.Array) else jnp.array(c) for c in traced.consts),
         out_tree=traced.out_tree,
     )  # fmt: skip
 

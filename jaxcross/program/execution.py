@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcross.program.segments import Program, Segment
 
@@ -42,6 +43,7 @@ class Compiled:
     """A program whose segments are executables. Immutable; shared by all steps of all like jobs.
 
     Attributes:
+        forwards: The results that no segment made for their place alone; see `Program.forwards`.
         shared: How many segments read each value that more than one reads.
         awaited: Of each segment, the collective ones that must have run before it, by need or by the commit.
         overlaps: Whether some segment may compute while an earlier one, which speaks to peers, still exchanges.
@@ -49,6 +51,7 @@ class Compiled:
 
     program: Program
     runnables: tuple[Runnable, ...]
+    forwards: tuple[tuple[int, bool], ...]
     shared: Mapping[int, int]
     awaited: tuple[tuple[int, ...], ...]
     overlaps: bool
@@ -86,7 +89,8 @@ class Compiled:
                 if v not in program.inputs or v in program.donated:
                     alive.pop(v, None)
             alive.update({v: program.values[v].nbytes for v in segment.outputs})
-        return peak
+        copies = (program.values[program.outputs[place]].nbytes for place, moved in self.forwards if not moved)
+        return max(peak, sum(alive.values()) + sum(copies))
 
 
 class Execution:
@@ -148,9 +152,16 @@ class Execution:
             self._env[v] = jax.device_put(zeros, device)
 
     def outputs(self) -> Any:
-        """The step's results as the user wrote them, once every segment was run. Does not wait for them."""
-        program = self._compiled.program
-        return jax.tree.unflatten(self._compiled.out_tree, [self._env[v] for v in program.outputs])
+        """The step's results as the user wrote them, once every segment was run. Does not wait for them.
+
+        As `jax.jit`'s they are arrays that nobody else has: what the step hands through is copied.
+        """
+        compiled = self._compiled
+        results = [self._env[v] for v in compiled.program.outputs]
+        for place, moved in compiled.forwards:
+            if not (moved and isinstance(results[place], jax.Array)):
+                results[place] = jnp.array(results[place])
+        return jax.tree.unflatten(compiled.out_tree, results)
 
 
 def _one_copy(value: Any, device: Any) -> Any:

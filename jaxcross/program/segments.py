@@ -228,6 +228,19 @@ class Program:
             ))  # fmt: skip
         return tuple(donated)
 
+    def forwards(self) -> tuple[tuple[int, bool], ...]:
+        """The results that no segment made for their place alone, and whether each may be moved there.
+
+        They are constants, inputs that come back, and values that an earlier result is already. Moved is what the user
+        gave away, once; a caller who may donate each result must get a copy of the others.
+        """
+        inputs, taken, found = frozenset(self.inputs), set(self.inputs) - self.donated, []
+        for place, v in enumerate(self.outputs):
+            if v in inputs or v in taken:
+                found.append((place, v not in taken))
+            taken.add(v)
+        return tuple(found)
+
     def verify(self) -> Program:
         """Checks every hand-over; returns itself.
 
