@@ -7,7 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+
 from jaxcross.runtime import messages as m
+
+_ALIGNMENT = 64
 
 
 class FeedDriver(Protocol):
@@ -102,3 +107,30 @@ class Feed(Iterator[Any]):
             # Otherwise the job meets it when it has used the batches that came before.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
+
+
+def to_device(batch: Any) -> Any:
+    """`batch` with its NumPy arrays on the device. What is done to them afterwards, in place, does not reach it."""
+    return jax.tree.map(lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch)
+
+
+def _own(array: Any) -> Any:
+    """A copy, unless nobody can write to `array`: the device may read it late, or in place for as long as it lives."""
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
+        return array
+    # Aligned, the CPU backend takes it as it is instead of copying once more.
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own
+
+
+def read_only(array: np.ndarray) -> bool:
+    """Whether nobody can write to `array`, nor to what it is a view of."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return False
+        owner = owner.base
+    return owner is None or isinstance(owner, bytes)

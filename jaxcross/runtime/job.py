@@ -17,7 +17,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver, Stopped
 from jaxcross.runtime.events import Listeners, Span, SpanKind
-from jaxcross.runtime.feed import Feed
+from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.kept import Kept, own_copy
 from jaxcross.runtime.lanes import LaneThread
 from jaxcross.runtime.outline import Outline
@@ -126,13 +126,12 @@ class JobContext:
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
         """This rank's batches from `data`, each put on the device by a thread of its own before it is wanted.
 
+        NumPy arrays are copied, unless they are read-only, so that `data` may fill one buffer again and again.
         The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises
         on one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
         """
         driver = self._running()
-        feed = Feed(
-            driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=_to_device
-        )
+        feed = Feed(driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=to_device)
         self._feeds.append(feed)
         return self._measured(feed)
 
@@ -292,10 +291,6 @@ def _computed(metrics: Any) -> bool:
 def _host_value(leaf: Any) -> Any:
     array = np.asarray(leaf)
     return array.item() if array.ndim == 0 else array
-
-
-def _to_device(batch: Any) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x, batch)
 
 
 def _examples(batch: Any, ranks: int) -> float | None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.data import Batches, SharedDecode, synthesise, train_batches
+from jaxcross.runtime import feed
 
 STEPS = 6
 
@@ -84,6 +85,12 @@ def test_batches_are_read_only() -> None:
     batch = next(SharedDecode(Numbers(3)).reader())
     with pytest.raises(ValueError, match="read-only"):
         batch["image"][0] = 1
+
+
+def test_a_job_takes_shared_batches_as_they_are(folder: Path) -> None:
+    shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
+    batch = next(shared.reader())
+    assert all(feed.read_only(array) for array in batch.values())
 
 
 def test_window_must_hold_a_batch() -> None:

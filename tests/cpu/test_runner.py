@@ -88,6 +88,23 @@ def test_steps_limit_the_batches():
     assert run_ranks(2, work) == [4, 4]
 
 
+def test_data_may_fill_one_buffer_again_and_again():
+    memory = np.zeros(32, np.float32)
+    start = -memory.ctypes.data % 64 // 4  # aligned, the CPU backend would use it in place
+
+    def data():
+        for value in range(6):
+            memory[start] = value
+            yield memory[start : start + 1]
+
+    def work(world):
+        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=data())
+        runner.run()
+        return job.state.tolist()
+
+    assert run_ranks(1, work) == [[solo([[0, 1, 2, 3, 4, 5]])]]
+
+
 def failing_loop_results(ranks, guilty, start):
     """Job `bad` is made by `start(world)`; job `good` must not notice."""
 

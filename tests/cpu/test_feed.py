@@ -1,0 +1,62 @@
+"""What becomes of a batch on its way to the device, and of its source."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxcross.runtime.feed import to_device
+
+
+def aligned(shape, dtype=np.float32):
+    """An array where the CPU backend would not copy it."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def lock(array):
+    while isinstance(array, np.ndarray):
+        array.flags.writeable = False
+        array = array.base
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1000, 7), (1 << 20,)])
+def test_a_buffer_can_be_filled_again(shape):
+    buffer = aligned(shape)
+    buffer[...] = 1
+    batch = to_device({"x": buffer, "even": buffer[..., :1] if shape else buffer})
+    buffer[...] = 2
+    assert (batch["x"] == 1).all()
+    assert (batch["even"] == 1).all()
+    assert batch["x"].shape == shape
+
+
+def test_read_only_arrays_are_not_copied():
+    buffer = aligned((1024,))
+    lock(buffer)
+    assert to_device(buffer).unsafe_buffer_pointer() == buffer.ctypes.data
+
+
+def test_a_read_only_view_of_a_buffer_is_copied():
+    buffer = aligned((1024,))
+    view = buffer[:512]
+    view.flags.writeable = False
+    batch = to_device(view)
+    buffer[...] = 2
+    assert (batch == 0).all()
+
+
+def test_every_kind_of_leaf():
+    column = np.arange(6.0, dtype=np.float32).reshape(2, 3).T
+    device = jnp.ones(2)
+    kinds = {"column": column, "half": np.ones(3, ml_dtypes.bfloat16), "empty": np.zeros((0, 2)), "scalar": np.int32(4)}
+    batch = to_device({**kinds, "text": "label", "device": device})
+    for name, array in kinds.items():
+        assert np.array_equal(batch[name], array)
+    assert batch["half"].dtype == jnp.bfloat16
+    assert batch["text"] == "label"
+    assert batch["device"] is device
+    with pytest.raises(TypeError, match="(?i)^dtype object is not a valid JAX array type"):
+        to_device(np.array([None]))
