@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
+from jaxcross.world.slices import ask_for_short_slices
 
 # before the imports that make JAX arrays
 world = jaxcross.initialize(watchdog_s=900)
@@ -161,6 +162,7 @@ def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict
     failure: list[Exception] = []
 
     def beside() -> None:
+        ask_for_short_slices()  # as the exchange lane does
         try:
             result.append(collectives.timed(exchanges))
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.vote import decode, encode
+from jaxcross.world.slices import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.runtime.driver import Call, Driver
@@ -128,6 +129,7 @@ class ExchangeLane:
         self._todo.put((instruction, call))
 
     def _work(self) -> None:
+        ask_for_short_slices()
         patience = None
         while True:
             try:

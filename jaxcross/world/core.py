@@ -15,6 +15,7 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.world.abort import abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.mesh import Mesh, make_mesh
+from jaxcross.world.slices import ask_for_short_slices
 from jaxcross.world.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class World:
     pool_size: int
     control: Control
     executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
-    exchanger: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "exchanges"), repr=False)
+    exchanger: ThreadPoolExecutor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
+    )
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)

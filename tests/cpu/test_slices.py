@@ -1,0 +1,51 @@
+"""The exchange thread's slices of the core."""
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+
+import pytest
+
+from jaxcross.world import slices
+
+
+def in_a_thread(work):
+    """What `work()` gives in a thread of its own, whose scheduling ends with it."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in slices._SETATTR, reason="not Linux")
+def test_the_kernel_takes_the_wish_and_nothing_else_changes():
+    def work():
+        before = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+        took = slices.ask_for_short_slices()
+        read = slices._Attributes()
+        number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr(2)
+        size = ctypes.sizeof(read)
+        assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(read), size, 0) == 0
+        return before, took, (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)), read.runtime
+
+    before, took, after, slice_ns = in_a_thread(work)
+    assert took
+    assert after == before
+    assert slice_ns in (slices._SLICE_NS, 0)  # 0: a kernel before 6.12
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
+def test_a_thread_that_somebody_scheduled_is_left_alone():
+    def work():
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        return slices.ask_for_short_slices(), os.sched_getscheduler(0)
+
+    assert in_a_thread(work) == (False, os.SCHED_BATCH)
+
+
+def test_other_machines_do_without(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "a machine")
+    assert in_a_thread(slices.ask_for_short_slices) is False
