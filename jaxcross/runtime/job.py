@@ -79,8 +79,8 @@ class JobContext:
         name: Unique in its runner.
         state: The latest state that the job restored, saved or, at its end, returned; what its function assigns here is
             as good as saved. After a failure or an interrupt it is that of the last step that all ranks committed: if
-            the function did not save it, the part of the step's results that has the structure of `state`, or all of
-            them if none has. Never one of a step that some rank did not commit.
+            the function did not save it, the part of the step's results that has the structure, shapes and types of
+            `state`, or all of them if none or several have. Never one of a step that some rank did not commit.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called: evaluation does not count.
         history: `(step, metrics)` of each `log` that was read back, in order.

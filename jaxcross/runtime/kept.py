@@ -49,12 +49,12 @@ class Kept:
 
 
 def matching(state: Any, results: Any) -> Any:
-    """The part of a step's results that has the structure of `state`: all of it, or an element of a tuple; all of it if
-    nothing has.
+    """The part of a step's results that is made like `state`: all of it, or the only element of a tuple that has its
+    structure, shapes and element types; all of it if none has, or several have.
     """
-    structure = jax.tree.structure(state)
-    if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != structure:
-        return next((part for part in results if jax.tree.structure(part) == structure), results)
+    if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != jax.tree.structure(state):
+        alike = [part for part in results if _form(part) == _form(state)]
+        return alike[0] if len(alike) == 1 else results
     return results
 
 
@@ -65,3 +65,16 @@ def own_copy(state: Any) -> Any:
 
 def _deleted(tree: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+def _form(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [_kind(leaf) for leaf in leaves]
+
+
+def _kind(leaf: Any) -> Any:
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:  # what is no array: a text, say
+        return type(leaf)
+    return aval.shape, aval.dtype

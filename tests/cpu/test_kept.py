@@ -24,6 +24,26 @@ def test_the_part_of_the_results_with_the_structure_of_the_state():
     assert matching((state(0.0), loss), pair) is pair
 
 
+def test_a_part_must_have_the_shapes_and_types_of_the_state():
+    """A loss is a leaf, as a state that is one array is."""
+    loss, w = jnp.float32(0), jnp.ones(4)
+    assert matching(jnp.zeros(4), (loss, w)) is w
+    assert matching(jnp.zeros(4), (jnp.zeros(4, int), w)) is w
+    assert matching({"n": 3}, (loss, {"n": jnp.int32(4)})) == {"n": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (jnp.zeros(4), (jnp.ones(4), jnp.ones(4))),
+        (jnp.zeros(4), (jnp.ones(5), jnp.float32(0))),
+        ("text", (jnp.ones(4), jnp.float32(0))),
+    ],
+)
+def test_all_results_if_several_parts_are_like_the_state_or_none_is(given, parts):
+    assert matching(given, parts) is parts
+
+
 @pytest.mark.parametrize("given", [None, [1, 2, 3]])
 def test_all_results_if_no_part_has_the_structure(given):
     results = (state(1.0), None)
