@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcross.errors import JobError
@@ -118,8 +119,11 @@ class JobContext:
         self._kept.give(state, self.step)
 
     def log(self, metrics: Any) -> None:
-        """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed."""
-        self._logged.append((self.step, metrics))
+        """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed.
+
+        Kept are copies: the next step may donate what was logged. Of a random key, its words (`jax.random.key_data`).
+        """
+        self._logged.append((self.step, own_copy(jax.tree.map(_key_data, metrics))))
         while self._logged and _computed(self._logged[0][1]):
             self._read_back()
 
@@ -281,6 +285,11 @@ class JobContext:
 
 
 _END = object()
+
+
+def _key_data(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def _computed(metrics: Any) -> bool:

@@ -1,6 +1,7 @@
 """Which state a job is left with."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxcross.runtime.kept import Kept, matching, own_copy
@@ -102,9 +103,11 @@ def test_lost_results_do_not_take_the_place_of_anything():
 
 
 def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
-    mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0)}
+    mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0), "host": np.ones(2)}
     copy = own_copy(mine)
     mine["w"].delete()
-    assert copy["w"].tolist() == [1.0, 1.0]
+    mine["host"][:] = 2
+    assert copy["w"].tolist() == copy["host"].tolist() == [1.0, 1.0]
+    assert isinstance(copy["host"], np.ndarray)
     assert copy["n"] == 3
     assert copy["weak"].aval == mine["weak"].aval

@@ -2,6 +2,8 @@
 
 import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -370,6 +372,36 @@ def test_logs_are_read_back_in_order():
         return job.history
 
     assert run_ranks(1, work) == [[(1, {"loss": 1.0}), (2, {"loss": 2.0}), (3, {"loss": 3.0})]]
+
+
+def test_what_was_logged_may_be_donated_or_overwritten():
+    def train(job):
+        step = jax.jit(lambda state, x: {"n": state["n"] + 1, "w": state["w"] @ x}, donate_argnums=0)
+        state, buffer = {"n": jnp.zeros((), int), "w": jnp.eye(200)}, np.zeros(())
+        for n in range(20):
+            state = step(state, jnp.eye(200))
+            buffer[...] = n
+            job.log({"n": state["n"], "buffer": buffer})
+
+    def work(world):
+        job = (runner := Runner(world)).add("a", train)
+        runner.run()
+        return [(values["n"], values["buffer"]) for _, values in job.history]
+
+    assert run_ranks(1, work) == [[(n + 1, n) for n in range(20)]]
+
+
+def test_a_logged_key_is_read_back_as_its_words():
+    key = jax.random.key(7)
+
+    def work(world):
+        job = (runner := Runner(world)).add("a", lambda job: job.log({"key": key, "keys": [key]}))
+        runner.run()
+        return job.history
+
+    (((step, values),),) = run_ranks(1, work)
+    assert step == 0
+    assert values["key"].tolist() == values["keys"][0].tolist() == jax.random.key_data(key).tolist()
 
 
 def test_run_is_the_plain_loop():
