@@ -42,7 +42,7 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
     """The jaxprs that an equation holds in its parameters, open or closed as they stand there."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, _excore.Jaxpr | _excore.ClosedJaxpr):
+            if is_jaxpr(item):
                 yield item
 
 
@@ -52,7 +52,7 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
     def convert(item: Any) -> Any:
         if type(item) in (tuple, list):  # named tuples hold no jaxprs, and are built otherwise
             return type(item)(convert(x) for x in item)
-        if not isinstance(item, _excore.Jaxpr | _excore.ClosedJaxpr):
+        if not is_jaxpr(item):
             return item
         inner, consts = open_jaxpr(item)
         mapped = function(inner)
@@ -114,6 +114,11 @@ def backends_started() -> bool:
 def aval_of(value: Any) -> Any:
     """The abstract value of a concrete argument, weak type included."""
     return jax.typeof(value)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, _excore.Jaxpr | _excore.ClosedJaxpr)
 
 
 def is_closed_jaxpr(value: Any) -> bool:

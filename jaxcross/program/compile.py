@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.digest import segment_digest
+from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
 from jaxcross.program.segments import Program, Segment, Wire
 
@@ -81,7 +81,7 @@ def compile_program(
         places = tuple(sharding[v] for v in segment.inputs)
         releases = tuple(v for v in segment.inputs if v not in program.outputs)
         donate = _aliasable(program, segment, may)
-        key = (segment_digest(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
+        key = (segment_key(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
                tuple(coords.items()), host, wire)  # fmt: skip
         if segment.kind == "compute":
             make = _compute_maker(program, segment, places, donate, coords)

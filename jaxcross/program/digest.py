@@ -2,34 +2,94 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
+
+import jax
+import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.segments import Segment
 
+_PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})  # hold rules of derivatives that have been taken already
 
 
-def segment_digest(segment: Segment) -> str:
-    """Hash of what a segment computes, whatever its values are called."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Equal for one and the same object only, which it keeps, so that no other one gets its place in memory."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def segment_key(segment: Segment) -> tuple[Any, ...]:
+    """What a segment computes, whatever its values are called: segments with equal keys may share an executable.
+
+    Keeps the functions that it calls alive.
+    """
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
-    digest = hashlib.sha256(_ADDRESS.sub("0x", body).encode())
-    if segment.jaxpr is not None:
-        for part in _unprinted(segment.jaxpr):
-            digest.update(part)
+    text = hashlib.sha256(_ADDRESS.sub("0x", body).encode()).digest()
+    return text, *(() if segment.jaxpr is None else _unprinted(segment.jaxpr))
+
+
+def segment_digest(segment: Segment) -> str:
+    """`segment_key` as a hash. Equal only in this process where the segment calls back into Python."""
+    digest = hashlib.sha256()
+    for part in segment_key(segment):
+        if isinstance(part, bytes | _Same):  # of anything else the text tells as much as can be hashed
+            digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 
 
-def _unprinted(jaxpr: Any) -> Iterator[bytes]:
-    """What the text of a jaxpr leaves out: constants of jaxprs inside it, and which function a callback calls."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name not in _CUSTOM:
-            yield from (text.encode() for v in eqn.params.values() if callable(v) and " at 0x" in (text := repr(v)))
-        for inner in compat.sub_jaxprs(eqn):
-            for const in compat.open_jaxpr(inner)[1]:
-                yield compat.bytes_of(const)
-            yield from _unprinted(inner)
+def _unprinted(value: Any) -> Iterator[Any]:
+    """What text may leave out of a jaxpr or a parameter: constants, and which function a callback calls. Hashable."""
+    if isinstance(value, _PRINTED):
+        return
+    if compat.is_jaxpr(value):
+        inner, consts = compat.open_jaxpr(value)
+        yield from map(_content, consts)
+        for eqn in inner.eqns:
+            yield from (_content(a.val) for a in eqn.invars if isinstance(a, compat.Literal) and np.ndim(a.val))
+            known = compat.sub_jaxprs(eqn) if eqn.primitive.name in _CUSTOM else eqn.params.values()
+            for param in known:
+                yield from _unprinted(param)
+    elif isinstance(value, tuple | list | set | frozenset):
+        for item in value:
+            yield from _unprinted(item)
+    elif isinstance(value, Mapping):
+        yield from _unprinted(tuple(value.values()))
+    elif isinstance(value, jax.Array | np.ndarray):
+        yield _content(value)
+    elif type(value).__module__.startswith("jax."):
+        if dataclasses.is_dataclass(value):  # JAX wraps what a callback calls
+            yield from _unprinted(tuple(getattr(value, f.name) for f in dataclasses.fields(value)))
+        else:
+            yield value if _hashable(value) else _Same(value)
+    else:
+        # A callable may look, and even be, equal to another one that does something else. Methods are made anew each
+        # time, and equal if object and function are the same.
+        by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
+        yield value if by_value else _Same(value)
+
+
+def _content(array: Any) -> bytes:
+    return hashlib.sha256(compat.bytes_of(array)).digest()
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
