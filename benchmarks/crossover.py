@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import workloads
+from hosts import on_two_hosts
 from workloads import parser, spread, write_json
 
 RIVALS = ("fused", "sequential", "crossover")
@@ -40,22 +37,7 @@ def main() -> int:
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-    from jaxcross.lab import Lab
-
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=2, rate=args.rate) as lab:
-        out = Path(folder) / "result.json"
-        program = python_program([str(Path(__file__).resolve()), *sys.argv[1:], "--worker", str(out)])
-        line, extra = mpirun_command(
-            mpirun=mpirun, ranks=2, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
-        )
-        environ = lab.environment({**os.environ, **extra})
-        subprocess.run(lab.wrap(line), env=environ, check=True)
-        result = json.loads(out.read_text())
-        result |= {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
+    result = on_two_hosts(__file__, args.rate)
     for rival in RIVALS:
         row = result["s_per_job_step"][rival]
         print(f"{rival:11} {row['median']:.3f} s a job-step  ({row['min']:.3f} to {max(row['raw']):.3f})")

@@ -44,6 +44,23 @@ def test_wire_call(smoke):
     assert "question" in smoke("wire_call.py")
 
 
+def test_scale(smoke):
+    result = smoke("scale.py")
+    for part in ("decision_by_jobs", "decision_by_segments", "run_by_jobs", "run_by_segments"):
+        assert len(result[part]["rows"]) == 2
+        assert "slope_of_total" in result[part]
+
+
+@pytest.mark.exhaustive
+def test_unequal(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("unequal.py")
+    for row in result["ways"].values():
+        assert set(row["relative"]) == {"large", "small"}
+        assert row["progress"] == pytest.approx(sum(row["relative"].values()))
+
+
 @pytest.mark.slow
 def test_crossover(smoke):
     if (reason := available()) is not None:

@@ -1,0 +1,38 @@
+"""Runs a benchmark's own script as the ranks of two hosts that a real slow link joins. Measures nothing itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+from jaxcross.lab import Lab
+
+
+def on_two_hosts(script: str, rate: str) -> dict[str, Any]:
+    """Starts `script` with this process's arguments and `--worker FILE` on two hosts with one core each.
+
+    Args:
+        script: The benchmark's file.
+        rate: Of the link, in each direction.
+
+    Returns:
+        What rank 0 wrote into FILE, and the link's facts.
+    """
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=2, rate=rate) as lab:
+        out = Path(folder) / "result.json"
+        program = python_program([str(Path(script).resolve()), *sys.argv[1:], "--worker", str(out)])
+        line, extra = mpirun_command(
+            mpirun=mpirun, ranks=2, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
+        )
+        subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra}), check=True)
+        facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
+        return {**json.loads(out.read_text()), **facts}

@@ -1,0 +1,150 @@
+"""What do many jobs and many segments cost the host?
+
+    python benchmarks/scale.py [--json FILE] [--smoke]
+
+decision: CPU seconds that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
+each, segments with two jobs. run: k jobs on one rank, each a step that does next to nothing, through the whole of the
+runner; wall time a segment, and the process's peak memory. Each size has a process of its own. slope: the exponent p of
+total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from workloads import parser, spread, write_json
+
+from jaxcross.runtime.messages import Event
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin
+from jaxcross.runtime.simulator import Simulation, Step
+
+JOBS = (1, 2, 4, 8, 16, 32, 64)
+SEGMENTS = (3, 10, 30, 100, 300, 1000)
+RUN_SEGMENTS = (3, 11, 31, 101)  # real ones must be compiled
+
+
+def outline(segments: int) -> Outline:
+    """Compute and exchange in turn, all of a backward pass that is cut small, and the update."""
+    kinds = tuple("collective" if n % 2 else "compute" for n in range(segments - 1))
+    needs = tuple((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(segments - 1))
+    last = segments - 1
+    return Outline(
+        kinds=(*kinds, "compute"), needs=(*needs, tuple(range(last))), after_commit=frozenset({last}), signature=1
+    )
+
+
+def decisions(jobs: int, segments: int, steps: int) -> dict[str, Any]:
+    """Microseconds of each event that one rank's interleaver handled."""
+    plan = outline(segments)
+
+    def loop() -> Any:
+        for _ in range(steps):
+            yield Step(plan, (1e-3,) * segments)
+
+    simulation = Simulation(
+        [[loop() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
+        exchange_s=lambda *slot: 1e-3,
+    )  # fmt: skip
+    handle, took = simulation._ranks[0].interleaver.handle, []
+
+    def timed(event: Event) -> Any:
+        begin = time.thread_time_ns()
+        result = handle(event)
+        took.append((time.thread_time_ns() - begin) / 1e3)
+        return result
+
+    simulation._ranks[0].interleaver.handle = timed  # type: ignore[method-assign]
+    simulation.run(10**9)
+    return {"jobs": jobs, "segments": segments, "events": len(took), "median_us": float(np.median(took)),
+            "mean_us": float(np.mean(took)), "p99_us": float(np.percentile(took, 99))}  # fmt: skip
+
+
+def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
+    """k jobs through the runner, in this process."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    import jaxcross
+
+    world = jaxcross.initialize()
+
+    def tiny(state: Any, batch: Any) -> Any:
+        for _ in range((segments - 1) // 2):
+            state = state + lax.pmean(state * batch, "batch")
+        return state, {}
+
+    step = jaxcross.crossover(tiny, axes="batch")
+    batch = jnp.ones(8)
+
+    def run(steps: int) -> float:
+        each = [jaxcross.Job(f"job{n}", step, jnp.ones(8), itertools.repeat(batch, steps)) for n in range(jobs)]
+        begin = time.perf_counter()
+        jaxcross.run(each, world=world)
+        return time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    jax.block_until_ready(step(jnp.ones(8), batch))
+    first_s = time.perf_counter() - begin
+    run(2)
+    # The difference of a long and a short run leaves out what a run costs once.
+    raw = [(run(2 * steps) - run(steps)) / (steps * jobs * segments) * 1e6 for _ in range(repeats)]
+    return {"jobs": jobs, "segments": segments, "us_per_segment": spread(raw), "first_step_s": first_s,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # fmt: skip
+
+
+def run(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
+    """The same in a process of its own."""
+    line = [sys.executable, __file__, "--here", f"{jobs},{segments},{steps},{repeats}"]
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def slope(sizes: list[int], values: list[float]) -> float:
+    """The exponent of growth over the upper half of the sizes."""
+    upper = slice(len(sizes) // 2 - 1, None)
+    return float(np.polyfit(np.log(sizes[upper]), np.log(values[upper]), 1)[0])
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--here", help="(internal) one run")
+    args = options.parse_args()
+    if args.here:
+        print(json.dumps(run_here(*map(int, args.here.split(",")))))
+        return
+    jobs, segments, compiled = (
+        (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
+    )
+    events, repeats = (20_000, 5) if not args.smoke else (500, 1)
+    sizes = {"jobs": [(k, 30) for k in jobs], "segments": [(2, n) for n in segments]}
+    result: dict[str, Any] = {}
+    for name, pairs in sizes.items():
+        rows = [decisions(k, n, max(2, events // (k * n))) for k, n in pairs]
+        result[f"decision_by_{name}"] = {
+            "rows": rows,
+            "slope_of_total": 1 + slope([row[name] for row in rows], [row["mean_us"] for row in rows]),
+        }
+    sizes = {"jobs": [(k, 3) for k in jobs], "segments": [(2, n) for n in compiled]}
+    for name, pairs in sizes.items():
+        rows = [run(k, n, max(3, events // 20 // (k * n)), repeats) for k, n in pairs]
+        times = [row["us_per_segment"]["median"] for row in rows]
+        result[f"run_by_{name}"] = {"rows": rows, "slope_of_total": 1 + slope([row[name] for row in rows], times)}
+    for name, part in result.items():
+        print(f"{name}: total time grows as n^{part['slope_of_total']:.2f}")
+        for row in part["rows"]:
+            shown = {k: v["median"] if isinstance(v, dict) else v for k, v in row.items()}
+            print("  ", {k: round(v, 2) if isinstance(v, float) else v for k, v in shown.items()}, flush=True)
+    write_json(args.json, __doc__, result)
+
+
+if __name__ == "__main__":
+    main()
