@@ -106,6 +106,7 @@ class JobContext:
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
         self._programs: dict[int, Program] = {}
         self._feeds: list[Feed] = []
+        self._strayed: JobError | None = None  # its batches were asked for in another thread
         self._logged: deque[tuple[int, Any]] = deque()
 
     # For the job's function.
@@ -133,8 +134,13 @@ class JobContext:
         NumPy arrays are copied, unless they are read-only, so that `data` may fill one buffer again and again.
         The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises
         on one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
+
+        Raises:
+            JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
         driver = self._running()
+        if self._stray_loop():
+            return iter(())
         feed = Feed(driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=to_device)
         self._feeds.append(feed)
         return self._measured(feed)
@@ -165,7 +171,12 @@ class JobContext:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
 
         `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
+
+        Raises:
+            JobError: This thread is not the job's own.
         """
+        if error := self._stray("`job.together` or `job.restore`", "called"):
+            raise error
         return self._running().together(self._number, label, work)
 
     @contextmanager
@@ -229,10 +240,11 @@ class JobContext:
         driver = self._running()
         try:
             result = self._fn(self, **self._arguments)
+            self._running()
         except Stopped:
             driver.job_returned(self._number)
         except BaseException as error:
-            driver.job_raised(self._number, error, f"after step {self.step}")
+            driver.job_raised(self._number, self._strayed or error, f"after step {self.step}")
         else:
             if result is not None:
                 self.state = result
@@ -261,11 +273,36 @@ class JobContext:
             raise JobError(
                 f"Job `{self.name}` is not running. Its methods work inside its function, during `runner.run()`."
             )
+        if self._strayed is not None and current_job() is self:
+            raise self._strayed
         return self._driver
+
+    def _stray(self, what: str, done: str) -> JobError | None:
+        """What to say if the caller is not the job's own thread: it would take the answers that this one waits for."""
+        if current_job() is self:
+            return None
+        return JobError(
+            f"{what} of job `{self.name}` was {done} in thread `{threading.current_thread().name}`, not in the job's "
+            "own: two threads would take each other's answers from the other ranks. Do it in the job's function. "
+            "`job.batches` has a thread that prepares batches ahead of it: give what yours does to batches as an "
+            "iterator, `job.batches(prepared(data))`."
+        )
+
+    def _stray_loop(self) -> bool:
+        """Whether a loop over batches must end at once, because another thread runs it. The job fails for it, where
+        its own thread can tell: raised here, where perhaps nobody catches it, it would end the other jobs as well.
+        """
+        error = self._stray("`job.batches`", "iterated")
+        if error is None:
+            return False
+        if self._strayed is not None or self._running().seats[self._number].how == "ended":
+            raise error  # a loop around the loop, or nobody left to tell
+        self._strayed = error
+        return True
 
     def _measured(self, feed: Feed) -> Iterator[Any]:
         try:
-            while True:
+            while not self._stray_loop():
                 with self.measure("input"):
                     batch = next(feed, _END)
                 if batch is _END:

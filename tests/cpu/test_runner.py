@@ -1,5 +1,7 @@
 """The runner on ranks that are threads: jobs, batches, failures, interrupts, and every message."""
 
+import queue
+import re
 import threading
 
 import jax
@@ -481,6 +483,70 @@ def test_bad_arguments():
             runner.add("c", lambda job: None)
 
     assert run_ranks(1, work) == [None]
+
+
+def in_a_thread(batches):
+    """Batches by way of a thread that dies, should they raise, without a word to whoever waits for them."""
+    ready = queue.Queue(2)
+
+    def fill():
+        for batch in batches():
+            ready.put(batch)
+        ready.put(None)
+
+    threading.Thread(target=fill, name="mine", daemon=True).start()
+    while (batch := ready.get()) is not None:
+        yield batch
+
+
+@pytest.mark.parametrize("opened_there", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_that_another_thread_asks_for_end_their_job_alone(ranks, opened_there):
+    def start(world):
+        def fn(job, step):
+            step(0.0, 1.0)
+            batches = job.batches([1.0] * 9) if not opened_there else None
+            for batch in in_a_thread(lambda: batches or job.batches([1.0] * 9)):
+                step(0.0, batch)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for error, bad in failing_loop_results(ranks, 0, start):
+        assert re.match(
+            r"Job `bad` failed on rank \d after step 1: JobError: `job\.batches` of job `bad` was iterated in thread "
+            r"`mine`, not in the job's own: two threads would take each other's answers from the other ranks\.",
+            str(error),
+        )
+        assert bad.step == 1
+
+
+def test_what_waits_for_other_ranks_is_refused_in_another_thread():
+    def work(world):
+        caught = []
+
+        def ask(job):
+            for wait in (job.restore, lambda _: list(job.batches([])), lambda _: list(job.batches([]))):
+                try:
+                    wait(0.0)
+                except JobError as error:
+                    caught.append(str(error))
+
+        def fn(job, step):
+            thread = threading.Thread(target=ask, args=(job,), name="mine")
+            thread.start()
+            thread.join()
+            with pytest.raises(JobError, match=r"^`job\.batches` of job `a` was iterated in thread `mine`"):
+                step(0.0, 1.0)
+
+        runner = Runner(world)
+        runner.add("a", fn, step=make_step(world))
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: JobError: `job\.batches` of job"):
+            runner.run()
+        return [text.partition(" of job `a` was ")[::2] for text in caught]
+
+    (((what, how), (loop_, _)),) = run_ranks(1, work)
+    assert (what, loop_) == ("`job.together` or `job.restore`", "`job.batches`")
+    assert how.startswith("called in thread `mine`, not in the job's own: two threads would")
 
 
 def test_a_step_in_a_thread_that_is_no_job_is_refused():
