@@ -38,8 +38,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
     lines = [body.splitlines()[0] if body else "was busy" for _, body in parts]
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
+    kinds = {kind for kind, _ in parts}
+    shapes = (
+        " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "
+        "its first call with them is agreed on anew: change them on all ranks at once."
+    )
     return JobError(
         f"Job `{job}` does different things on different ranks after step {step}: {said}. All ranks must run the same "
         "loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the loop, "
-        "and decide from values that are equal on all ranks."
+        f"and decide from values that are equal on all ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
     )

@@ -64,7 +64,14 @@ def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standi
         lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
     silent = [r for r, standing in answers.items() if standing is None]
     lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in silent]
-    if not late and not silent:
+    unlike = _unlike_waits(wait, answers)
+    if unlike:
+        lines += [f"  rank {r} waits in {other}." for r, other in unlike]
+        lines.append(
+            "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks "
+            "only, as in a shorter last batch? There the step is agreed on anew, while the others go on with it."
+        )
+    elif not late and not silent:
         lines.append("  All ranks have arrived: MPI or the network is stuck.")
     lines.append(
         "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation), "
@@ -76,6 +83,17 @@ def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standi
 def late_ranks(wait: Wait, answers: Mapping[int, Standing | None]) -> list[int]:
     """Ranks that answered and have not entered this wait. All ranks enter their waits in one order."""
     return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
+
+
+def _unlike_waits(wait: Wait, answers: Mapping[int, Standing | None]) -> list[tuple[int, Wait]]:
+    """Ranks whose wait of the same number is for something else, and that wait."""
+    return [
+        (rank, other)
+        for rank, standing in sorted(answers.items())
+        if standing is not None
+        for other in standing.waits
+        if other.number == wait.number and (other.what, other.segment) != (wait.what, wait.segment)
+    ]
 
 
 @final

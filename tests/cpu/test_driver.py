@@ -182,6 +182,16 @@ def test_explanations():
     )
 
 
+def test_the_explanation_of_shapes_that_change_on_one_rank_only():
+    error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
+    assert str(error).startswith(
+        "Job `a` does different things on different ranks after step 3: rank 0 first call of `step`; "
+        "rank 1 called step 4."
+    )
+    assert "Or did shapes or types of a step's arguments change on some ranks only" in str(error)
+    assert "shapes" not in str(explain("a", 3, ["end\nended", "step\ncalled step 4"]))
+
+
 def test_a_manual_clock():
     clock = ManualClock(5)
     clock.advance(1e-6)

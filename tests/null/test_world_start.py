@@ -112,3 +112,17 @@ def test_the_report_names_late_and_silent_ranks():
 def test_the_report_when_everybody_is_there():
     text = explain(0, WAIT, 1.0, {1: Standing(entered=7, waits=(WAIT,))})
     assert "All ranks have arrived: MPI or the network is stuck." in text
+
+
+def test_the_report_when_the_ranks_wait_for_different_things():
+    agreement = Wait(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
+    answers = {1: Standing(entered=7, waits=(agreement,)), 2: Standing(entered=7, waits=(WAIT,))}
+    text = explain(0, WAIT, 300.0, answers)
+    assert text.startswith(
+        "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).\n"
+        "  rank 1 waits in job 'a', step 3, segment -1 (agreement).\n"
+        "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks only"
+    )
+    assert "All ranks have arrived" not in text
+    text = explain(1, agreement, 300.0, {0: Standing(entered=7, waits=(WAIT,)), 2: Standing(entered=7, waits=(WAIT,))})
+    assert "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, seg" in text

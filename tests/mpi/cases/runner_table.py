@@ -250,6 +250,27 @@ def unlike_exchanges_alone():
     same(step(jnp.ones(4)), jnp.ones(4))
 
 
+def unlike_shapes():
+    """The exchange is the same, but one rank's step is another one from then on."""
+    if WORLD.size == 1:
+        return
+    step = jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b.mean(), "batch"), axes="batch")
+
+    def fn(job):
+        state = jnp.float32(0)
+        for n in range(4):
+            state = step(state, jnp.ones(5 if n == 2 and WORLD.rank == 1 else 8))
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn)
+    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    with pytest.raises(
+        JobError, match=r"^Job `bad` does different things on different ranks after step 2: .*Or did shapes or types"
+    ):
+        runner.run()
+    assert (bad.step, good.step) == (2, 4)
+
+
 def failure_to_compile_on_one_rank():
     """The compiler of one rank fails after all agreed: the job ends everywhere, the other one goes on."""
     last = WORLD.size - 1
@@ -382,8 +403,8 @@ def emulated_link():
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, unlike_exchanges, unlike_exchanges_alone,
-    failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads, interrupt,
-    emulated_link,
+    unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads,
+    interrupt, emulated_link,
 ]  # fmt: skip
 
 for case in CASES:
