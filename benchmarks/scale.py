@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--json FILE] [--smoke]
 
-decision: CPU seconds that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
+decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
 each, segments with two jobs. run: k jobs on one rank, each a step that does next to nothing, through the whole of the
 runner; wall time a segment, and the process's peak memory. Each size has a process of its own. slope: the exponent p of
 total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
@@ -56,9 +56,9 @@ def decisions(jobs: int, segments: int, steps: int) -> dict[str, Any]:
     handle, took = simulation._ranks[0].interleaver.handle, []
 
     def timed(event: Event) -> Any:
-        begin = time.thread_time_ns()
+        begin = time.perf_counter_ns()
         result = handle(event)
-        took.append((time.thread_time_ns() - begin) / 1e3)
+        took.append((time.perf_counter_ns() - begin) / 1e3)
         return result
 
     simulation._ranks[0].interleaver.handle = timed  # type: ignore[method-assign]
@@ -121,9 +121,7 @@ def main() -> None:
     if args.here:
         print(json.dumps(run_here(*map(int, args.here.split(",")))))
         return
-    jobs, segments, compiled = (
-        (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
-    )
+    jobs, segments, compiled = (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
     events, repeats = (20_000, 5) if not args.smoke else (500, 1)
     sizes = {"jobs": [(k, 30) for k in jobs], "segments": [(2, n) for n in segments]}
     result: dict[str, Any] = {}

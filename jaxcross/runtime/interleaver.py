@@ -34,6 +34,7 @@ between steps says so in any vote. In both cases all ranks compare texts in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxcross.errors import InternalError
@@ -131,8 +132,8 @@ class Interleaver:
                 self._start_jobs()
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
-        self._return_steps()
-        self._end_jobs()
+        number = getattr(event, "job", None)  # others may concern every job
+        self._answer_threads(range(len(self._jobs)) if number is None else (number,))
         self._fill_compute_lane()
         self._begin_slot()
         out, self._out = tuple(self._out), []
@@ -204,14 +205,14 @@ class Interleaver:
             self._answer(job, m.Raised(job))
         mine.waits, mine.point = False, None
 
-    def _return_steps(self) -> None:
-        for job, mine in enumerate(self._jobs):
+    def _answer_threads(self, jobs: Iterable[int]) -> None:
+        """Returns complete steps. Offers the end of jobs whose function returned, once nothing of theirs can fail on
+        the device any more.
+        """
+        for job in jobs:
+            mine = self._jobs[job]
             if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
                 self._answer(job, m.StepReturned(job, self.step(job)))
-
-    def _end_jobs(self) -> None:
-        """Offers the end of jobs whose function returned, once nothing of theirs can fail on the device any more."""
-        for job, mine in enumerate(self._jobs):
             if mine.returned and not any(key[0] == job for key in self._on_device):
                 mine.returned = False
                 self._wait_at(job, Point("end", point_hash("end"), "ended"))

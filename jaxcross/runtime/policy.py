@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,8 +22,8 @@ class Policy(Protocol):
         """The unfinished jobs that may run now. Empty only if all are finished."""
         ...
 
-    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
-        """Whose turn it is among `candidates` (not empty), after job `last`. `had`: what each has had, see `Turns`."""
+    def next(self, candidates: Collection[int], turns: Turns) -> int:
+        """Whose turn it is among `candidates` (not empty), after those that were."""
         ...
 
     def share(self, job: int) -> float:
@@ -36,22 +36,31 @@ class Turns:
     Cheng, SIGCOMM 1996, section 2).
 
     Attributes:
+        jobs: How many there are.
         last: The job that had the previous turn.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
-        self.policy, self.last = policy, jobs - 1
+        self.policy, self.jobs, self.last = policy, jobs, jobs - 1
         self._now = 0.0  # the lane's virtual time
-        self._had = [0.0] * jobs  # virtual: in the lane's unit, over the job's share
+        self._had = [0.0] * jobs
 
     def next(self, candidates: Collection[int]) -> int:
-        """The policy's choice. Who was away is owed nothing for it: it has had as much as the lane's virtual time."""
-        return self.policy.next(self.last, candidates, [max(self._now, had) for had in self._had])
+        """The policy's choice."""
+        return self.policy.next(candidates, self)
+
+    def had(self, job: int) -> float:
+        """What a job has had, over its share. Who was away is owed nothing: it has had the lane's virtual time."""
+        return max(self._now, self._had[job])
+
+    def distance(self, job: int) -> int:
+        """How far the job is from its turn when turns go round."""
+        return (job - self.last - 1) % self.jobs
 
     def begin(self, job: int) -> None:
         """A turn of the job begins."""
         self.last = job
-        self._now = self._had[job] = max(self._now, self._had[job])
+        self._now = self._had[job] = self.had(job)
 
     def charge(self, job: int, amount: float) -> None:
         """What a turn took of the lane: bytes or nanoseconds, the same unit in all calls."""
@@ -60,11 +69,6 @@ class Turns:
 
 def _unfinished(finished: Sequence[bool]) -> tuple[int, ...]:
     return tuple(job for job, over in enumerate(finished) if not over)
-
-
-def _round(last: int, jobs: int) -> Callable[[int], int]:
-    """How far each job is from its turn when turns go round."""
-    return lambda job: (job - last - 1) % jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ class RoundRobin:
     def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
         return _unfinished(finished)
 
-    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
-        return min(candidates, key=_round(last, len(had)))
+    def next(self, candidates: Collection[int], turns: Turns) -> int:
+        return min(candidates, key=turns.distance)
 
     def share(self, job: int) -> float:
         del job
@@ -109,9 +113,8 @@ class Weighted:
     def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
         return _unfinished(finished)
 
-    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
-        distance = _round(last, len(had))
-        return min(candidates, key=lambda job: (had[job], distance(job)))
+    def next(self, candidates: Collection[int], turns: Turns) -> int:
+        return min(candidates, key=lambda job: (turns.had(job), turns.distance(job)))
 
     def share(self, job: int) -> float:
         return self.shares[job]
@@ -126,8 +129,8 @@ class Sequential:
     def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
         return _unfinished(finished)[:1]
 
-    def next(self, last: int, candidates: Collection[int], had: Sequence[float]) -> int:
-        del last, had
+    def next(self, candidates: Collection[int], turns: Turns) -> int:
+        del turns
         return min(candidates)
 
     def share(self, job: int) -> float:

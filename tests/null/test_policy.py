@@ -9,7 +9,9 @@ from jaxcross.runtime.simulator import Simulation, Step
     ("last", "candidates", "expected"), [(0, {0, 1, 2}, 1), (2, {0, 2}, 0), (1, {1}, 1), (2, {1, 0}, 0)]
 )
 def test_round_robin_takes_the_next_job_cyclically(last, candidates, expected):
-    assert RoundRobin().next(last, candidates, [0.0] * 3) == expected
+    turns = Turns(RoundRobin(), 3)
+    turns.begin(last)
+    assert turns.next(candidates) == expected
 
 
 def test_round_robin_runs_all_unfinished_jobs():
@@ -19,7 +21,7 @@ def test_round_robin_runs_all_unfinished_jobs():
 def test_sequential_runs_the_first_unfinished_job_only():
     assert Sequential().running([True, False, False]) == (1,)
     assert Sequential().running([True, True]) == ()
-    assert Sequential().next(1, {2, 1}, [0.0] * 3) == 1
+    assert Turns(Sequential(), 3).next({2, 1}) == 1
 
 
 def test_policies_are_values():
