@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from jaxcross.runtime import messages as m
 
 _ALIGNMENT = 64
+_log = logging.getLogger("jaxcross")
 
 
 class FeedDriver(Protocol):
@@ -21,6 +23,13 @@ class FeedDriver(Protocol):
     def post(self, event: m.Event) -> None: ...
     def want_batch(self, job: int, stream: int, index: int) -> bool: ...
     def job_raised(self, job: int, error: BaseException, where: str) -> None: ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """What can be told that nobody will read it further, as generators can."""
+
+    def close(self) -> None: ...
 
 
 class Feed(Iterator[Any]):
@@ -50,7 +59,8 @@ class Feed(Iterator[Any]):
         ahead: int = 2,
     ) -> None:
         self._driver, self._job, self._stream = driver, job, stream
-        self._data, self._steps, self._prepare = data, steps, prepare
+        self._data: Iterable[Any] | None = data
+        self._steps, self._prepare = steps, prepare
         self._free = threading.Semaphore(ahead)
         self._batches: deque[Any] = deque()
         self._taken = 0
@@ -80,16 +90,19 @@ class Feed(Iterator[Any]):
     def close(self) -> None:
         """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
         self._closed = True
+        self._batches.clear()
         self._free.release()
 
     def _fill(self) -> None:
+        data, self._data = self._data, None  # nothing here keeps it alive any longer than the loop
+        assert data is not None
         count = 0
         try:
-            source = iter(self._data)
+            source = iter(data)
             while self._steps is None or count < self._steps:
                 self._free.acquire()
                 if self._closed:
-                    return
+                    break
                 try:
                     batch = next(source)
                 except StopIteration:
@@ -98,7 +111,12 @@ class Feed(Iterator[Any]):
                 del batch
                 count += 1
                 self._driver.post(m.BatchPrepared(self._job, self._stream, count))
-            self._driver.post(m.StreamEnded(self._job, self._stream, count))
+            if not self._closed:
+                self._driver.post(m.StreamEnded(self._job, self._stream, count))
+            while not self._closed:
+                self._free.acquire()
+            if self._steps is None or self._taken < self._steps:
+                self._abandon(source)
         except BaseException as error:
             error.add_note("raised by the data given to job.batches")
             with self._lock:
@@ -107,6 +125,15 @@ class Feed(Iterator[Any]):
             # Otherwise the job meets it when it has used the batches that came before.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
+
+    def _abandon(self, source: Iterator[Any]) -> None:
+        """The loop ended before its data: what is left open there would stay so, even if the caller kept `source`."""
+        self._batches.clear()
+        if isinstance(source, Closable):
+            try:
+                source.close()
+            except Exception:  # the job is past it, and perhaps over
+                _log.exception("`close()` of the data given to job.batches raised")
 
 
 def to_device(batch: Any) -> Any:

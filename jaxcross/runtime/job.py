@@ -134,6 +134,7 @@ class JobContext:
         NumPy arrays are copied, unless they are read-only, so that `data` may fill one buffer again and again.
         The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises
         on one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
+        If the loop ends before `data` and `steps` do, the thread closes the iterator (`close()`, if it has one).
 
         Raises:
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.

@@ -1,8 +1,11 @@
 """The runner on ranks that are threads: jobs, batches, failures, interrupts, and every message."""
 
+import itertools
+import logging
 import queue
 import re
 import threading
+from logging.handlers import QueueHandler
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +110,81 @@ def test_data_may_fill_one_buffer_again_and_again():
         return job.state.tolist()
 
     assert run_ranks(1, work) == [[solo([[0, 1, 2, 3, 4, 5]])]]
+
+
+def counting(closed):
+    """Data without an end, that says in which thread it was closed."""
+    try:
+        yield from itertools.count(1.0)
+    finally:
+        closed.put(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_data_is_closed_if_its_loop_ends_early(steps):
+    def work(world):
+        closed = queue.Queue()
+        held = counting(closed)
+
+        def fn(job, step):
+            for batch in job.batches(held, steps):
+                step(0.0, batch)
+                if job.step == 3:
+                    break
+
+        runner = Runner(world)
+        runner.add("a", fn, step=make_step(world))
+        runner.run()
+        return closed.get(timeout=60), next(held, "closed")
+
+    assert run_ranks(2, work) == [("jaxcross-feed-0.0", "closed")] * 2
+
+
+def test_data_is_closed_if_another_rank_has_less():
+    def work(world):
+        closed = queue.Queue()
+        data = itertools.islice(counting(closed), 2) if world.rank else counting(closed)
+        job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=data)
+        runner.run()
+        return job.step, world.rank or closed.get(timeout=60)
+
+    assert run_ranks(2, work) == [(2, "jaxcross-feed-0.0"), (2, 1)]
+
+
+def test_data_that_gave_all_its_steps_goes_on_in_the_next_loop_and_is_not_kept():
+    def work(world):
+        closed = queue.Queue()
+
+        def fn(job, step):
+            data = counting(closed)
+            return [step(0.0, batch) for _ in range(2) for batch in job.batches(data, 3)]
+
+        job = (runner := Runner(world)).add("a", fn, step=make_step(world))
+        runner.run()
+        closed.get(timeout=60)  # nobody has it any more, although `runner` lives
+        return job.state
+
+    assert run_ranks(1, work) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+
+
+def test_what_closing_the_data_raises_is_logged(monkeypatch):
+    logged = queue.Queue()
+    monkeypatch.setattr(logging.getLogger("jaxcross"), "handlers", [QueueHandler(logged)])
+
+    def data():
+        try:
+            yield from itertools.count(1.0)
+        finally:
+            raise OSError("disk gone")
+
+    def work(world):
+        job = (runner := Runner(world)).add("a", lambda job: next(job.batches(data())))
+        runner.run()
+        return job.state, logged.get(timeout=60).getMessage()
+
+    (((state, message)),) = run_ranks(1, work)
+    assert state == 1.0
+    assert message.startswith("`close()` of the data given to job.batches raised\nTraceback")
 
 
 def failing_loop_results(ranks, guilty, start):
