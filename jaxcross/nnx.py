@@ -75,14 +75,21 @@ def _split(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     """The arguments with graph and state in place of every object. Static arguments are passed as they are."""
     from flax import nnx
 
-    for n in step.static:
-        if n < len(args) and holds_objects((args[n],), {}):
+    static = _static(step, args)
+    for n in static:
+        if holds_objects((args[n],), {}):
             raise ValueError(
                 f"static argument {n} of `{step.__name__}` holds NNX objects, whose arrays cannot be static. Leave it"
                 " out of static_argnums: objects are split for the step, and what is static in them stays static."
             )
-    split, split_kwargs = nnx.to_tree((_without(args, step.static), dict(kwargs)), ctxtag=step)
-    return [args[n] if n in step.static else a for n, a in enumerate(split)], split_kwargs
+    split, split_kwargs = nnx.to_tree((_without(args, static), dict(kwargs)), ctxtag=step)
+    return [args[n] if n in static else a for n, a in enumerate(split)], split_kwargs
+
+
+def _static(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
+    from jaxcross.step import positions
+
+    return tuple(n for n in positions(step.static, len(args)) if 0 <= n < len(args))
 
 
 def _without(args: Sequence[Any], static: Sequence[int]) -> tuple[Any, ...]:
@@ -100,8 +107,9 @@ def _pure_step(step: Step) -> Step:
         return known
 
     def pure(*args: Any, **kwargs: Any) -> Any:
-        merged, kwargs = nnx.from_tree((_without(args, step.static), kwargs), ctxtag=step, is_inner=True)
-        out = step.step(*(args[n] if n in step.static else a for n, a in enumerate(merged)), **kwargs)
+        static = _static(step, args)
+        merged, kwargs = nnx.from_tree((_without(args, static), kwargs), ctxtag=step, is_inner=True)
+        out = step.step(*(args[n] if n in static else a for n, a in enumerate(merged)), **kwargs)
         return nnx.to_tree((*_objects((merged, kwargs)), out), ctxtag=step)
 
     pure.__name__ = step.__name__

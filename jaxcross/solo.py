@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jaxcross.errors import JobError
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.world import World
+
+
+class OnlyThread:
+    """Lets one thread at a time make exchanges outside a runner: `with only_thread.calling(step):`. Never waits."""
+
+    __slots__ = ("_at_work", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at_work = (0, "")
+
+    def calling(self, step: str) -> OnlyThread:
+        """Takes the turn for this thread, until the `with` block ends.
+
+        Raises:
+            JobError: Another thread has it.
+        """
+        if not self._lock.acquire(blocking=False):
+            ident, theirs = self._at_work
+            other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
+            raise JobError(
+                f"`{step}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
+                f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
+                " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
+                " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
+            )
+        self._at_work = (threading.get_ident(), step)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+# One for the process, as MPI has one world for it.
+ONLY_THREAD = OnlyThread()
 
 
 def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:

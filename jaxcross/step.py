@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 from jaxcross import nnx
-from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of
+from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context
+from jaxcross.errors import CutError
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.segments import Program
-from jaxcross.program.trace import Traced, step_name, trace
+from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime import job as runtime
-from jaxcross.solo import run_alone
+from jaxcross.solo import ONLY_THREAD, run_alone
 from jaxcross.variant import Variant
 from jaxcross.world import World, current
 
@@ -51,12 +52,14 @@ def crossover(
             the exchange anyway, one segment per 25 MB. The cut decides the last bits of results: to repeat a run,
             write the number that was found, or keep it (`jax_compilation_cache_dir`).
         bucket_bytes: Exchanges smaller than this share buffers up to this size.
-        donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again.
-        static_argnums: Positional arguments that are no arrays; each value compiles anew.
+        donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
+            numbers count from the last positional argument of a call, here as below.
+        static_argnums: Positional arguments that are no arrays but hashable; each value compiles anew.
 
     Raises:
         CutError: (when called) the step cannot be traced or cut.
         ExchangeError: (when called) ranks disagree about the step's exchanges.
+        JobError: (when called) two threads call steps at once, outside a runner.
 
     Example:
         >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -90,12 +93,19 @@ class Step:
         self._roots = ExecutableCache()  # (structure, types) of the arguments -> Variant
         self._last: tuple[Any, Any, Variant] | None = None
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
+        self._signature: int | None = None  # of its exchanges
         self._calls = 0  # outside a runner
         self.told: set[str] = set()  # loops whose exchanges were spoken of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
         world, given = current(), args
+        if jit_disabled():
+            raise CutError(
+                f"`{self.__name__}` was called under `jax.disable_jit()`: a crossover step exists as executables only,"
+                " cut from its trace. Call it outside, and look at values inside by `jax.debug.print`; without"
+                " exchanges the function itself can run under `disable_jit`."
+            )
         function, args = self._bind_static(args)
         leaves, tree = jax.tree.flatten((args, kwargs))
         # Looking for objects costs more than flattening; a structure that was run before held none.
@@ -107,12 +117,13 @@ class Step:
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         runtime.check_not_stray(self.__name__)
+        assert node.program is not None
         self._calls += 1
-        if node is not self._agreed or node.traced.choices:
-            # Which branch the host takes may differ between ranks where it was told different things: ask each time.
-            node.agree(self._calls)
-            self._agreed = node
-        return run_alone(world, node.compiled_for(None), leaves, self._calls)
+        if world.size == 1 or (node is not self._agreed and not node.program.speaks):
+            return run_alone(world, node.compiled_for(None), leaves, self._calls)
+        with ONLY_THREAD.calling(self.__name__):
+            self._agree(node)
+            return run_alone(world, node.compiled_for(None), leaves, self._calls)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, the step gets its instance as the first argument."""
@@ -131,59 +142,89 @@ class Step:
         function, args = self._bind_static(args)
         return self._trace(world, function, args, kwargs)
 
+    def _agree(self, node: Variant) -> None:
+        if node is self._agreed and not node.traced.choices:
+            return
+        # Which branch the host takes may differ between ranks where it was told different things: ask each time. But
+        # shapes may change on one rank alone: where its exchanges stay what they are, the others go on and are not met.
+        assert node.program is not None
+        signature = None if node.traced.choices else node.program.exchange_hash()
+        if signature is None or signature != self._signature:
+            node.agree(self._calls)
+        self._agreed, self._signature = node, signature
+
     def _trace(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Traced:
         mesh = world.mesh(self.axes)
-        if bad := [n for n in self.donate if not 0 <= n < len(args) + len(self.static) or n in self.static]:
+        static = [n for n, _, _ in getattr(function, "static", ())]
+        count = len(args) + len(static)
+        donated = positions(self.donate, count)
+        if bad := [m for m, n in zip(self.donate, donated, strict=True) if not 0 <= n < count or n in static]:
             raise ValueError(
                 f"donate_argnums of `{self.__name__}` names argument {bad[0]}, but it was called with"
-                f" {len(args) + len(self.static)} positional arguments, and static ones cannot be donated."
+                f" {count} positional arguments, and static ones cannot be donated."
             )
-        donate = [n - sum(s < n for s in self.static) for n in self.donate]
+        donate = [n - sum(s < n for s in static) for n in donated]
         return trace(function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate)
 
     def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if not self.static:
             return self.step, tuple(args)
-        fixed = {n: args[n] for n in self.static if n < len(args)}
+        fixed = {n: args[n] for n in positions(self.static, len(args)) if 0 <= n < len(args)}
 
         def bound(*rest: Any, **kwargs: Any) -> Any:
             left = iter(rest)
             return self.step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
 
         bound.__name__ = self.__name__
-        bound.static = tuple(fixed.items())  # type: ignore[attr-defined]
+        # With types, because 1 == True == 1.0.
+        bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
         return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
 
     def _node(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
         leaves: list[Any], tree: Any,
     ) -> Variant:  # fmt: skip
-        kinds = _kinds(leaves)
-        static = getattr(function, "static", ())
-        last = self._last
-        if last is not None and last[0] == (tree, static) and last[1] == kinds:
+        try:
+            kinds = _kinds(leaves)
+        except TypeError:
+            check_arrays(self.step, args, kwargs)  # says which leaf
+            raise
+        last, asked = self._last, (tree, getattr(function, "static", ()), trace_context())
+        if last is not None and last[0] == asked and last[1] == kinds:
             return last[2].choose(leaves)
-        changed = last is not None
-        key = (tree, static, tuple(kinds), id(world))
+        self._check_static(asked[1])
+        key = (*asked, tuple(kinds), id(world))
 
         def make() -> Variant:
-            if changed:
-                self._notice_change(last, kinds, args, kwargs)
+            if last is not None:
+                self._notice_change(last, asked, kinds, args, kwargs)
             return Variant(
                 traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
                 told=self.told, leaves=tuple(leaves), world=world,
             )  # fmt: skip
 
         node = self._roots.get(key, make)
-        self._last = ((tree, static), kinds, node)
+        self._last = (asked, kinds, node)
         return node.choose(leaves)
 
-    def _notice_change(self, last: Any, kinds: list[Any], args: Any, kwargs: Any) -> None:
+    def _check_static(self, static: Sequence[tuple[int, type, Any]]) -> None:
+        for n, kind, value in static:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ValueError(
+                    f"static argument {n} of `{self.__name__}` cannot be hashed: it is or holds a `{kind.__name__}`"
+                    f" ({error}). What was compiled is found by the values of static arguments: pass something hashable"
+                    f" (a tuple, a frozen dataclass), or arrays as an argument that is not in static_argnums."
+                ) from None
+
+    def _notice_change(self, last: Any, asked: Any, kinds: list[Any], args: Any, kwargs: Any) -> None:
         paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
         where = "the structure of its arguments changed"
-        if len(last[1]) == len(kinds):
+        if last[0][0] == asked[0]:
+            where = "a static argument changed" if last[0][1] != asked[1] else "JAX's configuration changed"
             for path, old, new in zip(paths, last[1], kinds, strict=False):
                 if old != new:
                     where = f"argument {path} was {_short(old)}, is {_short(new)}"
@@ -195,17 +236,19 @@ class Step:
     def _check_leaves(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
         # On the path of every step: asking an array's exact type costs a tenth of asking whether it is a jax.Array.
         for n, leaf in enumerate(leaves):
-            if type(leaf) is ArrayImpl:
-                if leaf.is_deleted():
-                    path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
-                    raise ValueError(
-                        f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the"
-                        " state that the step returned, or leave it out of donate_argnums."
+            if type(leaf) is not ArrayImpl:
+                if isinstance(leaf, Tracer):
+                    raise TypeError(
+                        f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the"
+                        " host and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
                     )
-            elif isinstance(leaf, Tracer):
-                raise TypeError(
-                    f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the host"
-                    " and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
+                if not isinstance(leaf, jax.Array):  # else a random key
+                    continue
+            if leaf.is_deleted():
+                path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
+                raise ValueError(
+                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the"
+                    " state that the step returned, or leave it out of donate_argnums."
                 )
 
 
@@ -223,6 +266,11 @@ def _short(kind: Any) -> str:
     aval, sharding = kind if isinstance(kind, tuple) else (kind, None)
     weak = " (a Python number's weak type)" if aval.weak_type else ""
     return f"{aval.str_short()}{weak}{'' if sharding is None else f' on {sharding}'}"
+
+
+def positions(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Argument numbers of a call with `count` positional arguments, the negative ones counted from its end."""
+    return tuple(n + count if n < 0 else n for n in numbers)
 
 
 def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:

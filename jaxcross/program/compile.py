@@ -82,7 +82,7 @@ def compile_program(
         releases = tuple(v for v in segment.inputs if v not in program.outputs)
         donate = _aliasable(program, segment, may)
         key = (segment_key(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
-               tuple(coords.items()), host, wire)  # fmt: skip
+               tuple(coords.items()), host, wire, compat.trace_context())  # fmt: skip
         if segment.kind == "compute":
             make = _compute_maker(program, segment, places, donate, coords)
             call = cache.get(key, make)

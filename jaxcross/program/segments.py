@@ -166,6 +166,11 @@ class Program:
         """Everything that it puts on the wire, in order."""
         return tuple(x for s in self.segments for x in s.exchanges)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether it has exchanges."""
+        return any(s.exchanges for s in self.segments)
+
     def silent(self, segment: Segment) -> bool:
         """Whether a collective segment has nobody to speak to: every exchange is over axes of one rank."""
         sizes = dict(self.axes)

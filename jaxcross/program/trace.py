@@ -85,13 +85,7 @@ def trace(
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
-    for path, leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
-        if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
-            raise CutError(
-                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no"
-                " array and no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over"
-                " it."
-            )
+    check_arrays(step, args, kwargs)
     counts = [len(jax.tree.leaves(a)) for a in args]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     donated = frozenset(p for n in donate_argnums for p in range(starts[n], starts[n + 1]))
@@ -118,6 +112,21 @@ def trace(
         donated=donated, wire=wire, whole=whole,
     )  # fmt: skip
     return _flatten(blank, ())
+
+
+def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Makes sure that all leaves are arrays, or their types.
+
+    Raises:
+        CutError: One is not; says where it stands.
+    """
+    for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
+        if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
+            raise CutError(
+                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no"
+                " array and no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over"
+                " it."
+            )
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:

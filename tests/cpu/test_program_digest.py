@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 from jaxcross.program.digest import segment_key
 from jaxcross.program.trace import trace
@@ -56,7 +57,7 @@ def keys(callback: Any, call: Any = jax.pure_callback) -> list[Any]:
     return [segment_key(s) for s in program.segments]
 
 
-@pytest.mark.parametrize("call", [jax.pure_callback, jax.experimental.io_callback])
+@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
 @pytest.mark.parametrize(
     "pair",
     [

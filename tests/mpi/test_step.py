@@ -1,0 +1,58 @@
+"""Steps outside a runner, on two ranks: which thread may call them, and when the ranks agree anew."""
+
+SCRIPT = """
+import threading, warnings
+import jax, jax.numpy as jnp, numpy as np
+import jaxcross
+from jax import lax
+
+warnings.simplefilter("ignore")
+world = jaxcross.initialize(watchdog_s=30)
+inside, leave, x = threading.Event(), threading.Event(), jnp.ones(4)
+
+
+def wait(v):
+    inside.set()
+    leave.wait(60)
+    return v
+
+
+def slow(x):
+    return lax.psum(jax.pure_callback(wait, jax.ShapeDtypeStruct((4,), jnp.float32), x), "batch")
+
+
+slow_step = jaxcross.crossover(slow, axes="batch")
+step = jaxcross.crossover(lambda x: lax.psum(x, "batch"), axes="batch")
+alone = jaxcross.crossover(lambda x: x + 1, axes="batch")
+results = []
+thread = threading.Thread(target=lambda: results.append(slow_step(x)), name="mine")
+thread.start()
+inside.wait(60)
+try:
+    step(x)
+except jaxcross.JobError as error:
+    message = str(error)
+assert message.startswith(
+    "`<lambda>` was called from thread `MainThread` while thread `mine` is in `slow`. Ranks meet in the order of the"
+), message
+assert (alone(x) == 2).all(), "who communicates with nobody may call from any thread"
+leave.set()
+thread.join()
+assert (results[0] == 2).all() and (step(x) == 2).all(), "one after the other is allowed"
+
+# Batches of unlike length: where one rank's change leaves the exchanges as they are, the others are not waited for.
+mean = jaxcross.crossover(lambda x: lax.pmean(x.mean(), "batch"), axes="batch")
+for n in range(5):
+    length = 4 + (n if world.rank else 0)
+    assert mean(jnp.full(length, float(world.rank))) == 0.5
+try:
+    step(jnp.ones(5 + world.rank))
+except jaxcross.ExchangeError as error:
+    assert str(error).startswith("ranks 0 and 1 exchange different things in `<lambda>`: exchange 1 is"), error
+    print("end", flush=True)
+"""
+
+
+def test_threads_and_agreements(mpirun) -> None:
+    finished = mpirun(2, SCRIPT, timeout=120)
+    assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
