@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -54,7 +55,7 @@ class Exchange:
     def line(self) -> str:
         """The exchange as one line of the signature that ranks compare."""
         extra = "".join(f" {name}={value!r}" for name, value in self.params)
-        return f"{self.op} {','.join(self.axes)} {self.dtype}{list(self.shape)}{extra}"
+        return f"{self.op} {','.join(map(_word, self.axes))} {self.dtype}{list(self.shape)}{extra}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +324,7 @@ class Program:
         """Everything but the equations; `parse` reads it back."""
         lines = [
             f"program {self.name}",
-            "axes " + " ".join(f"{n}={s}" for n, s in self.axes),
+            f"axes {self._axes_text()}",
             f"inputs {_ranges(self.inputs)}",
             f"constants {self.constants}",
             f"donated {_ranges(sorted(self.donated))}",
@@ -337,8 +338,10 @@ class Program:
 
     def exchange_signature(self) -> str:
         """What all ranks must have in common: every exchange in order. Never ranks, handles or compute."""
-        axes = " ".join(f"{n}={s}" for n, s in self.axes)
-        return "\n".join([f"axes {axes}", *(x.line() for x in self.exchanges)])
+        return "\n".join([f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)])
+
+    def _axes_text(self) -> str:
+        return " ".join(f"{_word(n)}={s}" for n, s in self.axes)
 
     def exchange_hash(self) -> int:
         """`exchange_signature` as 62 bits, so that it survives negation in an all-reduce of int64."""
@@ -365,6 +368,11 @@ def human_bytes(count: int) -> str:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
         count /= 1000  # type: ignore[assignment]
     return f"{count:.1f} GB"
+
+
+def _word(name: str) -> str:
+    """An axis name, quoted where it would not be read back as one."""
+    return name if re.fullmatch(r"[\w.:/+-]+", name) else repr(name)
 
 
 def _ranges(ids: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ def parse(text: str) -> Program:
     head: dict[str, str] = {}
     segments: list[dict[str, Any]] = []
     values: list[Aval] = []
+    axes: tuple[tuple[str, int], ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.startswith("    "):
@@ -38,12 +39,13 @@ def parse(text: str) -> Program:
             else:
                 key, _, rest = line.partition(" ")
                 head[key] = rest
+                if key == "axes":
+                    axes = _parse_axes(rest)
         except (ValueError, IndexError, KeyError) as error:
             raise ValueError(f"line {number} of the program is not understood: `{line}` ({error})") from error
     missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - head.keys()
     if missing:
         raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
-    axes = tuple((n, int(s)) for n, s in (item.split("=") for item in head["axes"].split()))
     return Program(
         name=head["program"], axes=axes, values=tuple(values), inputs=_parse_ranges(head["inputs"]),
         outputs=_parse_ranges(head["outputs"]), constants=int(head["constants"]),
@@ -63,8 +65,23 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-_EXCHANGE = re.compile(r"(?P<op>\S+) (?P<axes>\S*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$")
+_NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,=]+"""
+_AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
+_EXCHANGE = re.compile(
+    rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
+)
 _PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
+
+
+def _parse_axes(text: str) -> tuple[tuple[str, int], ...]:
+    found = list(_AXIS.finditer(text))
+    if "".join(match[0] for match in found) != text:
+        raise ValueError("no axes like `batch=2`")
+    return tuple((_name(match[1]), int(match[2])) for match in found)
+
+
+def _name(text: str) -> str:
+    return ast.literal_eval(text) if text[0] in "'\"" else text
 
 
 def _parse_aval(text: str) -> Aval:
@@ -81,5 +98,5 @@ def _parse_exchange(text: str) -> Exchange:
         raise ValueError("no exchange like `psum batch float32[8]`")
     params = tuple((name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"]))
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
-    axes = tuple(a for a in match["axes"].split(",") if a)
+    axes = tuple(map(_name, re.findall(_NAME, match["axes"])))
     return Exchange(op=match["op"], axes=axes, dtype=match["dtype"], shape=shape, params=params)

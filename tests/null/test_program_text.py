@@ -163,3 +163,20 @@ def test_a_parsed_program_cannot_be_compiled() -> None:
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    "name", ["my axis", "a=b", "a,b", "it's", 'say "a"', "two\nlines", "=", "ünïcode", "[0]", "\\"]
+)
+def test_any_axis_name_survives(name: str) -> None:
+    exchange = replace(SUM, axes=(name, "plain"), params=(("tiled", True),))
+    wanted = replace(with_segment(1, exchanges=(exchange,)), axes=((name, 2), ("plain", 3)))
+    found = parse(wanted.text())
+    assert found.axes == wanted.axes and found.segments[1].exchanges == (exchange,)
+    assert found.text() == wanted.text() and found.exchange_hash() == wanted.exchange_hash()
+
+
+def test_axes_that_are_not_understood() -> None:
+    text = program().text().replace("axes batch=2", "axes batch=two")
+    with pytest.raises(ValueError, match="^line 2 of the program is not understood: `axes batch=two` \\(no axes like"):
+        parse(text)
