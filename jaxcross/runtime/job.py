@@ -152,12 +152,13 @@ class JobContext:
         Returned is a copy: the job's step may donate it, and another job start from the same `state`.
 
         Args:
-            state: A pytree of arrays.
+            state: A pytree of arrays, JAX's or NumPy's, and numbers.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
                 model that is spread over ranks).
 
         Raises:
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
+            TypeError: Unless `local`, on every rank: a leaf is no array and no number.
         """
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))

@@ -19,9 +19,11 @@ def check_equal(state: Any, comm: Any) -> Any:
 
     Raises:
         ExchangeError: On every rank, naming the first leaf that differs and two ranks.
+        TypeError: On every rank, naming the first leaf that is no array and no number.
     """
     mine = [(path, _digest(leaf)) for path, leaf in _leaves(state)]
     _compare(comm.allgather(mine), hint="Build it from the same seed on every rank, or use `mode='broadcast'`.")
+    _check_arrays(state)
     return state
 
 
@@ -30,9 +32,11 @@ def broadcast(state: Any, comm: Any) -> Any:
 
     Raises:
         ExchangeError: On every rank, if shapes, element types or the tree itself differ.
+        TypeError: On every rank, naming the first leaf that is no array and no number.
     """
     mine = [(path, _form(leaf)) for path, leaf in _leaves(state)]
     _compare(comm.allgather(mine), hint="Only values can be broadcast: make the trees alike first.")
+    _check_arrays(state)
     return jax.tree.map(lambda leaf: _broadcast_leaf(leaf, comm), state)
 
 
@@ -59,6 +63,21 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
             )
 
 
+def _check_arrays(state: Any) -> None:
+    """Comes after the comparison, so that all ranks raise, or none."""
+    for path, leaf in _leaves(state):
+        if not _is_numeric(leaf):
+            raise TypeError(
+                f"`{path}` of the state is of type `{type(leaf).__name__}`: its leaves must be arrays or numbers, "
+                "which can be compared between ranks. Leave texts and other objects out of the state."
+            )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    dtype = _host(leaf).dtype
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+
+
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -69,10 +88,12 @@ def _host(leaf: Any) -> np.ndarray:
 
 def _form(leaf: Any) -> str:
     array = _host(leaf)
-    return f"{array.dtype}{list(array.shape)}"
+    return f"{array.dtype}{list(array.shape)}" if _is_numeric(leaf) else f"of type {type(leaf).__name__}"
 
 
 def _digest(leaf: Any) -> str:
+    if not _is_numeric(leaf):
+        return _form(leaf)
     array = np.ascontiguousarray(_host(leaf))
     # A view, not a copy, of arrays that may fill half of the memory.
     content = hashlib.blake2b(array.reshape(-1).view(np.uint8).data, digest_size=8)

@@ -182,7 +182,7 @@ def test_what_closing_the_data_raises_is_logged(monkeypatch):
         runner.run()
         return job.state, logged.get(timeout=60).getMessage()
 
-    (((state, message)),) = run_ranks(1, work)
+    ((state, message),) = run_ranks(1, work)
     assert state == 1.0
     assert message.startswith("`close()` of the data given to job.batches raised\nTraceback")
 
@@ -307,6 +307,21 @@ def test_different_initial_states_are_an_error_unless_broadcast():
         return job.state
 
     assert run_ranks(2, work) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", ["check", "broadcast", "local"])
+def test_a_restored_state_is_a_copy(mode):
+    mine = {"host": np.zeros(2), "device": jnp.zeros(2)}
+
+    def work(world):
+        job = (runner := Runner(world)).add("a", lambda job: job.restore(mine, mode=mode))
+        runner.run()
+        return job.state
+
+    (state,) = run_ranks(1, work)
+    mine["host"][:] = 1
+    mine["device"].delete()
+    assert state["host"].tolist() == state["device"].tolist() == [0, 0]
 
 
 def test_a_run_in_a_run_is_refused_and_possible_afterwards():

@@ -16,7 +16,7 @@ def test_agreements_and_communicators(mpirun, ranks):
     done = mpirun(ranks, "world_checks.py").check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(mpirun):

@@ -87,6 +87,22 @@ def broadcast_gives_rank_zeros_values():
         assert "first at `['w']`: float32[3] and float32[4]" in str(error), error
 
 
+def what_is_no_array_is_refused_on_every_rank():
+    for leaf in ("text", np.array(["text"]), object()):
+        for mode in ("check", "broadcast"):
+            try:
+                world.broadcast_or_check({"w": jnp.zeros(3), "a": {"b": leaf}}, mode=mode)
+                raise AssertionError("not noticed")
+            except TypeError as error:
+                kind = type(leaf).__name__
+                assert str(error).startswith(f"`['a']['b']` of the state is of type `{kind}`: its leaves must"), error
+    try:
+        world.broadcast_or_check({"a": 1.0 if RANK else "text"})
+        raise AssertionError("not noticed")
+    except ExchangeError as error:
+        assert "between ranks 0 and 1, first at `['a']`: of type str and float64[" in str(error), error
+
+
 def main():
     names = [n for n, f in globals().items() if callable(f) and getattr(f, "__module__", "") == "__main__"]
     found = {}
