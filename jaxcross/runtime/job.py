@@ -177,9 +177,10 @@ class JobContext:
         Raises:
             JobError: This thread is not the job's own.
         """
+        driver = self._running()
         if error := self._stray("`job.together` or `job.restore`", "called"):
             raise error
-        return self._running().together(self._number, label, work)
+        return driver.together(self._number, label, work)
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:

@@ -563,6 +563,8 @@ def test_bad_arguments():
             runner.add("", lambda job: None)
         with pytest.raises(JobError, match=r"^Job `a` is not running\."):
             job.batches([])
+        with pytest.raises(JobError, match=r"^Job `a` is not running\."):
+            job.restore(0.0)
         with pytest.raises(ValueError, match=r"^`depth` is 0"):
             Runner(world, depth=0)
         with pytest.raises(TypeError, match=r"^Job `x` needs a step function, not `int`"):
