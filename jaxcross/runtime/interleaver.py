@@ -34,7 +34,6 @@ between steps says so in any vote. In both cases all ranks compare texts in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from jaxcross.errors import InternalError
@@ -65,6 +64,7 @@ class Interleaver:
         self._jobs = [LocalJob() for _ in range(jobs)]
         self._turns = Turns(policy, jobs)  # on the compute lane, in nanoseconds
         self._on_device: set[tuple[int, int, int]] = set()
+        self._ready: dict[int, int] = {}  # jobs that have a compute segment for the lane, and which
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
@@ -133,7 +133,9 @@ class Interleaver:
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
         number = getattr(event, "job", None)  # others may concern every job
-        self._answer_threads(range(len(self._jobs)) if number is None else (number,))
+        for job in range(len(self._jobs)) if number is None else (number,):
+            self._answer_thread(job)
+            self._note_ready(job)
         self._fill_compute_lane()
         self._begin_slot()
         out, self._out = tuple(self._out), []
@@ -205,32 +207,32 @@ class Interleaver:
             self._answer(job, m.Raised(job))
         mine.waits, mine.point = False, None
 
-    def _answer_threads(self, jobs: Iterable[int]) -> None:
-        """Returns complete steps. Offers the end of jobs whose function returned, once nothing of theirs can fail on
-        the device any more.
+    def _answer_thread(self, job: int) -> None:
+        """Returns a complete step. Offers the end of a job whose function returned, once nothing of it can fail on the
+        device any more.
         """
-        for job in jobs:
-            mine = self._jobs[job]
-            if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
-                self._answer(job, m.StepReturned(job, self.step(job)))
-            if mine.returned and not any(key[0] == job for key in self._on_device):
-                mine.returned = False
-                self._wait_at(job, Point("end", point_hash("end"), "ended"))
+        mine = self._jobs[job]
+        if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
+            self._answer(job, m.StepReturned(job, self.step(job)))
+        if mine.returned and not any(key[0] == job for key in self._on_device):
+            mine.returned = False
+            self._wait_at(job, Point("end", point_hash("end"), "ended"))
 
     # The compute lane.
 
+    def _note_ready(self, job: int) -> None:
+        mine = self._jobs[job]
+        runs = mine.call is not None and mine.failed is None and not mine.closed
+        segment = mine.call.ready() if runs and mine.call is not None else None
+        if segment is None:
+            self._ready.pop(job, None)
+        else:
+            self._ready[job] = segment
+
     def _fill_compute_lane(self) -> None:
-        while len(self._on_device) < self.depth:
-            ready: dict[int, int] = {}
-            for job, mine in enumerate(self._jobs):
-                if mine.call is not None and mine.failed is None and not mine.closed:
-                    segment = mine.call.ready()
-                    if segment is not None:
-                        ready[job] = segment
-            if not ready:
-                return
-            job = self._turns.next(ready)
-            call, segment = self._jobs[job].call, ready[job]
+        while len(self._on_device) < self.depth and self._ready:
+            job = self._turns.next(self._ready)
+            call, segment = self._jobs[job].call, self._ready[job]
             assert call is not None
             call.waiting.remove(segment)
             call.issued.add(segment)
@@ -239,6 +241,7 @@ class Interleaver:
             # Work without exchanges happens between two steps; the others make the next one.
             step = self.step(job) + (1 if call.outline.collectives and not call.committed else 0)
             self._out.append(m.Dispatch(job, call.number, step, segment))
+            self._note_ready(job)
 
     # The exchange lane.
 
