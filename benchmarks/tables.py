@@ -88,8 +88,32 @@ def memory(_: str) -> Iterator[tuple[str, ...]]:
                f"{row['compile_s']:.0f}")  # fmt: skip
 
 
+def scale(_: str) -> Iterator[tuple[str, ...]]:
+    """What jobs and segments cost the host."""
+    found = read("scale")
+    yield "what grows", "sizes", "one decision, median us", "of a whole run, us a segment", "peak GB", "power"
+    for kind in ("jobs", "segments"):
+        for part, key in (("decision", "median_us"), ("run", "us_per_segment")):
+            rows, power = found[f"{part}_by_{kind}"]["rows"], found[f"{part}_by_{kind}"]["slope_of_total"]
+            values = [row[key]["median"] if isinstance(row[key], dict) else row[key] for row in rows]
+            shown = ", ".join(f"{value:.0f}" for value in values)
+            memory = ", ".join(f"{row['peak_rss_bytes'] / 1e9:.2f}" for row in rows if "peak_rss_bytes" in row)
+            sizes = ", ".join(str(row[kind]) for row in rows)
+            yield kind, sizes, *((shown, "") if part == "decision" else ("", shown)), memory, f"{power:.2f}"
+
+
+def unequal(_: str) -> Iterator[tuple[str, ...]]:
+    """A small job beside a large one."""
+    found = read("unequal")
+    yield "turns", "large", "small", "progress"
+    for way, row in found["ways"].items():
+        each = (f"{row['relative'][name]:.2f}" for name in ("large", "small"))
+        yield way, *each, f"{row['progress']:.2f}"
+
+
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
     "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
+    "scale": scale, "unequal": unequal,
 }  # fmt: skip
 
 
