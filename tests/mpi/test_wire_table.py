@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows"), [(1, 239), (2, 239), (3, 239), pytest.param(4, 455, marks=pytest.mark.slow)]
+    ("ranks", "rows"), [(1, 239), (2, 239), (3, 239), pytest.param(4, 455, marks=pytest.mark.exhaustive)]
 )
 def test_every_collective_equals_xla(mpirun, ranks, rows):
     done = mpirun(ranks, "wire_table.py", timeout=400).check()
