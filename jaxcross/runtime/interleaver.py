@@ -222,8 +222,8 @@ class Interleaver:
 
     def _note_ready(self, job: int) -> None:
         mine = self._jobs[job]
-        runs = mine.call is not None and mine.failed is None and not mine.closed
-        segment = mine.call.ready() if runs and mine.call is not None else None
+        call = mine.call if mine.failed is None and not mine.closed else None
+        segment = None if call is None else call.ready()
         if segment is None:
             self._ready.pop(job, None)
         else:
