@@ -161,7 +161,7 @@ class Execution:
         for place, moved in compiled.forwards:
             if not (moved and isinstance(results[place], jax.Array)):
                 results[place] = jnp.array(results[place])
-        return jax.tree.unflatten(compiled.out_tree, results)
+        return compiled.out_tree.unflatten(results)
 
 
 def _one_copy(value: Any, device: Any) -> Any:

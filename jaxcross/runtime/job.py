@@ -41,8 +41,7 @@ def current_job() -> JobContext | None:
 
 def runner_active(world: Any = None) -> bool:
     """Whether a run is in progress in this process, or in `world` alone."""
-    lanes = [thread for thread in threading.enumerate() if isinstance(thread, LaneThread)]
-    return any(world is None or lane.serves(world) for lane in lanes)
+    return any(world is None or lane.serves(world) for lane in tuple(LaneThread.living))
 
 
 def check_not_stray(step: str) -> None:
@@ -51,7 +50,7 @@ def check_not_stray(step: str) -> None:
     Raises:
         JobError: Its exchanges would have no place in the order that all ranks agreed on.
     """
-    if current_job() is None and runner_active():
+    if runner_active() and current_job() is None:
         raise JobError(
             f"`{step}` was called from thread `{threading.current_thread().name}`, which is no job of the runner that "
             "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a job's "

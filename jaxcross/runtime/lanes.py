@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
@@ -25,9 +25,19 @@ def patience_s(level: int) -> float:
 class LaneThread(threading.Thread):
     """A thread of a runner. While one lives, a run is in progress in this process."""
 
+    living: ClassVar[set[LaneThread]] = set()
+
     def __init__(self, name: str, work: Any, driver: Driver | None = None) -> None:
         super().__init__(name=f"jaxcross-{name}", daemon=True)
         self._work, self._driver = work, driver
+
+    def start(self) -> None:
+        self.living.add(self)
+        try:
+            super().start()
+        except BaseException:
+            self.living.discard(self)
+            raise
 
     def serves(self, world: Any) -> bool:
         """Whether this is a lane of a run in `world`."""
@@ -40,6 +50,8 @@ class LaneThread(threading.Thread):
             if self._driver is None:
                 raise
             self._driver.die(error)
+        finally:
+            self.living.discard(self)
 
 
 class ComputeLane:
