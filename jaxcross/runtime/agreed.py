@@ -8,7 +8,7 @@ slot on all ranks, although they ask at different times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,18 +73,23 @@ class Agreed:
         self.stopping = False
         self.opening = _OPENING_VOTES  # votes that may still wait for every job's first step before the first exchange
         self.queue: deque[Slot] = deque()  # comparisons and syncs: they go before everything but a commit
-
-    def running(self) -> tuple[int, ...]:
-        """The unfinished jobs that the policy lets run now."""
-        return self.policy.running([job.finished for job in self.jobs])
+        self.running = policy.running([False] * jobs)  # the unfinished jobs that the policy lets run now
+        self._next: Slot | None = None  # until something changes
+        self._before: Verdict | None = None
+        self._unheard = set(range(jobs))  # jobs whose row of the verdict was not acted upon
 
     def slot(self) -> Slot:
         """The next slot of the exchange lane, on every rank."""
+        if self._next is None:
+            self._next = self._decide()
+        return self._next
+
+    def _decide(self) -> Slot:
         if self.commit is not None:
             return Slot("vote")
         if self.queue:
             return self.queue[0]
-        running = self.running()
+        running = self.running
         if not running:
             return Slot("done")
         pending = [job for job in running if self.jobs[job].remaining]
@@ -110,59 +115,75 @@ class Agreed:
         remaining.popleft()
         self.turns.begin(job)
         self.turns.charge(job, nbytes)
-        self.voted, self.opening = False, 0
+        self.voted, self.opening, self._next = False, 0, None
         if not remaining:
             self.commit = job
 
     def queued_done(self) -> Slot:
         """The comparison or sync at the head of the queue is over."""
+        self._next = None
         return self.queue.popleft()
 
-    def apply(self, verdict: Verdict, called: Mapping[int, Sequence[int] | str]) -> list[Outcome]:
-        """The vote is over. `called` says what each job waits for here: the collective segments of the step it called,
-        "end", "sync" or "batch". Read only for jobs that wait at the same point on all ranks, hence equal on all.
+    def apply(self, verdict: Verdict, called: Callable[[int], Sequence[int] | str]) -> list[Outcome]:
+        """The vote is over. `called` tells what a job waits for here: the collective segments of the step it called,
+        "end", "sync" or "batch". Asked only of jobs that wait at the same point on all ranks, hence equal on all.
         """
-        committing, self.commit, self.voted = self.commit, None, True
-        if any(job.remaining for job in self.jobs):
-            self.opening = max(self.opening - 1, 0)
+        committing, self.commit, self.voted, self._next = self.commit, None, True, None
+        if self.opening and any(job.remaining for job in self.jobs):
+            self.opening -= 1
         self.stopping |= verdict.stop
+        # Of a job that nobody says anything new about, everything was decided.
+        self._unheard.update(range(len(self.jobs)) if self._before is None else verdict.news(self._before))
+        if committing is not None:
+            self._unheard.add(committing)
+        self._before = verdict
         outcomes: list[Outcome] = []
-        running = self.running()
-        for number, job in enumerate(self.jobs):
-            if job.finished or number not in running:
-                # A job whose turn to start has not come; it is stopped with the others.
-                if self.stopping and not job.finished:
-                    job.finished = True
-                    outcomes.append(Outcome("stopped", number))
-                continue
-            said = verdict.jobs[number]
-            if self._hear_of_batches(job, said):
-                outcomes.append(Outcome("batches", number))
-            if job.remaining:
-                continue
-            if not said.good or (said.waiting and not said.agreed):
-                job.remaining, job.finished = None, True
-                self.queue.append(Slot("compare", number))
-                outcomes.append(Outcome("compare", number))
-                continue
-            if number == committing:
-                job.step, job.remaining = job.step + 1, None
-                outcomes.append(Outcome("committed", number))
-            what = called.get(number) if said.waiting else None
-            if what == "end":
-                job.finished = True
-                outcomes.append(Outcome("ended", number))
-            elif self.stopping and said.waiting:
-                # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
-                job.finished = True
-                outcomes.append(Outcome("stopped", number))
-            elif what == "sync":
-                self.queue.append(Slot("sync", number))
-                outcomes.append(Outcome("sync", number))
-            elif what is not None and not isinstance(what, str):
-                job.remaining = deque(what)
-                outcomes.append(Outcome("admitted", number))
+        for number in self.running:
+            if number in self._unheard or self.stopping:
+                outcomes += self._hear(number, verdict.job(number), number == committing, called)
+        if self.stopping:  # jobs whose turn to start has not come
+            outcomes += self._stop_others()
+        if any(outcome.kind in ("compare", "ended", "stopped") for outcome in outcomes):
+            self.running = self.policy.running([job.finished for job in self.jobs])
         return outcomes
+
+    def _hear(
+        self, number: int, said: JobVerdict, committing: bool, called: Callable[[int], Sequence[int] | str]
+    ) -> list[Outcome]:
+        job, outcomes = self.jobs[number], []
+        if self._hear_of_batches(job, said):
+            outcomes.append(Outcome("batches", number))
+        if job.remaining:
+            return outcomes
+        self._unheard.discard(number)
+        if not said.good or (said.waiting and not said.agreed):
+            job.remaining, job.finished = None, True
+            self.queue.append(Slot("compare", number))
+            return [*outcomes, Outcome("compare", number)]
+        if committing:
+            job.step, job.remaining = job.step + 1, None
+            outcomes.append(Outcome("committed", number))
+        what = called(number) if said.waiting else None
+        if what == "end":
+            job.finished = True
+            outcomes.append(Outcome("ended", number))
+        elif self.stopping and said.waiting:
+            # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
+            job.finished = True
+            outcomes.append(Outcome("stopped", number))
+        elif what == "sync":
+            self.queue.append(Slot("sync", number))
+            outcomes.append(Outcome("sync", number))
+        elif what is not None and not isinstance(what, str):
+            job.remaining = deque(what)
+            outcomes.append(Outcome("admitted", number))
+        return outcomes
+
+    def _stop_others(self) -> list[Outcome]:
+        others = [n for n, job in enumerate(self.jobs) if not job.finished and n not in self.running]
+        for number in others:
+            self.jobs[number].finished = True
+        return [Outcome("stopped", number) for number in others]
 
     @staticmethod
     def _hear_of_batches(job: SharedJob, said: JobVerdict) -> bool:

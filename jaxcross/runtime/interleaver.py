@@ -36,13 +36,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Outcome, Slot
 from jaxcross.runtime.invariants import check_lanes
 from jaxcross.runtime.local import LocalCall, LocalJob, Point
 from jaxcross.runtime.policy import Policy, Turns
-from jaxcross.runtime.vote import Ballot, JobBallot, Verdict, point_hash
+from jaxcross.runtime.vote import Ballot, Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
 
@@ -65,6 +67,8 @@ class Interleaver:
         self._turns = Turns(policy, jobs)  # on the compute lane, in nanoseconds
         self._on_device: set[tuple[int, int, int]] = set()
         self._ready: dict[int, int] = {}  # jobs that have a compute segment for the lane, and which
+        self._ballot = Ballot(jobs)
+        self._touched: set[int] = set()  # jobs whose part of the ballot may be out of date
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
@@ -86,7 +90,7 @@ class Interleaver:
             case m.StepCalled():
                 self._step_called(event)
             case m.SegmentDispatched(job, call, segment):
-                if (current := self._current(job, call)) is not None:
+                if (current := self._jobs[job].current(call)) is not None:
                     current.dispatched.add(segment)
             case m.SegmentCompleted(job, call, segment, ns):
                 self._on_device.discard((job, call, segment))
@@ -99,6 +103,7 @@ class Interleaver:
             case m.VoteDone(verdict):
                 self._expect("vote")
                 self._vote_done(verdict)
+                self._start_jobs()
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.agreed.queued_done()
@@ -126,16 +131,15 @@ class Interleaver:
                 self._fail(job, text)
             case m.StopRequested():
                 self._stop = True
+                self._ballot.stop()
             case m.PatienceElapsed():
                 self._begin_slot(patience_over=True)
             case m.RunStarted():
                 self._start_jobs()
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
-        number = getattr(event, "job", None)  # others may concern every job
-        for job in range(len(self._jobs)) if number is None else (number,):
-            self._answer_thread(job)
-            self._note_ready(job)
+        if (job := getattr(event, "job", None)) is not None:
+            self._look_at(job)
         self._fill_compute_lane()
         self._begin_slot()
         out, self._out = tuple(self._out), []
@@ -144,14 +148,16 @@ class Interleaver:
     # Jobs.
 
     def _start_jobs(self) -> None:
-        for job in self.agreed.running():
+        for job in self.agreed.running:
             if not self._jobs[job].started:
                 self._jobs[job].started = True
                 self._out.append(m.StartJob(job))
 
-    def _current(self, job: int, call: int) -> LocalCall | None:
-        current = self._jobs[job].call
-        return current if current is not None and current.number == call else None
+    def _look_at(self, job: int) -> None:
+        """Something happened to the job: its thread may go on, it may have a segment for the lane, or news."""
+        self._answer_thread(job)
+        self._note_ready(job)
+        self._touched.add(job)
 
     def _step_called(self, event: m.StepCalled) -> None:
         job, mine, outline = event.job, self._jobs[event.job], event.outline
@@ -221,9 +227,7 @@ class Interleaver:
     # The compute lane.
 
     def _note_ready(self, job: int) -> None:
-        mine = self._jobs[job]
-        call = mine.call if mine.failed is None and not mine.closed else None
-        segment = None if call is None else call.ready()
+        segment = self._jobs[job].ready()
         if segment is None:
             self._ready.pop(job, None)
         else:
@@ -266,14 +270,15 @@ class Interleaver:
                 return
             instruction = m.RunExchange(slot.job, call.number, self.step(slot.job) + 1, slot.segment, zero)
         elif slot.kind == "vote":
-            if slot.lazy and not patience_over and not self._has_something_to_say(slot.job):
+            urgent = self._jobs[slot.job].has_news() if slot.lazy else True
+            if not (urgent or patience_over or (self._stop and not self.agreed.stopping)):
                 if not self._patient:
                     self._patient = True
                     self._out.append(m.BePatient(self._fruitless))
                 return
-            instruction = m.CastVote(self._ballot())
+            instruction = m.CastVote(self._say())
         elif slot.kind == "compare":
-            instruction = m.CompareTexts(slot.job, self._text(slot.job))
+            instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
         elif slot.kind == "sync":
             instruction = m.RunSync(slot.job)
         else:
@@ -281,35 +286,11 @@ class Interleaver:
         self._slot, self._patient = slot, False
         self._out.append(instruction)
 
-    def _has_something_to_say(self, job: int) -> bool:
-        mine = self._jobs[job]
-        if mine.failed is not None or (self._stop and not self.agreed.stopping):
-            return True
-        if mine.point is None or mine.point.kind != "batch":
-            return mine.point is not None
-        prepared, limit = mine.prepared.get(mine.stream, 0), mine.limits.get(mine.stream)
-        return prepared > mine.point.index or (limit is not None and limit <= mine.point.index)
-
-    def _ballot(self) -> Ballot:
-        return Ballot(
-            stop=self._stop,
-            jobs=tuple(
-                JobBallot(
-                    point=mine.point.hash if mine.point is not None else None,
-                    good=mine.failed is None,
-                    stream=mine.stream,
-                    prepared=mine.prepared.get(mine.stream, 0),
-                    limit=mine.limits.get(mine.stream),
-                )
-                for mine in self._jobs
-            ),
-        )
-
-    def _text(self, job: int) -> str:
-        mine = self._jobs[job]
-        if mine.failed is not None:
-            return f"failed\n{mine.failed}"
-        return f"{mine.point.kind}\n{mine.point.text}" if mine.point is not None else ""
+    def _say(self) -> np.ndarray:
+        for job in self._touched:
+            self._ballot.say(job, self._jobs[job].ballot())
+        self._touched.clear()
+        return self._ballot.cast()
 
     def _exchange_done(self, job: int, segment: int) -> None:
         self._expect("exchange", job)
@@ -321,20 +302,11 @@ class Interleaver:
         self.agreed.exchange_done(job, nbytes[segment] if nbytes else 1)
 
     def _vote_done(self, verdict: Verdict) -> None:
-        called = {job: self._called(mine) for job, mine in enumerate(self._jobs) if mine.point is not None}
-        outcomes = self.agreed.apply(verdict, called)
+        outcomes = self.agreed.apply(verdict, lambda job: self._jobs[job].called())
         self._fruitless = 0 if outcomes else min(self._fruitless + 1, _MOST_PATIENT)
         for outcome in outcomes:
             self._follow(outcome)
-        self._start_jobs()
-
-    @staticmethod
-    def _called(mine: LocalJob) -> tuple[int, ...] | str:
-        assert mine.point is not None
-        if mine.point.kind != "step":
-            return mine.point.kind
-        assert mine.call is not None
-        return mine.call.outline.collectives
+            self._look_at(outcome.job)
 
     def _follow(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
-from jaxcross.runtime.vote import decode, encode
+from jaxcross.runtime.vote import Verdict
 from jaxcross.world.slices import ask_for_short_slices
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class ExchangeLane:
         match instruction:
             case m.CastVote(ballot):
                 with world.watching(job="", step=0, segment=-1, what="vote"):
-                    event = m.VoteDone(decode(world.control.allreduce_min(encode(ballot))))
+                    event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
                 label, job = self._hold(start_ns, 0), ""
             case m.CompareTexts(number, text):
                 job, label = driver.seats[number].name, "compare"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.vote import JobBallot
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
@@ -67,3 +68,44 @@ class LocalJob:
     syncs: int = 0
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
+
+    def current(self, call: int) -> LocalCall | None:
+        """The call of that number, unless it is over."""
+        return self.call if self.call is not None and self.call.number == call else None
+
+    def ready(self) -> int | None:
+        """The compute segment that may go to the lane next."""
+        return None if self.call is None or self.failed is not None or self.closed else self.call.ready()
+
+    def called(self) -> tuple[int, ...] | str:
+        """What it waits for: the collective segments of the step that it called, or the kind of its point."""
+        assert self.point is not None
+        if self.point.kind != "step":
+            return self.point.kind
+        assert self.call is not None
+        return self.call.outline.collectives
+
+    def has_news(self) -> bool:
+        """Whether a vote could change something for it, as far as this rank knows."""
+        if self.failed is not None:
+            return True
+        if self.point is None or self.point.kind != "batch":
+            return self.point is not None
+        prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
+        return prepared > self.point.index or (limit is not None and limit <= self.point.index)
+
+    def ballot(self) -> JobBallot:
+        """What this rank says of it in a vote."""
+        return JobBallot(
+            point=self.point.hash if self.point is not None else None,
+            good=self.failed is None,
+            stream=self.stream,
+            prepared=self.prepared.get(self.stream, 0),
+            limit=self.limits.get(self.stream),
+        )
+
+    def text(self) -> str:
+        """What this rank tells people of it, where ranks disagree or it failed."""
+        if self.failed is not None:
+            return f"failed\n{self.failed}"
+        return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""

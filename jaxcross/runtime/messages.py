@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import Ballot, Verdict
+from jaxcross.runtime.vote import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +189,9 @@ class RunExchange(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CastVote(Instruction):
-    """Exchange lane: all-reduce the ballot."""
+    """Exchange lane: all-reduce the ballot, a vector of int64."""
 
-    ballot: Ballot
+    ballot: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The vote: the one control message between ranks, an all-reduce (minimum) of a short int64 vector.
 
-Each rank casts a `Ballot`; all receive the same `Verdict`. Every question is put so that the minimum over ranks
+Each rank casts its `Ballot`; all receive the same `Verdict`. Every question is put so that the minimum over ranks
 answers it: "all of us?" is a bit, "any of us not?" the same bit, "are we equal?" a number and its negation, "how far
 is the slowest?" a count.
 """
@@ -44,12 +44,39 @@ class JobBallot:
     limit: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """What one rank says: a wish to stop everything, and one entry a job."""
+    """What one rank says: a wish to stop everything, and one row a job. Kept from vote to vote, and written only where
+    there is news: a vote costs the host what has changed, however many jobs there are.
+    """
 
-    stop: bool = False
-    jobs: tuple[JobBallot, ...]
+    __slots__ = ("_rows", "_vector")
+
+    def __init__(self, jobs: int) -> None:
+        self._vector = np.ones(_HEADER + _FIELDS * jobs, np.int64)
+        self._rows = self._vector[_HEADER:].reshape(jobs, _FIELDS)
+        for job in range(jobs):
+            self.say(job, JobBallot())
+
+    def say(self, job: int, said: JobBallot) -> None:
+        """From now on this rank says so about the job."""
+        self._rows[job] = (
+            said.point is not None,
+            _NEUTRAL if said.point is None else said.point,
+            _NEUTRAL if said.point is None else -said.point,
+            said.good,
+            said.stream,
+            -said.stream,
+            said.prepared,
+            _NEUTRAL if said.limit is None else said.limit,
+        )
+
+    def stop(self) -> None:
+        """From now on this rank wishes that all jobs stop."""
+        self._vector[0] = False
+
+    def cast(self) -> np.ndarray:
+        """The vector that the minimum is taken of, as it is now. Same length on every rank that has the same jobs."""
+        return self._vector.copy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,52 +100,32 @@ class JobVerdict:
     limit: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome of a vote, the same on every rank."""
+    """The outcome of a vote, the same on every rank: the minimum of all ranks' vectors."""
 
-    stop: bool
-    jobs: tuple[JobVerdict, ...]
+    __slots__ = ("_rows", "stop")
 
+    def __init__(self, vector: np.ndarray) -> None:
+        self.stop = not vector[0]
+        self._rows = vector[_HEADER:].reshape(-1, _FIELDS)
 
-def encode(ballot: Ballot) -> np.ndarray:
-    """The vector that the minimum is taken of. Same length on every rank that has the same jobs."""
-    vector = np.empty(_HEADER + _FIELDS * len(ballot.jobs), np.int64)
-    vector[0] = not ballot.stop
-    for row, job in zip(vector[_HEADER:].reshape(-1, _FIELDS), ballot.jobs, strict=True):
-        row[:] = (
-            job.point is not None,
-            _NEUTRAL if job.point is None else job.point,
-            _NEUTRAL if job.point is None else -job.point,
-            job.good,
-            job.stream,
-            -job.stream,
-            job.prepared,
-            _NEUTRAL if job.limit is None else job.limit,
+    def job(self, job: int) -> JobVerdict:
+        """What all ranks say about one job."""
+        waiting, low, negated, good, stream, unstream, prepared, limit = self._rows[job].tolist()
+        return JobVerdict(
+            waiting=bool(waiting),
+            agreed=low == -negated,
+            good=bool(good),
+            stream=stream if stream == -unstream else None,
+            prepared=prepared,
+            limit=None if limit == _NEUTRAL else limit,
         )
-    return vector
+
+    def news(self, before: Verdict) -> list[int]:
+        """The jobs about which it says something else than an earlier verdict."""
+        return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()
 
 
-def decode(vector: np.ndarray) -> Verdict:
-    """The verdict that the minimum of all ranks' vectors stands for."""
-    return Verdict(
-        stop=not vector[0],
-        jobs=tuple(
-            JobVerdict(
-                waiting=bool(waiting),
-                agreed=bool(low == -negated),
-                good=bool(good),
-                stream=int(stream) if stream == -unstream else None,
-                prepared=int(prepared),
-                limit=None if limit == _NEUTRAL else int(limit),
-            )
-            for waiting, low, negated, good, stream, unstream, prepared, limit in vector[_HEADER:]
-            .reshape(-1, _FIELDS)
-            .tolist()
-        ),
-    )
-
-
-def tally(ballots: Sequence[Ballot]) -> Verdict:
+def tally(ballots: Sequence[np.ndarray]) -> Verdict:
     """What ranks that cast these ballots would receive. For simulators and tests: no communication."""
-    return decode(np.min(np.stack([encode(ballot) for ballot in ballots]), axis=0))
+    return Verdict(np.min(np.stack(ballots), axis=0))

@@ -124,6 +124,29 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
     assert one.step(0) == 1
 
 
+def test_stop_reaches_a_job_of_which_nothing_else_is_new():
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
+    out = vote(one, feed(one, m.PatienceElapsed()))  # it was said that the job waits, and nothing came of it
+    assert kinds(out) == ["BePatient"]
+    out = vote(one, feed(one, m.StopRequested()))
+    assert [m.JobFinished(0, "stopped"), m.Raised(0)] == out[:2]
+    assert one.finished
+
+
+def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
+    one = Interleaver(3, Sequential())
+    assert [i.job for i in feed(one, m.RunStarted()) if isinstance(i, m.StartJob)] == [0]
+    out = vote(one, feed(one, m.BatchWanted(0, 0, 0), m.StopRequested()))
+    assert [(i.job, i.how) for i in out if isinstance(i, m.JobFinished)] == [
+        (0, "stopped"),
+        (1, "stopped"),
+        (2, "stopped"),
+    ]
+    assert not any(isinstance(i, m.StartJob) for i in out)
+    assert one.finished
+
+
 def test_an_outline_refuses_an_exchange_that_waits_for_its_own_commit():
     with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
         Outline(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.runtime.vote import Ballot, JobBallot, decode, encode, point_hash, tally
+from jaxcross.runtime.vote import Ballot, JobBallot, point_hash, tally
 
 BALLOTS = st.builds(
     JobBallot,
@@ -13,13 +13,21 @@ BALLOTS = st.builds(
 )
 
 
+def cast(stop, jobs):
+    ballot = Ballot(len(jobs))
+    for job, said in enumerate(jobs):
+        ballot.say(job, said)
+    if stop:
+        ballot.stop()
+    return ballot.cast()
+
+
 @given(st.integers(1, 4).flatmap(lambda k: st.lists(st.tuples(st.booleans(), st.tuples(*[BALLOTS] * k)), min_size=1)))
 def test_the_minimum_answers_every_question(ranks):
-    ballots = [Ballot(stop=stop, jobs=jobs) for stop, jobs in ranks]
-    verdict = tally(ballots)
-    assert verdict.stop == any(b.stop for b in ballots)
-    for number, said in enumerate(verdict.jobs):
-        mine = [b.jobs[number] for b in ballots]
+    verdict = tally([cast(stop, jobs) for stop, jobs in ranks])
+    assert verdict.stop == any(stop for stop, _ in ranks)
+    for number in range(len(ranks[0][1])):
+        said, mine = verdict.job(number), [jobs[number] for _, jobs in ranks]
         assert said.waiting == all(b.point is not None for b in mine)
         if said.waiting:
             assert said.agreed == (len({b.point for b in mine}) == 1)
@@ -32,10 +40,18 @@ def test_the_minimum_answers_every_question(ranks):
 
 
 def test_one_rank_hears_what_it_said():
-    ballot = Ballot(jobs=(JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))
-    first, second = decode(encode(ballot)).jobs
+    verdict = tally([cast(False, (JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))])
+    first, second = verdict.job(0), verdict.job(1)
     assert (first.waiting, first.agreed, first.good, first.prepared, first.limit) == (True, True, True, 3, 4)
     assert (second.waiting, second.good, second.limit) == (False, False, None)
+
+
+def test_a_ballot_is_kept_from_vote_to_vote_and_a_cast_one_stays_as_it_was():
+    ballot = Ballot(3)
+    before = ballot.cast()
+    ballot.say(1, JobBallot(point=5))
+    assert tally([ballot.cast()]).news(tally([before])) == [1]
+    assert not tally([before]).job(1).waiting
 
 
 def test_point_hashes_can_be_negated():
