@@ -12,8 +12,8 @@ Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each
 Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
 (`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting and
 compiling are not in it, filling the pipeline is; `steady` is the period that jaxcross's report gives.
-bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum m * (1 - 1/slowdown) stands for sum c, where slowdown is
-c beside a running exchange on the same core over c alone. Rivals that overlap a job with itself have no max(c + m).
+bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
+exchange takes beside a step on the same core. Rivals that overlap a job with itself have no max(c + m).
 c is that of the rival's own framework. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m),
 clipped to 0..1. cpu_s and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
 """
@@ -165,7 +165,7 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
         **{f"steady_{name}": b / middle["steady_s_per_job_step"] for name, b in
            (("efficiency", bound), ("efficiency_with_tax", taxed)) if "steady_s_per_job_step" in middle},
         "c_s": [cost.compute_s for cost in costs], "m_s": [cost.exchange_s for cost in costs],
-        "slowdown": [cost.slowdown for cost in costs], "over_own_compute": measured / own_compute,
+        "tax_s": [cost.tax_s for cost in costs], "over_own_compute": measured / own_compute,
         "hidden_share": middle.get("hidden_share", hidden_share(costs, measured)),
         "hidden_share_from": "trace" if "hidden_share" in middle else "(c + m - T) / min(c, m)",
         "raw": samples,

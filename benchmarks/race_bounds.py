@@ -17,12 +17,12 @@ class Cost:
     Attributes:
         compute_s: c, the step without its exchange, alone on its core.
         exchange_s: m, its exchange, alone on the link.
-        slowdown: c beside a running exchange over c alone; 1 costs nothing.
+        tax_s: CPU that its exchange takes, on the core that computes, while a step computes there.
     """
 
     compute_s: float
     exchange_s: float
-    slowdown: float = 1.0
+    tax_s: float = 0.0
 
 
 def bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
@@ -39,11 +39,9 @@ def bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
 def taxed_bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
     """The same where exchanges burn CPU on the core that computes.
 
-    While an exchange runs, its core computes at 1/slowdown of its speed, so that exchanging for m seconds loses
-    m * (1 - 1/slowdown) of compute: max(sum c + sum m * (1 - 1/slowdown), sum m, max(c + m)) / k.
+    The core has both to compute and to copy, send and poll: max(sum c + sum tax, sum m, max(c + m)) / k.
     """
-    lost = sum(j.exchange_s * (1 - 1 / max(1.0, j.slowdown)) for j in jobs)
-    compute = sum(j.compute_s for j in jobs) + lost
+    compute = sum(j.compute_s + j.tax_s for j in jobs)
     return max(compute / len(jobs), bound_s(jobs, chain=chain))
 
 

@@ -89,14 +89,12 @@ class Entrants:
                 c, m = _middle(raw["c_jax"]), _middle(raw["m_float32"])
                 exchanges = max(3, math.ceil(4 * c / m))
                 answers = ask(crossed, "taxed", job=number, exchanges=min(exchanges, 200))
-                raw["untaxed"] = _raw(answers, "untaxed_raw")
-                raw["taxed_c"] = [a["taxed_compute_s"] for a in answers]
-                raw["taxed_m"] = _raw(answers, "taxed_exchange_raw")
+                raw.update({name: _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
         per_job = [known[spec] for spec in jobs]
         costs = {
             (framework, wire): [
                 Cost(compute_s=_middle(raw[f"c_{framework}"]), exchange_s=_middle(raw[f"m_{wire}"]),
-                     slowdown=_slowdown(raw))
+                     tax_s=_middle(raw["tax"]) if tax else 0.0)
                 for raw in per_job
             ]
             for framework in ("jax", "torch") if f"c_{framework}" in per_job[0]
@@ -173,9 +171,3 @@ def _raw(answers: Sequence[dict[str, Any]], key: str = "raw") -> list[list[float
 def _middle(raw: Sequence[Sequence[float]]) -> float:
     """Mean over ranks of each rank's median."""
     return statistics.fmean(statistics.median(values) for values in raw)
-
-
-def _slowdown(raw: dict[str, Any]) -> float:
-    """c beside an exchange over c alone, both in the same process; 1 where it was not measured."""
-    taxed = [value for value in raw.get("taxed_c", ()) if value is not None]
-    return max(1.0, statistics.fmean(taxed) / _middle(raw["untaxed"])) if taxed else 1.0

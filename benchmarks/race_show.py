@@ -33,7 +33,7 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     words = ", ".join(f"{c:.3f} + {m:.3f}" for c, m in zip(first["c_s"], first["m_s"], strict=True))
     console.print(
         f"bound of {first['rival']}: {first['bound_s']:.3f} s a job-step, with tax {first['bound_with_tax_s']:.3f}; "
-        f"c + m of each job: {words}; slowdown beside an exchange {', '.join(f'{s:.2f}' for s in first['slowdown'])}"
+        f"c + m of each job: {words}; tax of an exchange {', '.join(f'{s:.3f}' for s in first['tax_s'])} s"
     )
     if (found := facts.get("wait_free")) is not None:
         console.print(

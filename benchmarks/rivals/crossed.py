@@ -142,23 +142,28 @@ class Collectives:
             if r.device is not None
         ]
 
-    def timed(self, times: int) -> list[float]:
-        """Seconds of each exchange. Waits for the other rank, which must do the same."""
-        raw = []
+    def timed(self, times: int) -> tuple[list[float], list[float]]:
+        """Seconds, and this thread's CPU seconds, of each exchange. Waits for the other rank, which does the same."""
+        raw, cpu = [], []
         for _ in range(times):
             operands = [[jnp.zeros(a.shape, a.dtype) for a in avals] for _, avals in self._calls]
             jax.block_until_ready(operands)
             world.control.allgather_text("")  # both ranks begin together
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.thread_time()
             for (call, _), args in zip(self._calls, operands, strict=True):
                 jax.block_until_ready(call(*args))
             raw.append(time.perf_counter() - start)
-        return raw
+            cpu.append(time.thread_time() - cpu_start)
+        return raw, cpu
 
 
 def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict[str, Any]:
-    """Steps without exchange, in this thread, while another one exchanges as often as it is told."""
-    result: list[list[float]] = []
+    """Steps without exchange, in this thread, while another one exchanges as often as it is told.
+
+    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds and CPU seconds of
+    each exchange. An exchange lies in the thread that makes it, XLA's executable and MPI's polling included.
+    """
+    result: list[tuple[list[float], list[float]]] = []
     failure: list[Exception] = []
 
     def beside() -> None:
@@ -169,19 +174,15 @@ def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict
             failure.append(error)
 
     thread = threading.Thread(target=beside, name="exchange-beside")
-    begin = time.perf_counter()
     thread.start()
-    steps, end = 0, begin
-    while True:
-        loop.run(1)
-        now = time.perf_counter()
-        if not thread.is_alive():
-            break
-        steps, end = steps + 1, now
+    took: list[float] = []
+    while thread.is_alive():
+        took += loop.timed(1)
     thread.join()
     if failure:
         raise failure[0]
-    return {"taxed_compute_s": (end - begin) / steps if steps else None, "taxed_exchange_raw": result[0]}
+    exchange_s, cpu_s = result[0]
+    return {"taxed_c": took[:-1], "taxed_m": exchange_s, "tax": cpu_s}
 
 
 def main() -> int:
@@ -207,14 +208,13 @@ def main() -> int:
     def alone(job: int, times: int, wire: str) -> dict[str, Any]:
         collectives = jobs.exchanges(job, wire)
         collectives.timed(1)
-        return {"raw": collectives.timed(times)}
+        return {"raw": collectives.timed(times)[0]}
 
     def beside(job: int, exchanges: int) -> dict[str, Any]:
         loop, collectives = jobs.computing(job), jobs.exchanges(job, "float32")
         try:
-            untaxed = loop.timed(2)
             world.control.allgather_text("")
-            return {"untaxed_raw": untaxed, **taxed(loop, collectives, exchanges)}
+            return taxed(loop, collectives, exchanges)
         finally:
             loop.state = None
 
