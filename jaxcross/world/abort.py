@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 # mpirun ends the others at once; this is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0
+# mpirun reads ranks' output through pipes, and drops what it has not read when it is told to end them.
+_READ_S = 0.3
 _INTERRUPTED = 130
 
 
@@ -21,6 +23,7 @@ def abort_everywhere(message: str, *, code: int = 1) -> NoReturn:
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code or 1,))
     timer.daemon = True
     timer.start()
+    threading.Event().wait(_READ_S)
     from mpi4py import MPI
 
     if MPI.Is_initialized() and not MPI.Is_finalized():

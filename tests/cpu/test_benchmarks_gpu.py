@@ -185,7 +185,7 @@ def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None
     assert f"rank 0: {name} holds" in run(str(CASE), name, "--stand-in", env=quick_compiler).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
     mpirun = find_mpirun()
     if mpirun is None:

@@ -19,12 +19,13 @@ def test_mnist_sweep(mpirun: Callable[..., Any]) -> None:
     assert done.stdout.count("in crossover and alone the same bits") == 3
 
 
-def test_nnx_mlp(mpirun: Callable[..., Any]) -> None:
-    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), "--steps", "50", "--hidden", "16", timeout=240).check()
+def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
+    words = ("--steps", "50", "--hidden", "16")
+    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, timeout=240, env=quick_compiler).check()
     assert done.stdout.count("in both idioms") == 1
 
 
-def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options = {
         "--data-dir": tmp_path / "data",
@@ -37,7 +38,7 @@ def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     }
     words = [str(word) for pair in options.items() for word in pair]
     words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
-    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=300).check()
+    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=300, env=quick_compiler).check()
     assert done.stdout.count("all final states are equal, bit for bit") == 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert [job["steps"] for job in result["runs"]["crossover"]["jobs"]] == [20, 20]

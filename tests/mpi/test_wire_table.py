@@ -8,8 +8,8 @@ import pytest
 @pytest.mark.parametrize(
     ("ranks", "rows"), [(1, 239), (2, 239), (3, 239), pytest.param(4, 455, marks=pytest.mark.exhaustive)]
 )
-def test_every_collective_equals_xla(mpirun, ranks, rows):
-    done = mpirun(ranks, "wire_table.py", timeout=400).check()
+def test_every_collective_equals_xla(mpirun, ranks, rows, quick_compiler):
+    done = mpirun(ranks, "wire_table.py", timeout=400, env=quick_compiler).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["wrong"] == []
     assert found["rows"] == rows
