@@ -38,12 +38,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How far a rank is: waits it has entered, those it is in, and whether it is the one that reports."""
+    """How far a rank is: waits it has entered, those it is in, and whether it is about to report."""
 
     entered: int
     waits: tuple[Wait, ...]
     asking: bool = False
-    decided: bool = False
 
 
 def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standing | None]) -> str:
@@ -114,7 +113,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._entered = 0
         self._waits: dict[int, Wait] = {}
-        self._asking = self._decided = False
+        self._asking = False
+        self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
@@ -136,6 +136,7 @@ class Watchdog:
     def enter(self, job: str, step: int, segment: int, what: str) -> int:
         with self._lock:
             self._entered += 1
+            self._asked.clear()  # whoever asked before spoke of an earlier wait
             number = self._entered
             self._waits[number] = Wait(
                 job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic()
@@ -149,7 +150,7 @@ class Watchdog:
     def _standing(self) -> Standing:
         with self._lock:
             waits = tuple(self._waits.values())
-            return Standing(entered=self._entered, waits=waits, asking=self._asking, decided=self._decided)
+            return Standing(entered=self._entered, waits=waits, asking=self._asking)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -168,6 +169,9 @@ class Watchdog:
             question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
                 print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
+            else:
+                with self._lock:
+                    self._asked.add(asker)
             self._comm.send(self._standing(), dest=asker, tag=_ANSWER)
 
     def _ask(self, question: str, ranks: list[int]) -> dict[int, Standing | None]:
@@ -187,19 +191,26 @@ class Watchdog:
         return answers
 
     def _investigate(self, wait: Wait) -> None:
+        """Reports and aborts, unless another rank does so, or the wait ends meanwhile.
+
+        One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
+        asked at once, see that of each other, and the lower one speaks. Who holds back speaks after all where nobody
+        has ended it in 10 s.
+        """
         with self._lock:
-            self._asking = True
-        answers = self._ask("standing", self._others)
-        # One report is enough: whoever has decided speaks, and of several that ask the lowest rank.
-        if any(s is not None and (s.decided or (s.asking and r < self._rank)) for r, s in answers.items()):
+            held = bool(self._asked)
+            self._asking = not held
+        answers = {} if held else self._ask("standing", self._others)
+        if held or any(s is not None and s.asking and r < self._rank for r, s in answers.items()):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._serve()
+            if not self._stop.is_set():
+                answers = self._ask("standing", self._others)
         with self._lock:
-            if wait.number not in self._waits:  # it went on while we asked
-                self._asking = False
+            self._asking = wait.number in self._waits and not self._stop.is_set()
+            if not self._asking:
                 return
-            self._decided = True
         self._ask("stacks", late_ranks(wait, answers))
         report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers)
         abort_everywhere(f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}")
