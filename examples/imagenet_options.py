@@ -48,6 +48,11 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     add("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
     args.jobs = args.jobs or [job("lr=0.1,seed=0")]
+    for folder in (args.output, args.json and args.json.parent):  # before hours of training, not after them
+        try:
+            folder and folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"nothing can be written into {folder}: {error}")
     try:
         args.emulated = Link.parse(args.link.removeprefix("emulate:")) if args.link else None
     except ValueError as error:
@@ -60,7 +65,6 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
 def write_results(args: argparse.Namespace, rank: int, reports: dict[str, Any], scores: dict[str, Any]) -> None:
     """Writes the files of `--output` and `--json`, on rank 0."""
     if args.output and rank == 0:
-        args.output.mkdir(parents=True, exist_ok=True)
         for name, report in reports.items():
             report.to_json(args.output / f"{name}.json")
             report.to_chrome_trace(args.output / f"{name}.trace.json")

@@ -92,7 +92,13 @@ def _demo(args: argparse.Namespace) -> int:
         slow = Link.parse(args.link) is not None and args.ranks > 1
     except ValueError as error:
         raise DemoError(f"--link: {error}") from error
-    args.output.mkdir(parents=True, exist_ok=True)
+    for folder in (args.output, *([] if args.json is None else [args.json.parent])):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DemoError(f"nothing can be written into `{folder}`: {error}") from error
+    if args.json is not None and args.json.is_dir():
+        raise DemoError(f"--json: `{args.json}` is a folder.")
     data = _write_data(args)
     with ExitStack() as stack:
         lab, why_not = _lab(args, stack) if slow else (None, "")
@@ -143,7 +149,7 @@ def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
 
     try:
         return stack.enter_context(Lab(hosts=args.ranks, rate=args.link)), ""
-    except OSError as error:
+    except (OSError, ValueError) as error:  # not allowed here, or more hosts than it has addresses
         return None, str(error)
 
 

@@ -134,8 +134,6 @@ class Agreed:
         self.stopping |= verdict.stop
         # Of a job that nobody says anything new about, everything was decided.
         self._unheard.update(range(len(self.jobs)) if self._before is None else verdict.news(self._before))
-        if committing is not None:
-            self._unheard.add(committing)
         self._before = verdict
         outcomes: list[Outcome] = []
         for number in self.running:

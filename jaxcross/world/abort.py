@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -17,18 +18,30 @@ _INTERRUPTED = 130
 
 
 def abort_everywhere(message: str, *, code: int = 1) -> NoReturn:
-    """Print `message` and end all ranks through MPI, or this one alone if MPI does not react within 4 s."""
-    print(message, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code or 1,))
-    timer.daemon = True
-    timer.start()
-    threading.Event().wait(_READ_S)
-    from mpi4py import MPI
+    """Print `message` and end all ranks through MPI, or this one alone if MPI does not react within 4 s.
 
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
-    os._exit(code or 1)
+    Ends them whatever happens meanwhile: a closed or blocked stderr, another interrupt, the end of the main thread.
+    """
+    code = code or 1
+    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code,))
+    timer.daemon = False  # else the interpreter might end before, successfully, where a daemon thread aborts
+    with suppress(RuntimeError):  # it ends already
+        timer.start()
+    try:
+        _say(message)
+        threading.Event().wait(_READ_S)
+    finally:
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+
+def _say(text: str) -> None:
+    with suppress(Exception):  # a closed stream must not keep the others waiting
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
 
 
 def install_hooks(rank: int, size: int) -> None:
@@ -38,8 +51,9 @@ def install_hooks(rank: int, size: int) -> None:
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             abort_everywhere(f"jaxcross: rank {rank} was interrupted; all {size} ranks end.", code=_INTERRUPTED)
-        print(f"jaxcross: rank {rank} of {size} failed:", file=sys.stderr, flush=True)
-        previous(kind, value, trace)
+        _say(f"jaxcross: rank {rank} of {size} failed:")
+        with suppress(Exception):
+            previous(kind, value, trace)
         abort_everywhere(f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.")
 
     def on_thread_exception(args: Any) -> None:

@@ -26,7 +26,7 @@ def end(process, patience_s=30):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, quick_compiler):
     folder = tmp_path_factory.mktemp("demo")
-    line = demo("--link", "none", "--output", str(folder / "out"), "--json", str(folder / "result.json"))
+    line = demo("--link", "none", "--output", str(folder / "out"), "--json", str(folder / "new" / "result.json"))
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, **quick_compiler},
@@ -41,7 +41,7 @@ def finished(tmp_path_factory, quick_compiler):
 
 def test_it_writes_the_promised_numbers(finished):
     folder, _ = finished
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "new" / "result.json").read_text())
     assert set(result) == {
         "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "bound_s_per_step", "efficiency",
         "hidden_share", "jobs", "trace", "gantt",
@@ -104,4 +104,17 @@ def test_a_bad_link_is_refused(tmp_path):
     )
     assert done.returncode == 1
     assert "jaxcross demo: --link: `fast` is not a link rate" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--output", "--json"])
+def test_what_cannot_be_written_is_said_before_training(tmp_path, option):
+    file = tmp_path / "file"
+    file.touch()
+    folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}
+    words = [word for pair in folders.items() for word in pair]
+    done = subprocess.run(demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxcross demo: nothing can be written into")
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()

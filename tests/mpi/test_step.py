@@ -56,3 +56,10 @@ except jaxcross.ExchangeError as error:
 def test_threads_and_agreements(mpirun) -> None:
     finished = mpirun(2, SCRIPT, timeout=120)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
+
+
+def test_several_devices_a_rank(mpirun):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = mpirun(2, "several_devices.py", env=flags).check()
+    for name in ("sharded", "replicated", "numpy", "unplaced"):
+        assert all(f"rank {rank}: {name} holds" in done.stdout for rank in range(2)), done.stdout

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,6 +46,35 @@ def test_an_interrupt_ends_all_without_a_traceback(mpirun):
     assert done.returncode != 0
     assert "jaxcross: rank 0 was interrupted; all 2 ranks end." in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_all_ranks_end_within_five_seconds_of_the_exception(mpirun):
+    code = START.format(watchdog=60) + (
+        "import time\nif world.rank == 1:\n    print('raised at', time.time(), flush=True)\n    raise ValueError" + WAIT
+    )
+    done = mpirun(2, code, timeout=40)
+    ended = time.time()
+    assert done.returncode != 0
+    assert ended - float(done.stdout.split("raised at")[1].split()[0]) < 5
+
+
+def test_a_daemon_thread_ends_all_even_as_the_main_thread_ends(mpirun):
+    code = START.format(watchdog=60) + (
+        "def loader():\n    raise OSError('disk')\n"
+        "threading.Thread(target=loader, daemon=True).start()\nthreading.Event().wait(0.1)\n"
+    )
+    done = mpirun(1, code, timeout=40)
+    assert done.returncode != 0
+    assert "OSError: disk" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "worse", ["sys.stderr.close()", "import os, signal\n    threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()"]
+)
+def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
+    """Neither a closed stderr nor Ctrl-C while the report is on its way."""
+    code = START.format(watchdog=60) + f"if world.rank == 1:\n    {worse}\n    raise ValueError" + WAIT
+    assert mpirun(2, code, timeout=20).returncode != 0
 
 
 def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):

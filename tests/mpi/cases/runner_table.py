@@ -392,12 +392,17 @@ def interrupted(saves):
 
 
 def emulated_link():
-    """Exchanges hide behind the other job's work: shown by the spans, not by the clock."""
+    """Exchanges last as long as the link would, and every output says that it is emulated."""
     report = jaxcross.run(
         [jaxcross.Job(name, make_step(), init(rate), data(6), steps=6) for name, rate in RATES.items()],
         world=WORLD, link=Link(rate_bytes_per_s=1e6, latency_s=1e-3),
     )  # fmt: skip
     assert "emulated link" in str(report)
+    exchanges = [s for s in report.spans if s.kind == "collective" and s.nbytes]
+    assert exchanges
+    for span in exchanges:
+        assert span.label == "emulated"
+        assert span.end_ns - span.start_ns > 0.99e9 * (1e-3 + span.nbytes / 1e6)
 
 
 CASES = [
