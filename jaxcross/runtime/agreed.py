@@ -92,18 +92,18 @@ class Agreed:
         running = self.running
         if not running:
             return Slot("done")
-        pending = [job for job in running if self.jobs[job].remaining]
         job = self.turns.next(running)
+        idle = not self.jobs[job].remaining
+        pending = [n for n in running if self.jobs[n].remaining] if idle else [job]
         if not pending:
             return Slot("vote", job, lazy=True)
         if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
             # Once the first exchange is under way, a job that comes just after it waits for its whole length.
             return Slot("vote", late[0], lazy=True)
-        if not self.jobs[job].remaining:
-            # An idle job's turn: ask at once whether it has come back, but never twice between two exchanges.
-            if not self.voted:
-                return Slot("vote")
-            job = self.turns.next(pending)
+        if idle and not self.voted:
+            # Its turn: ask at once whether it has come back, but never twice between two exchanges.
+            return Slot("vote")
+        job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
         assert remaining
         return Slot("exchange", job, remaining[0])

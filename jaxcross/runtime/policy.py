@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,11 @@ class Turns:
         """How far the job is from its turn when turns go round."""
         return (job - self.last - 1) % self.jobs
 
+    def round(self) -> Iterator[int]:
+        """All jobs in the order of their turns, when turns go round."""
+        yield from range(self.last + 1, self.jobs)
+        yield from range(self.last + 1)
+
     def begin(self, job: int) -> None:
         """A turn of the job begins."""
         self.last = job
@@ -81,7 +86,8 @@ class RoundRobin:
         return _unfinished(finished)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        return min(candidates, key=turns.distance)
+        # Nearly always the first that is asked; the least of all distances would cost 64 jobs as much as the rest.
+        return next(job for job in turns.round() if job in candidates)
 
     def share(self, job: int) -> float:
         del job
