@@ -1,6 +1,7 @@
 """Exchange strategies: optax transformations written with named-axis collectives and nothing else."""
 
 from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.auto import Load, Rung, auto
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
@@ -17,8 +18,11 @@ from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.top_k import top_k
 
 __all__ = [
+    "Load",
+    "Rung",
     "adasum",
     "asynchronous",
+    "auto",
     "bounded_stale",
     "elastic_average",
     "federated_average",

@@ -1,0 +1,189 @@
+"""No more compression than hides: what a set of jobs needs so that the network is not its bottleneck."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross import _jax_compat as compat
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.top_k import top_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One job's step, as it was measured with the plain mean.
+
+    Attributes:
+        name: For the explanation.
+        compute_s: Seconds that its computation takes of the device (c).
+        exchange_s: Seconds that its exchanges take of the network (m).
+        params: Its parameters, or their shapes (`jax.ShapeDtypeStruct`).
+    """
+
+    name: str
+    compute_s: float
+    exchange_s: float
+    params: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One exchange of a ladder: its name, and how it is made for an axis."""
+
+    name: str
+    make: Callable[[Hashable], optax.GradientTransformation]
+
+
+LADDER = (
+    Rung("mean", mean),
+    Rung("mean, bfloat16", partial(mean, wire_dtype=jnp.bfloat16)),
+    Rung("qsgd, 127 levels", partial(qsgd, 127)),
+    Rung("power_sgd, rank 8", partial(power_sgd, 8)),
+    Rung("top_k, 1%", partial(top_k, 0.01)),
+    Rung("top_k, 0.1%", partial(top_k, 0.001)),
+)
+"""From what loses nothing to what loses most."""
+
+
+def auto(
+    target: float,
+    jobs: Sequence[Load],
+    axis_name: Hashable,
+    *,
+    ranks: int,
+    ladder: Sequence[Rung] = LADDER,
+    say: Callable[[str], Any] = print,
+) -> tuple[optax.GradientTransformation, ...]:
+    """The least compression with which the jobs' exchanges take at most `target` of their computation; says why.
+
+    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c: compressing further buys
+    nothing and costs accuracy. All jobs begin with the first rung. While sum m exceeds `target` times sum c, the job
+    that stands lowest climbs to its next rung that sends less (of several the one that saves most); at the end every
+    job steps back as far as the target allows. A job's m is taken to shrink as its bytes do: latency, and what the
+    compression computes, are not foreseen. Measure the run that comes of it.
+
+    ```python
+    report = jaxcross.run(jobs)
+    loads = [Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+             for j in report.rounds.jobs]
+    exchanges = jaxcross.exchange.auto(1.0, loads, "batch", ranks=world.size)
+    ```
+
+    Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
+    rank has alike.
+
+    Args:
+        target: Sum of m over sum of c that is wanted; 1 where exchanges just hide.
+        jobs: What each job's step takes.
+        axis_name: Over which the gradients are exchanged.
+        ranks: Along that axis.
+        ladder: What there is to choose from, from what loses least to what loses most.
+        say: Is told the reasons, as one text.
+
+    Returns:
+        An exchange a job, for `optax.chain` before its optimizer.
+
+    Raises:
+        ValueError: No jobs, an empty ladder, a target or a time that is not positive.
+    """
+    if not jobs or not ladder:
+        raise ValueError(f"`auto` chooses for jobs from a ladder, and got {len(jobs)} jobs and {len(ladder)} rungs.")
+    if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
+        times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
+        raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
+    made = [rung.make(axis_name) for rung in ladder]
+    seconds = [_seconds(job, [received_bytes(tx, job.params, axis_name, ranks) for tx in made]) for job in jobs]
+    limit = target * sum(job.compute_s for job in jobs)
+    at = _climb(seconds, limit)
+    say(_why(jobs, ladder, seconds, at, limit))
+    return tuple(made[rung] for rung in at)
+
+
+def received_bytes(tx: optax.GradientTransformation, params: Any, axis_name: Hashable, ranks: int) -> float:
+    """Bytes that one rank receives in the first update of `tx`: from its jaxpr, by the formulas of MPI's algorithms."""
+
+    def update(grads: Any, params: Any) -> Any:
+        return tx.update(grads, tx.init(params), params)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    return _received(jax.make_jaxpr(update, axis_env=[(axis_name, ranks)])(shapes, shapes), ranks)
+
+
+def _received(jaxpr: Any, ranks: int) -> float:
+    factors = {"psum": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks,
+               "reduce_scatter": (ranks - 1) / ranks, "ppermute": min(ranks - 1, 1)}  # fmt: skip
+    factors["pmax"] = factors["pmin"] = factors["psum"]
+    total = 0.0
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        inner = [_received(sub, ranks) for sub in compat.sub_jaxprs(eqn)]
+        if inner:
+            # Of branches one is run; a loop's length may be unknown, then it counts once.
+            total += max(inner) if eqn.primitive.name == "cond" else sum(inner) * eqn.params.get("length", 1)
+        elif (factor := factors.get(eqn.primitive.name.removesuffix("_invariant"))) is not None:
+            total += factor * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
+    return total
+
+
+def _seconds(job: Load, nbytes: Sequence[float]) -> list[float]:
+    return [job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes]
+
+
+def _climb(seconds: Sequence[Sequence[float]], limit: float) -> list[int]:
+    """A rung a job, so that the seconds sum up to `limit` at most, where that can be had."""
+    at = [0] * len(seconds)
+    while _total(seconds, at) > limit:
+        steps = [(n, rung) for n in range(len(at)) if (rung := _next(seconds[n], at[n])) is not None]
+        if not steps:
+            break
+        job, rung = min(steps, key=lambda s: (at[s[0]], seconds[s[0]][s[1]] - seconds[s[0]][at[s[0]]]))
+        at[job] = rung
+    for job in sorted(range(len(at)), key=lambda n: -at[n]):
+        for rung in range(at[job]):
+            lower = [*at[:job], rung, *at[job + 1 :]]
+            if _total(seconds, lower) <= limit:
+                at = lower
+                break
+    return at
+
+
+def _next(seconds: Sequence[float], rung: int) -> int | None:
+    return next((n for n in range(rung + 1, len(seconds)) if seconds[n] < seconds[rung]), None)
+
+
+def _total(seconds: Sequence[Sequence[float]], at: Sequence[int]) -> float:
+    return math.fsum(row[rung] for row, rung in zip(seconds, at, strict=True))
+
+
+def _why(
+    jobs: Sequence[Load], ladder: Sequence[Rung], seconds: Sequence[Sequence[float]], at: Sequence[int], limit: float
+) -> str:
+    plain, after = _total(seconds, [0] * len(at)), _total(seconds, at)
+    lines = list(_first_line(plain, after, limit))
+    for job, row, rung in zip(jobs, seconds, at, strict=True):
+        lines.append(
+            f"  {job.name}: {ladder[rung].name}; computes {job.compute_s:.3g} s, exchanges {row[0]:.3g} s as a mean"
+            + (f", about {row[rung]:.3g} s so" if rung else "")
+        )
+    return "\n".join(lines)
+
+
+def _first_line(plain: float, after: float, limit: float) -> Iterator[str]:
+    if plain <= limit:
+        yield f"Exchanges take {plain:.3g} s of the {limit:.3g} s that hide them: compression would buy nothing."
+    elif after <= limit:
+        yield f"Exchanges take {plain:.3g} s, {limit:.3g} s would hide: compressed to about {after:.3g} s, no further."
+    else:
+        yield (
+            f"Exchanges take {plain:.3g} s, {limit:.3g} s would hide: the strongest compression leaves {after:.3g} s. "
+            "Larger batches, local steps (`local_sgd`) or another job to share with may hide the rest."
+        )

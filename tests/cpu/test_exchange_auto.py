@@ -1,0 +1,97 @@
+"""The least compression that hides: never more than is needed, and what it foresees is what travels."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from exchange_table import TABLE, params
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcross import exchange
+from jaxcross.exchange.auto import LADDER, Load, _climb, _total, received_bytes
+
+PARAMS = {"kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "bias": jax.ShapeDtypeStruct((1024,), jnp.float32)}
+
+
+def choose(target, *times, ranks=2):
+    told = []
+    jobs = [Load(name=f"job{n}", compute_s=c, exchange_s=m, params=PARAMS) for n, (c, m) in enumerate(times)]
+    chosen = exchange.auto(target, jobs, "batch", ranks=ranks, say=told.append)
+    assert len(chosen) == len(times)
+    return chosen, told[0]
+
+
+def names(text):
+    return [line.split(": ")[1].split(";")[0] for line in text.splitlines()[1:]]
+
+
+def test_nothing_is_compressed_that_hides():
+    _, text = choose(1.0, (2.0, 1.0), (1.0, 2.0))
+    assert names(text) == ["mean", "mean"]
+    assert "compression would buy nothing" in text
+
+
+@pytest.mark.parametrize(
+    ("exchange_s", "expected"),
+    [
+        (1.3, ["mean", "mean, bfloat16"]),
+        (1.9, ["mean, bfloat16", "mean, bfloat16"]),
+        (2.5, ["mean, bfloat16", "qsgd, 127 levels"]),
+        (100.0, ["top_k, 0.1%", "top_k, 0.1%"]),
+    ],
+)
+def test_two_jobs_climb_as_far_as_they_must(exchange_s, expected):
+    chosen, text = choose(1.0, (1.0, exchange_s), (1.0, exchange_s))
+    assert sorted(names(text)) == sorted(expected), text
+    assert "s, no further" in text
+    for tx in chosen:
+        tx.init({"w": jnp.ones((4, 4))})
+
+
+def test_what_cannot_be_hidden_is_said():
+    _, text = choose(1.0, (1e-6, 1.0))
+    assert names(text) == ["top_k, 0.1%"]
+    assert "the strongest compression leaves" in text
+
+
+def test_one_rank_exchanges_nothing():
+    _, text = choose(1.0, (1.0, 5.0), ranks=1)
+    assert names(text) == ["mean"]
+
+
+@pytest.mark.parametrize("bad", [dict(target=0), dict(target=1, compute_s=0), dict(target=1, jobs=0)])
+def test_what_is_no_load_is_refused(bad):
+    jobs = [Load(name="a", compute_s=bad.get("compute_s", 1.0), exchange_s=1.0, params=PARAMS)] * bad.get("jobs", 1)
+    with pytest.raises(ValueError, match="must be positive|chooses for jobs"):
+        exchange.auto(bad["target"], jobs, "batch", ranks=2)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 20))
+def test_no_job_can_step_back(seconds, limit):
+    at = _climb(seconds, limit)
+    if _total(seconds, at) <= limit:
+        for job, rung in enumerate(at):
+            for lower in range(rung):
+                assert _total(seconds, [*at[:job], lower, *at[job + 1 :]]) > limit
+    else:
+        best = min(_total(seconds, choice) for choice in itertools.product(range(4), repeat=len(seconds)))
+        assert _total(seconds, at) == pytest.approx(best)
+
+
+def test_the_ladder_descends():
+    sent = [received_bytes(rung.make("batch"), PARAMS, "batch", 2) for rung in LADDER]
+    assert sent == sorted(sent, reverse=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_what_is_foreseen_is_what_travels(ranks):
+    """The wire's bytes, of which the table of exchanges is the measure. A warm-up counts as its first stage."""
+    rows = {row.name: row for row in TABLE}
+    for name in ("mean", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "power_sgd", "qsgd", "sign_sgd"):
+        promised = rows[name].bytes([x.shape for x in params().values()], ranks)
+        assert received_bytes(rows[name].made(ranks), params(), "batch", ranks) == pytest.approx(promised, abs=ranks), (
+            name
+        )
