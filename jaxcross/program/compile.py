@@ -113,9 +113,12 @@ def compile_program(
         s.kind == "compute" and n < s.index and n not in awaited[s.index] and not program.silent(program.segments[n])
         for s in program.segments for n in collectives
     )  # fmt: skip
+    # Copies, and made by now: an array that JAX has of NumPy's may be that very memory, or may still be read from it,
+    # and the user may write there.
+    constants = jax.block_until_ready(tuple(map(jnp.array, traced.consts)))
     return Compiled(
         program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=awaited,
-        overlaps=overlaps, constants=tuple(c if isinstance(c, jax.Array) else jnp.array(c) for c in traced.consts),
+        overlaps=overlaps, constants=constants,
         out_tree=traced.out_tree,
     )  # fmt: skip
 

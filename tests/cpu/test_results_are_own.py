@@ -73,8 +73,11 @@ def test_constants_outlive_what_becomes_of_the_results(donate: tuple[int, ...]) 
 
 
 def test_a_numpy_constant_is_as_it_was_when_the_step_was_compiled() -> None:
-    for count in (16, 100_000):
-        table = np.ones(count, np.float32)
+    for count in (16, 100_000, 20_000_000):  # JAX takes, copies, copies later
+        raw = np.empty(count + 16, np.float32)
+        start = -raw.ctypes.data % 64 // 4  # what is aligned so, JAX takes as it is
+        table = raw[start : start + count]
+        table[:] = 1
         x = jnp.ones(count)
         done = compiled(lambda x, table=table: lax.pmean(x, "batch") * table, (x,))
         table[:] = 5
