@@ -72,13 +72,6 @@ def auto(
     job steps back as far as the target allows. A job's m is taken to shrink as its bytes do: latency, and what the
     compression computes, are not foreseen. Measure the run that comes of it.
 
-    ```python
-    report = jaxcross.run(jobs)
-    loads = [Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
-             for j in report.rounds.jobs]
-    exchanges = jaxcross.exchange.auto(1.0, loads, "batch", ranks=world.size)
-    ```
-
     Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
     rank has alike.
 
@@ -95,6 +88,14 @@ def auto(
 
     Raises:
         ValueError: No jobs, an empty ladder, a target or a time that is not positive.
+
+    Example:
+        >>> report = jaxcross.run(jobs)
+        >>> loads = [
+        ...     Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+        ...     for j in report.rounds.jobs
+        ... ]
+        >>> exchanges = jaxcross.exchange.auto(1.0, loads, "batch", ranks=world.size)
     """
     if not jobs or not ladder:
         raise ValueError(f"`auto` chooses for jobs from a ladder, and got {len(jobs)} jobs and {len(ladder)} rungs.")
