@@ -17,8 +17,6 @@ from typing import Any, Literal, Protocol
 import ml_dtypes
 import numpy as np
 
-from jaxcross.errors import InternalError
-
 Kind = Literal["compute", "collective"]
 
 
@@ -253,59 +251,10 @@ class Program:
         Raises:
             InternalError: With the offending segment marked among its neighbours.
         """
-        defined = set(self.inputs)
-        dead: set[int] = set()
-        for place, segment in enumerate(self.segments):
+        from jaxcross.program.verify import verify
 
-            def fail(why: str, at: int = place) -> None:
-                raise InternalError(f"program `{self.name}` is not well formed: {why}\n{self._around(at)}")
-
-            if segment.index != place:
-                fail(f"segment {segment.index} stands at place {place}")
-            for v in segment.inputs:
-                if v not in defined:
-                    fail(f"value {v} is read before it is defined")
-                if v in dead:
-                    fail(f"value {v} is read after its last use")
-            for v in segment.outputs:
-                if v in defined:
-                    fail(f"value {v} is defined twice")
-                if not 0 <= v < len(self.values):
-                    fail(f"value {v} has no type")
-            defined.update(segment.outputs)
-            for v in segment.dies:
-                if v in dead or v not in defined:
-                    fail(f"value {v} is freed twice, or before it is defined")
-                if v in self.outputs:
-                    fail(f"value {v} is freed, but the step returns it")
-            dead.update(segment.dies)
-            if segment.kind == "compute" and (segment.exchanges or self._speaks(segment)):
-                fail("a compute segment holds an exchange")
-            if segment.kind == "collective" and not segment.exchanges:
-                fail("a collective segment holds no exchange")
-            if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
-                fail("its jaxpr takes another number of arguments")
-        for v in self.outputs:
-            if v not in defined:
-                raise InternalError(f"program `{self.name}` is not well formed: result {v} is never defined")
-        if unfreed := defined - dead - set(self.outputs) - set(self.inputs):
-            raise InternalError(
-                f"program `{self.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed"
-            )
+        verify(self)
         return self
-
-    def _speaks(self, segment: Segment) -> bool:
-        from jaxcross.program.flatten import holds_exchange
-
-        if self.traced is None or segment.jaxpr is None:
-            return False
-        return holds_exchange(segment.jaxpr.jaxpr, dict(self.axes), self.traced.wire)
-
-    def _around(self, place: int) -> str:
-        lines = self._lines()
-        return "\n".join(
-            f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(lines) if abs(i - place) <= 2
-        )
 
     def _lines(self) -> list[str]:
         lines = []

@@ -1,0 +1,69 @@
+"""Whether a program is well formed: values live from definition to last use, exchanges stand where they belong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxcross.errors import InternalError
+from jaxcross.program.flatten import holds_exchange
+
+if TYPE_CHECKING:
+    from jaxcross.program.segments import Program, Segment
+
+
+def verify(program: Program) -> None:
+    """Checks every hand-over. Does not wait or communicate.
+
+    Raises:
+        InternalError: With the offending segment marked among its neighbours.
+    """
+    defined = set(program.inputs)
+    dead: set[int] = set()
+    for place, segment in enumerate(program.segments):
+
+        def fail(why: str, at: int = place) -> None:
+            raise InternalError(f"program `{program.name}` is not well formed: {why}\n{_around(program, at)}")
+
+        if segment.index != place:
+            fail(f"segment {segment.index} stands at place {place}")
+        for v in segment.inputs:
+            if v not in defined:
+                fail(f"value {v} is read before it is defined")
+            if v in dead:
+                fail(f"value {v} is read after its last use")
+        for v in segment.outputs:
+            if v in defined:
+                fail(f"value {v} is defined twice")
+            if not 0 <= v < len(program.values):
+                fail(f"value {v} has no type")
+        defined.update(segment.outputs)
+        for v in segment.dies:
+            if v in dead or v not in defined:
+                fail(f"value {v} is freed twice, or before it is defined")
+            if v in program.outputs:
+                fail(f"value {v} is freed, but the step returns it")
+        dead.update(segment.dies)
+        if segment.kind == "compute" and (segment.exchanges or _holds_exchange(program, segment)):
+            fail("a compute segment holds an exchange")
+        if segment.kind == "collective" and not segment.exchanges:
+            fail("a collective segment holds no exchange")
+        if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
+            fail("its jaxpr takes another number of arguments")
+    for v in program.outputs:
+        if v not in defined:
+            raise InternalError(f"program `{program.name}` is not well formed: result {v} is never defined")
+    if unfreed := defined - dead - set(program.outputs) - set(program.inputs):
+        raise InternalError(
+            f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed"
+        )
+
+
+def _holds_exchange(program: Program, segment: Segment) -> bool:
+    if program.traced is None or segment.jaxpr is None:
+        return False
+    return holds_exchange(segment.jaxpr.jaxpr, dict(program.axes), program.traced.wire)
+
+
+def _around(program: Program, place: int) -> str:
+    lines = str(program).splitlines()[-len(program.segments) :]  # below the program, a line a segment
+    return "\n".join(f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(lines) if abs(i - place) <= 2)
