@@ -34,6 +34,7 @@ def measure(k: int, way: str, *, rate: str, smoke: bool) -> dict[str, Any]:
     ):
         entrants = Entrants(stage, CASES[k], smoke, [rival])
         entrants.start(rival.team)
+        entrants.prepare(rival)
         run = entrants.run(rival, 2)
         facts = entrants.start_up[rival.team]
     return {

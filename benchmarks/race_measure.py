@@ -18,19 +18,41 @@ NARROW = "bfloat16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Costs of the case's jobs at one rate.
+    """What the exchanges of the case's jobs cost at one rate, and what JAX computes beside them. A number a job.
 
     Attributes:
-        costs: Framework and wire -> one cost a job.
-        sent_bytes: One direction of each job's float32 exchange, headers included.
-        taxed_exchange_s: m beside a computing step.
-        raw: All that was measured.
+        compute_s: c of JAX: the step without its exchange.
+        exchange_s: Wire -> m.
+        tax_s: What a float32 exchange takes of the core that computes.
+        sent_bytes: One direction of the float32 exchange, headers included.
+        raw: All that was measured, of each distinct job.
     """
 
-    costs: dict[tuple[str, str], list[Cost]]
+    compute_s: list[float]
+    exchange_s: dict[str, list[float]]
+    tax_s: list[float]
     sent_bytes: list[float]
-    taxed_exchange_s: list[float]
-    raw: dict[str, Any]
+    raw: dict[Spec, dict[str, Any]]
+
+    @classmethod
+    def of(cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]]) -> Calibration:
+        """From what was measured once or several times: medians over all of it, on each rank."""
+        raw = {spec: _joined([once[spec] for once in measured]) for spec in measured[0]}
+        per_job = [raw[spec] for spec in jobs]
+        return cls(
+            compute_s=[_middle(raw["c"]) for raw in per_job],
+            exchange_s={wire: [_middle(raw[f"m_{wire}"]) for raw in per_job]
+                        for wire in ("float32", NARROW) if f"m_{wire}" in per_job[0]},
+            tax_s=[_middle(raw["tax"]) if "tax" in raw else 0.0 for raw in per_job],
+            sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
+            raw=raw,
+        )  # fmt: skip
+
+    def costs(self, wire: str, compute_s: Sequence[float] | None = None) -> list[Cost]:
+        """One cost a job. With `compute_s` another c than JAX's at the time of the calibration."""
+        compute_s = self.compute_s if compute_s is None else compute_s
+        each = zip(compute_s, self.exchange_s[wire], self.tax_s, strict=True)
+        return [Cost(compute_s=c, exchange_s=m, tax_s=tax) for c, m, tax in each]
 
 
 @dataclass
@@ -58,54 +80,36 @@ class Entrants:
         answers: list[dict[str, Any]] = []
         for variant in variants or {"plain" if kind == "fused" else "sequential": None}:
             answers = [a for team in teams for a in self.stage.ask(team, "prepare", variant=variant)]
+        idle = self.stage.ask(teams, "rest")
         self.teams[kind] = teams
         self.start_up[kind] = {
             "start_s": started - begin, "prepare_s": time.perf_counter() - started,
-            "idle_rss_bytes": sum(a["idle_rss_bytes"] for a in answers),
+            "idle_rss_bytes": sum(a["idle_rss_bytes"] for a in idle),
             **{key: sum(a.get(key, 0) for a in answers) / RANKS for key in ("compilations", "compile_s")},
         }  # fmt: skip
 
-    def calibrate(self, *, times: int, tax: bool = True) -> Calibration:
-        """Measures c, m and the tax of each distinct job, one at a time. The link keeps its rate."""
-        ask, jobs = self.stage.ask, self.jobs
-        crossed = self.teams["crossed"][0]
-        ask(crossed, "forget_cuts")
-        narrow = any(r.wire == NARROW for r in self.rivals)
-        known: dict[Spec, dict[str, Any]] = {}
-        for number, spec in enumerate(jobs):
-            if spec in known:
-                continue
-            raw: dict[str, Any] = known.setdefault(spec, {"model": spec.model})
-            raw["c_jax"] = _raw(ask(self.teams["fused"][number], "compute", steps=times))
-            if "ddp" in self.teams:
-                raw["c_torch"] = _raw(ask(self.teams["ddp"][number], "compute", steps=times))
+    def measure(self, *, times: int, tax: bool = True) -> dict[Spec, dict[str, Any]]:
+        """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its rate."""
+        (crossed,) = self.teams["crossed"]
+        measured: dict[Spec, dict[str, Any]] = {}
+        for spec, number in self._distinct().items():
+            raw = measured[spec] = {"c": _raw(self.stage.ask(crossed, "compute", job=number, steps=times))}
             before = self.stage.lab.bytes_crossed()
-            raw["m_float32"] = _raw(ask(crossed, "exchange", job=number, times=times, wire="float32"))
+            raw["m_float32"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire="float32"))
             sent = self.stage.lab.bytes_crossed() - before
-            raw["sent_bytes"] = sent / RANKS / (times + 1)
-            if narrow:
-                raw[f"m_{NARROW}"] = _raw(ask(crossed, "exchange", job=number, times=times, wire=NARROW))
+            raw["sent_bytes"] = [sent / RANKS / (times + 1)]
+            if any(r.wire == NARROW for r in self.rivals):
+                raw[f"m_{NARROW}"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire=NARROW))
             if tax:
-                c, m = _middle(raw["c_jax"]), _middle(raw["m_float32"])
-                exchanges = max(3, math.ceil(4 * c / m))
-                answers = ask(crossed, "taxed", job=number, exchanges=min(exchanges, 200))
+                exchanges = max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw["m_float32"])))
+                answers = self.stage.ask(crossed, "taxed", job=number, exchanges=min(exchanges, 200))
                 raw.update({name: _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
-        per_job = [known[spec] for spec in jobs]
-        costs = {
-            (framework, wire): [
-                Cost(compute_s=_middle(raw[f"c_{framework}"]), exchange_s=_middle(raw[f"m_{wire}"]),
-                     tax_s=_middle(raw["tax"]) if tax else 0.0)
-                for raw in per_job
-            ]
-            for framework in ("jax", "torch") if f"c_{framework}" in per_job[0]
-            for wire in ("float32", NARROW) if f"m_{wire}" in per_job[0]
-        }  # fmt: skip
-        return Calibration(
-            costs=costs,
-            sent_bytes=[raw["sent_bytes"] for raw in per_job],
-            taxed_exchange_s=[_middle(raw["taxed_m"]) for raw in per_job] if tax else [],
-            raw={str(number): raw for number, raw in enumerate(known.values())},
-        )
+        self.stage.ask(crossed, "rest")
+        return measured
+
+    def _distinct(self) -> dict[Spec, int]:
+        """The number of the first job of each kind."""
+        return {spec: self.jobs.index(spec) for spec in dict.fromkeys(self.jobs)}
 
     def wait_free(self, cost: Cost) -> dict[str, Any]:
         """What a job that overlaps with itself could reach: its first bucket, then the wire; or c, then its last one.
@@ -122,20 +126,46 @@ class Entrants:
 
     def rate(self, factor: float, calibration: Calibration) -> str:
         """The rate at which sum m = factor * sum c, as `tc` spells it."""
-        costs = calibration.costs["jax", "float32"]
+        costs = calibration.costs("float32")
         reference = bits_a_second(self.stage.lab.rate or "")
         target = factor * sum(cost.compute_s for cost in costs)
         return f"{rate_for(target, costs, calibration.sent_bytes, reference) / 1e6:.1f}mbit"
 
+    def turn(self, rival: Rival, steps: int) -> dict[str, Any]:
+        """One repeat of one rival: it warms up, computes alone, is timed, computes alone again, and rests.
+
+        The machine is shared: what a step computes is measured right before and right after, in the same processes.
+        """
+        teams = self.teams[rival.team]
+        self.prepare(rival)
+        before = self._own_compute(teams)
+        sample = self.run(rival, steps)
+        after = self._own_compute(teams)
+        self.stage.ask(teams, "rest")
+        own = {spec: _middle([a + b for a, b in zip(before[spec], after[spec], strict=True)]) for spec in before}
+        raw = [{"model": spec.model, "before": before[spec], "after": after[spec]} for spec in before]
+        return {**sample, "c_s": [own[spec] for spec in self.jobs], "c_raw": raw}
+
+    def _own_compute(self, teams: Sequence[Team]) -> dict[Spec, list[list[float]]]:
+        found = {}
+        for spec, number in self._distinct().items():
+            # all jobs in one process, or each in its own
+            team = teams[0] if len(teams) == 1 else teams[number]
+            found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=2))
+        return found
+
+    def prepare(self, rival: Rival) -> None:
+        """The rival's processes run some steps, so that the next ones neither compile nor ask for memory."""
+        for team in self.teams[rival.team]:
+            self.stage.ask(team, "prepare", variant=rival.variant)
+
     def run(self, rival: Rival, steps: int) -> dict[str, Any]:
-        """One repeat of one rival: `steps` steps of each job, by one command. Checks that its bytes crossed the link.
+        """`steps` steps of each job, by one command. Checks that their bytes crossed the link.
 
         Raises:
             RuntimeError: Fewer bytes crossed than the rival's all-reduces need: it did not use the link.
         """
         teams, count = self.teams[rival.team], steps * len(self.jobs)
-        for team in teams:
-            self.stage.ask(team, "prepare", variant=rival.variant)
         together = rival.at_once or rival.team == "crossed"
         before, begin = self.stage.lab.bytes_crossed(), time.perf_counter()
         groups = [teams] if together else [[team] for team in teams]
@@ -166,6 +196,16 @@ def _host_bytes(answers: Sequence[dict[str, Any]]) -> int:
 
 def _raw(answers: Sequence[dict[str, Any]], key: str = "raw") -> list[list[float]]:
     return [answer[key] for answer in answers]
+
+
+def _joined(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Each rank's numbers of several times, one after the other."""
+    first = measured[0]
+    return {
+        name: [[x for once in measured for x in once[name][rank]] for rank in range(len(values))]
+        if isinstance(values[0], list) else [x for once in measured for x in once[name]]
+        for name, values in first.items()
+    }  # fmt: skip
 
 
 def _middle(raw: Sequence[Sequence[float]]) -> float:

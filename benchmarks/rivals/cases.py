@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 RANKS = 2
+WARM_UP = 2
+"""Steps before any measured one: the first of them compile, and all of them get memory that later ones keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """jaxcross: all jobs of the case in one process a host, one after the other or in crossover.
 
-Also measures `m`, the steps' own collective segments without their computation, and how much slower a step computes
-while exchanges run beside it on the same core (the tax).
+Also measures `c`, the steps without their exchange; `m`, their own collective segments without their computation; and
+the tax, what an exchange takes of a core on which a step computes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import optax  # noqa: E402
 from jax import lax  # noqa: E402
 
 from rivals import jax_work  # noqa: E402
-from rivals.cases import Spec  # noqa: E402
-from rivals.serving import arguments, own_jobs, serve  # noqa: E402
+from rivals.cases import WARM_UP, Spec  # noqa: E402
+from rivals.serving import arguments, own_jobs, serve, softirq_s  # noqa: E402
 
 AXIS = "batch"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -160,8 +160,9 @@ class Collectives:
 def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict[str, Any]:
     """Steps without exchange, in this thread, while another one exchanges as often as it is told.
 
-    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds and CPU seconds of
-    each exchange. An exchange lies in the thread that makes it, XLA's executable and MPI's polling included.
+    `taxed_c`: seconds of the steps that ended before the exchanges did; `taxed_m`, `tax`: seconds of each exchange, and
+    what it takes of the core: its thread's CPU seconds, XLA's executable and MPI's polling included, and the kernel's
+    for packets, which it takes from whoever computes.
     """
     result: list[tuple[list[float], list[float]]] = []
     failure: list[Exception] = []
@@ -174,41 +175,45 @@ def taxed(loop: jax_work.Loop, collectives: Collectives, exchanges: int) -> dict
             failure.append(error)
 
     thread = threading.Thread(target=beside, name="exchange-beside")
+    before, took = softirq_s(), []
     thread.start()
-    took: list[float] = []
     while thread.is_alive():
         took += loop.timed(1)
     thread.join()
     if failure:
         raise failure[0]
+    packets_s = (softirq_s() - before) / exchanges
     exchange_s, cpu_s = result[0]
-    return {"taxed_c": took[:-1], "taxed_m": exchange_s, "tax": cpu_s}
+    return {"taxed_c": took[:-1], "taxed_m": exchange_s, "tax": [packets_s + own for own in cpu_s]}
 
 
 def main() -> int:
     args = arguments(__doc__)
     compilations = jax_work.Compilations()
     jobs = Jobs(own_jobs(args))
-    ready: set[str] = set()
 
     def prepare(variant: str) -> dict[str, Any]:
-        if variant not in ready:
-            jobs.run(2, **VARIANTS[variant])
-            ready.add(variant)
+        jobs.run(WARM_UP, **VARIANTS[variant])
         return compilations.facts()
 
     def run(steps: int, variant: str) -> dict[str, Any]:
         return jobs.run(steps, **VARIANTS[variant])
 
-    def forget_cuts() -> dict[str, Any]:
+    def forget_cuts() -> None:
         jobs.forget_cuts()
-        ready.difference_update(name for name, variant in VARIANTS.items() if variant.get("cut") == "auto")
-        return {}
 
     def alone(job: int, times: int, wire: str) -> dict[str, Any]:
         collectives = jobs.exchanges(job, wire)
         collectives.timed(1)
         return {"raw": collectives.timed(times)[0]}
+
+    def compute(job: int, steps: int) -> dict[str, Any]:
+        loop = jobs.computing(job)
+        try:
+            world.control.allgather_text("")
+            return {"raw": loop.timed(steps)}
+        finally:
+            loop.state = None
 
     def beside(job: int, exchanges: int) -> dict[str, Any]:
         loop, collectives = jobs.computing(job), jobs.exchanges(job, "float32")
@@ -224,6 +229,7 @@ def main() -> int:
         {
             "prepare": prepare,
             "run": run,
+            "compute": compute,
             "exchange": alone,
             "taxed": beside,
             "forget_cuts": forget_cuts,

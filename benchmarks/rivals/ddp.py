@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from rivals import torch_models
-from rivals.cases import RANKS
-from rivals.serving import arguments, give_back_memory, own_jobs, serve
+from rivals.cases import RANKS, WARM_UP
+from rivals.serving import arguments, own_jobs, rest, serve
 
 
 def main() -> int:
@@ -37,15 +37,14 @@ def main() -> int:
     def prepare(variant: str) -> None:
         if trainer.variant != variant:
             trainer.wrap(variant)
-            # the first step finds out the order of the gradients, the second one has its buckets
-            trainer.run(2)
+        trainer.run(WARM_UP)  # the first step finds out the order of the gradients, the second one has its buckets
 
     def run(steps: int, variant: str) -> None:
         if variant != trainer.variant:
             raise RuntimeError(f"`{variant}` was not prepared, but `{trainer.variant}`")
         trainer.run(steps)
 
-    def compute(steps: int) -> dict[str, Any]:
+    def compute(job: int, steps: int) -> dict[str, Any]:
         assert trainer.model is not None
         with trainer.model.no_sync():
             trainer.run(1)
@@ -71,7 +70,7 @@ class Trainer:
     def wrap(self, variant: str) -> None:
         self.model = None
         self.work.optimizer.zero_grad(set_to_none=True)
-        give_back_memory()
+        rest()
         # statistics stay local, as under the other rivals; gradients live in the buckets, which saves a copy
         model = DistributedDataParallel(self.work.model, broadcast_buffers=False, gradient_as_bucket_view=True)
         if variant == "bfloat16":

@@ -16,6 +16,7 @@ import mpi4jax
 from mpi4py import MPI
 
 from rivals import jax_work
+from rivals.cases import WARM_UP
 from rivals.serving import arguments, own_jobs, serve
 
 
@@ -34,13 +35,13 @@ def main() -> int:
     loop = jax_work.Loop(exchanging, jax_work.state_of(work, number), jax_work.batch_of(work, number, comm.rank))
 
     def prepare(variant: str) -> dict[str, Any]:
-        loop.run(2)
+        loop.run(WARM_UP)
         return compilations.facts()
 
     def run(steps: int, variant: str) -> None:
         loop.run(steps)
 
-    def compute(steps: int) -> dict[str, Any]:
+    def compute(job: int, steps: int) -> dict[str, Any]:
         loop.step = alone
         try:
             loop.run(1)

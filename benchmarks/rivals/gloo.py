@@ -9,11 +9,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rivals import jax_work
-from rivals.cases import RANKS
+from rivals.cases import RANKS, WARM_UP
 from rivals.serving import arguments, own_jobs, serve
 
 AXIS = "batch"
@@ -34,6 +35,7 @@ def main() -> int:
         out_specs=everywhere, check_vma=False,
     )  # fmt: skip
     step = jax.jit(mapped, donate_argnums=0)
+    alone = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(mesh, spec)
@@ -43,13 +45,19 @@ def main() -> int:
     loop = jax_work.Loop(step, state, place(jax_work.batch_of(work, number, args.rank), split))
 
     def prepare(variant: str) -> dict[str, Any]:
-        loop.run(2)
+        loop.run(WARM_UP)
         return compilations.facts()
 
     def run(steps: int, variant: str) -> None:
         loop.run(steps)
 
-    return serve(args, args.rank, {"prepare": prepare, "run": run})
+    def compute(job: int, steps: int) -> dict[str, Any]:
+        own = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (loop.state, loop.batch))
+        computing = jax_work.Loop(alone, *own)
+        computing.run(1)
+        return {"raw": computing.timed(steps)}
+
+    return serve(args, args.rank, {"prepare": prepare, "run": run, "compute": compute})
 
 
 if __name__ == "__main__":

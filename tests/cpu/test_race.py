@@ -118,7 +118,8 @@ def entrants(crossed_bytes: int) -> tuple[Entrants, list]:
 
     def ask(teams, do, **facts):
         told.append((do, teams))
-        return [{"cpu_s": 1.0, "peak_rss_bytes": 100, "seconds": 1.0}] * (2 * len(teams if do == "run" else [teams]))
+        answer = {"cpu_s": 1.0, "peak_rss_bytes": 100, "seconds": 1.0, "raw": [float(len(told)), float(len(told))]}
+        return [answer] * (2 * len(teams if do == "run" else [teams]))
 
     stage = SimpleNamespace(ask=ask, lab=SimpleNamespace(bytes_crossed=lambda: next(counter)))
     stage.end = lambda kind: None
@@ -137,6 +138,14 @@ def test_one_after_the_other_or_at_once(name, runs, peak):
     assert row["cpu_s"] == 4 / 8
 
 
+def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
+    made, told = entrants(1 << 30)
+    sample = made.turn(cases.RIVALS["fused"], 4)
+    assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute", "rest"]
+    assert sample["c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
+    assert sample["c_raw"] == [{"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}]
+
+
 def test_a_rival_that_does_not_use_the_link_is_found_out():
     made, _ = entrants(1000)
     with pytest.raises(RuntimeError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
@@ -144,19 +153,35 @@ def test_a_rival_that_does_not_use_the_link_is_found_out():
 
 
 def test_a_row_says_what_was_measured():
-    costs = {("jax", "float32"): [cost(2, 1), cost(2, 1)]}
-    calibration = Calibration(costs=costs, sent_bytes=[1, 1], taxed_exchange_s=[], raw={})
+    calibration = Calibration(
+        compute_s=[9, 9], exchange_s={"float32": [1, 1]}, tax_s=[0.25, 0.25], sent_bytes=[1, 1], raw={}
+    )
     sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
-    samples = [{**sample, "s_per_job_step": s} for s in (2.4, 2.5, 2.8)]
+    # each repeat is judged by its own c: the slow machine of the last one is not the rival's fault
+    samples = [{**sample, "s_per_job_step": s, "c_s": [c, c]} for s, c in ((2.4, 2), (2.5, 2), (4, 3.2))]
     facts = {"case": "two", "rate": "compute", "link": "1gbit"}
     row = race.row_of(cases.RIVALS["fused-k"], samples, calibration, facts)
-    assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 2.8]
+    assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 4]
+    assert row["c_s"] == [2, 2] and row["m_s"] == [1, 1] and row["tax_s"] == [0.25, 0.25]
     assert row["bound_s"] == 2 and row["efficiency"] == 0.8
+    assert row["bound_with_tax_s"] == 2.25 and row["efficiency_with_tax"] == pytest.approx(2.25 / 2.5)
     assert row["hidden_share"] == 0.5 and row["hidden_share_from"].startswith("(c + m")
     assert row["over_own_compute"] == 1.25
     traced = [{**s, "hidden_share": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
     row = race.row_of(cases.RIVALS["crossover"], traced, calibration, facts)
     assert row["hidden_share"] == 0.9 and row["steady_s_per_job_step"] == 2.1
+    assert row["steady_efficiency"] == pytest.approx(2 / 2.1)
+
+
+def test_costs_are_medians_over_all_repeats():
+    def once(c, m, sent):
+        return {cases.RESNET: {"c": [[c], [c + 1]], "m_float32": [[m], [m]], "sent_bytes": [sent]}}
+
+    found = Calibration.of([cases.RESNET] * 2, [once(1.0, 5.0, 10.0), once(9.0, 6.0, 20.0), once(2.0, 7.0, 30.0)])
+    assert found.costs("float32") == [cost(2.5, 6.0)] * 2  # of 1, 2, 9 and of 2, 3, 10
+    assert found.costs("float32", [7.0, 8.0]) == [cost(7.0, 6.0), cost(8.0, 6.0)]
+    assert found.sent_bytes == [20.0, 20.0]
+    assert found.raw[cases.RESNET]["c"] == [[1.0, 9.0, 2.0], [2.0, 10.0, 3.0]]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +229,7 @@ def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
 
         answer = ask(do="twice", n=4)
         assert answer["n"] == 8 and answer["seconds"] >= 0 and answer["peak_rss_bytes"] > 1e6
+        assert ask(do="rest")["idle_rss_bytes"] > 1e6
         assert "KeyError" in ask(do="thrice")["error"]
     rank.join(10)
     assert not rank.is_alive()
@@ -221,15 +247,17 @@ def test_who_fails_is_left_out_from_there_on():
     ended: list = []
     made.stage.lab.rate, made.stage.end = "1gbit", ended.append
     run = made.run
+    made.measure = lambda times: {"c": times}  # type: ignore[method-assign, assignment, return-value]
 
     def fails(rival, steps):
         if rival.team == "ddp":
             raise TeamError("team `ddp/0`: rank 1 ended in `run`")
         return run(rival, steps)
 
-    made.run = fails  # type: ignore[method-assign]
+    made.turn = fails  # type: ignore[method-assign]
     result: dict = {"left_out": {}}
-    samples = race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4), result)
+    samples, measured = race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4, times=3), result)
+    assert measured == [{"c": 3}] * 2
     assert {name: len(runs) for name, runs in samples.items()} == {"fused": 2, "crossover": 2}
     assert result["left_out"] == {"two/ddp": "team `ddp/0`: rank 1 ended in `run`"}
     assert ended == ["ddp"]
