@@ -34,5 +34,6 @@ def on_two_hosts(script: str, rate: str) -> dict[str, Any]:
             mpirun=mpirun, ranks=2, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
         )
         subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra}), check=True)
-        facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
+        facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor,
+                 "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}

@@ -81,6 +81,7 @@ def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, re
         return
     reference = None
     if set(rates) & set(RATES):
+        entrants.measure(times=args.times, tax=False)  # compiles, and gets memory
         reference = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
     for rate in rates:
         lab = stage.lab

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,34 @@ def scale(_: str) -> Iterator[tuple[str, ...]]:
             yield kind, sizes, *((shown, "") if part == "decision" else ("", shown)), memory, f"{power:.2f}"
 
 
+def exchange_cost(_: str) -> Iterator[tuple[str, ...]]:
+    """What an exchange costs the link and the core, and two at once."""
+    yield ("MPI", "exchange alone", "two at once, each", "beside computation", "fills the link",
+           "computation alone", "beside exchanges", "tax")  # fmt: skip
+    for vendor in ("mpich", "openmpi"):
+        found = read(f"exchange_cost_{vendor}")
+        rows = [found["exchange"][name] for name in ("alone", "at once", "beside")]
+        seconds = [row["s"]["median"] for row in rows] + [row["median"] for row in found["computation_s"].values()]
+        shown = [f"{value:.2f} s" for value in seconds]
+        fill = ", ".join(f"{row['fill']:.0%}" for row in rows)
+        yield found["mpi"], *shown[:3], fill, *shown[3:], f"{found['tax_s']:.2f} s"
+
+
+def imagenet(_: str) -> Iterator[tuple[str, ...]]:
+    """Images a second from records on disk, and seconds to an accuracy."""
+    found = read("imagenet_resnet")
+    yield "records", "run", "images/s, all jobs", "input wait a step", "wall s"
+    for cache in ("cold", "warm"):
+        for policy in ("sequential", "crossover"):
+            row = found["throughput"][cache][policy]
+            waits, walls = zip(*((max(r["input_wait_s"].values()), r["wall_s"]) for r in row["runs"]), strict=True)
+            yield (cache, policy, f"{row['images_per_s']['median']:.2f}", f"{statistics.median(waits) * 1e3:.0f} ms",
+                   f"{statistics.median(walls):.0f}")  # fmt: skip
+    for policy in ("sequential", "crossover"):
+        run, goal = found["accuracy"][policy], found["accuracy"]["goal"]
+        yield f"to accuracy {goal:g}", policy, "", "", f"{run['s']:.0f}" if run["s"] else run["reason"]
+
+
 def unequal(_: str) -> Iterator[tuple[str, ...]]:
     """A small job beside a large one."""
     found = read("unequal")
@@ -113,7 +142,7 @@ def unequal(_: str) -> Iterator[tuple[str, ...]]:
 
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
     "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
-    "scale": scale, "unequal": unequal,
+    "scale": scale, "unequal": unequal, "exchange-cost": exchange_cost, "imagenet": imagenet,
 }  # fmt: skip
 
 

@@ -26,6 +26,9 @@ from jaxcross.data import SharedDecode, eval_batches, train_batches
 from jaxcross.report import LiveView
 
 
+WARM_UP = 2  # steps before a comparison
+
+
 class TrainState(train_state.TrainState):
     batch_stats: Any
     dynamic_scale: dynamic_scale.DynamicScale | None
@@ -124,10 +127,15 @@ def main():
     evaluate = jaxcross.crossover(eval_step, axes="batch")
     say(f"{args.model}, {data.steps} steps of {args.batch_size} images on each of {world.size} ranks: {args.policy}")
 
+    def states():
+        return {f"job{n} {text}": create_state(args, model, tx, init, **j) for n, (text, j) in enumerate(args.jobs)}
+
+    if args.policy == "compare":  # else the run that comes first would compile, and get memory from the kernel, for both
+        say("Warming up ...")
+        train(args, world, "crossover", step, states(), train_batches(args.data_dir, **share, steps=WARM_UP))
     reports, finals = {}, {}
     for name in ("sequential", "crossover") if args.policy == "compare" else (args.policy,):
-        states = {f"job{n} {text}": create_state(args, model, tx, init, **j) for n, (text, j) in enumerate(args.jobs)}
-        reports[name], finals[name] = train(args, world, name, step, states, data)
+        reports[name], finals[name] = train(args, world, name, step, states(), data)
         say(reports[name])
     if args.policy == "compare":
         if not same_bits(*finals.values()):

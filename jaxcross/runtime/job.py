@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcross.errors import JobError
@@ -21,6 +19,7 @@ from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.kept import Kept, own_copy
 from jaxcross.runtime.lanes import LaneThread
+from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.vote import point_hash
 
@@ -94,7 +93,8 @@ class JobContext:
     ) -> None:
         self.name = name
         self.step = 0
-        self.history: list[tuple[int, Any]] = []
+        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
+        self.history = self._metrics.history
         self.examples_per_step: float | None = None
         self.error: Exception | None = None
         self._kept = Kept()
@@ -106,7 +106,6 @@ class JobContext:
         self._programs: dict[int, Program] = {}
         self._feeds: list[Feed] = []
         self._strayed: JobError | None = None  # its batches were asked for in another thread
-        self._logged: deque[tuple[int, Any]] = deque()
 
     # For the job's function.
 
@@ -123,9 +122,7 @@ class JobContext:
 
         Kept are copies: the next step may donate what was logged. Of a random key, its words (`jax.random.key_data`).
         """
-        self._logged.append((self.step, own_copy(jax.tree.map(_key_data, metrics))))
-        while self._logged and _computed(self._logged[0][1]):
-            self._read_back()
+        self._metrics.add(self.step, metrics)
 
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
         """This rank's batches from `data`, each put on the device by a thread of its own before it is wanted.
@@ -263,12 +260,9 @@ class JobContext:
             if seat.how != "ended":
                 self._kept.settle()
             self._kept.release()
-        while self._logged:
-            try:
-                self._read_back()
-            except Exception as error:  # a failed step's metrics: the job's own error says more
-                if self.error is None:
-                    raise JobError(f"Job `{self.name}`: what it logged cannot be read back: {error}") from error
+        error = self._metrics.settle()
+        if error is not None and self.error is None:  # of a failed step's metrics the job's own error says more
+            raise JobError(f"Job `{self.name}`: what it logged cannot be read back: {error}") from error
 
     def _running(self) -> Driver:
         if self._driver is None:
@@ -315,30 +309,8 @@ class JobContext:
         finally:
             feed.close()
 
-    def _read_back(self) -> None:
-        step, metrics = self._logged.popleft()
-        values = jax.tree.map(_host_value, metrics)
-        self.history.append((step, values))
-        if isinstance(values, Mapping) and isinstance(values.get("loss"), float):
-            self._listeners.note(job=self.name, kind="loss", step=step, value=values["loss"])
-
 
 _END = object()
-
-
-def _key_data(leaf: Any) -> Any:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
-
-
-def _computed(metrics: Any) -> bool:
-    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
-    return all(array.is_ready() for array in arrays)
-
-
-def _host_value(leaf: Any) -> Any:
-    array = np.asarray(leaf)
-    return array.item() if array.ndim == 0 else array
 
 
 def _examples(batch: Any, ranks: int) -> float | None:

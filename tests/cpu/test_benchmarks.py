@@ -52,6 +52,17 @@ def test_scale(smoke):
 
 
 @pytest.mark.exhaustive
+def test_exchange_cost(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchange_cost.py")
+    for name in ("alone", "at once", "beside"):
+        row = result["exchange"][name]
+        assert row["s"]["median"] >= 0 < row["fill"]
+    assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}
+
+
+@pytest.mark.exhaustive
 def test_unequal(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")

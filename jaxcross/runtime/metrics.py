@@ -1,0 +1,64 @@
+"""What a job logged: copies on the device, read back once they are computed, so that logging never waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross.runtime.kept import own_copy
+
+
+class MetricLog:
+    """One job's metrics.
+
+    Args:
+        on_loss: Told of each step whose metrics have a float called `loss`.
+    """
+
+    def __init__(self, on_loss: Callable[[int, float], None]) -> None:
+        self.history: list[tuple[int, Any]] = []
+        self._on_loss = on_loss
+        self._pending: deque[tuple[int, Any]] = deque()
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Takes a copy, and reads back what is computed by now. Does not wait."""
+        self._pending.append((step, own_copy(jax.tree.map(_key_data, metrics))))
+        while self._pending and _computed(self._pending[0][1]):
+            self._read_back()
+
+    def settle(self) -> Exception | None:
+        """Reads back what is left; the first error of those that cannot be. Waits for the device."""
+        failure = None
+        while self._pending:
+            try:
+                self._read_back()
+            except Exception as error:
+                failure = failure or error
+        return failure
+
+    def _read_back(self) -> None:
+        step, metrics = self._pending.popleft()
+        values = jax.tree.map(_host_value, metrics)
+        self.history.append((step, values))
+        if isinstance(values, Mapping) and isinstance(values.get("loss"), float):
+            self._on_loss(step, values["loss"])
+
+
+def _key_data(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _computed(metrics: Any) -> bool:
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
+
+
+def _host_value(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    return array.item() if array.ndim == 0 else array
