@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.segments import Exchange
-from jaxcross.wire import collectives, region
+from jaxcross.wire import collectives, region, together
 from jaxcross.wire.messages import Channel
 from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of
 from jaxcross.world.mesh import Mesh
@@ -25,8 +25,9 @@ _LOOPS = ("scan", "while", "cond")
 def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
-    All exchanges of one call are ordered by one token chain, in equation order. The function communicates when it runs;
-    this call may, too: communicators are made here, so all members of a group must lower.
+    All exchanges of one call are ordered by one token chain, in equation order, but for small sums that follow one
+    another: they are one message, in the place of the first. The function communicates when it runs; this call may, too:
+    communicators are made here, so all members of a group must lower.
     """
     lowered = _retrace(jaxpr, mesh, connect)
     if not lowered.effects:  # every group has one rank: nothing is sent
@@ -47,9 +48,10 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: Mesh, connect: Connect) -> 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else env[atom]
 
-    for eqn in inner.eqns:
-        results = _equation(eqn, [read(v) for v in eqn.invars], mesh, connect)
-        env.update(zip(eqn.outvars, results, strict=True))
+    for eqns in together.groups(inner.eqns, mesh.sizes):
+        values = [read(v) for eqn in eqns for v in eqn.invars]
+        results = _equation(eqns[0], values, mesh, connect) if len(eqns) == 1 else _sums(eqns, values, mesh, connect)
+        env.update(zip([v for eqn in eqns for v in eqn.outvars], results, strict=True))
     return [read(v) for v in inner.outvars]
 
 
@@ -78,6 +80,15 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
             )
         return _evaluate(called[0], values, mesh, connect)
     return compat.bind_equation(eqn, values, eqn.params)
+
+
+def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
+    """Several sums over the same ranks by one message."""
+    (exchange,) = recognise(eqns[0], mesh.sizes) or ()
+    values = [jnp.asarray(value) for value in values]
+    if connect(exchange.axes, dict(exchange.params).get("groups")).size == 1:
+        return values
+    return together.parted(_exchange(exchange, together.joined(values), mesh, connect), values)
 
 
 def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:

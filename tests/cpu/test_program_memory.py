@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -124,6 +126,21 @@ def test_peak_is_near_that_of_the_fused_step() -> None:
     exchanged = 2 * N * N * 4
     assert floor < peak <= floor + stats.temp_size_in_bytes + 2 * exchanged
     assert done.memory_bytes()["arguments"] == floor
+
+
+def test_the_cut_adds_no_copies() -> None:
+    """XLA's own count: bytes of the copies that its optimised modules make."""
+    done, args = compiled()
+    fused = jax.jit(lambda *a: LocalRanks().lower(done.program.traced.jaxpr, AXES)(*a), donate_argnums=(0, 1))
+    whole = fused.lower(*jax.tree.leaves((args, {}))).compile().as_text()
+    cut = [copied_bytes(r.call.as_text()) for r in done.runnables if r.segment.kind == "compute"]
+    assert sum(cut) <= copied_bytes(whole), cut
+
+
+def copied_bytes(module: str) -> int:
+    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", module)
+    sizes = {"f32": 4, "u32": 4, "s32": 4, "pred": 1, "bf16": 2}
+    return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
 
 
 def test_zero_buffers_stand_in_for_what_failed() -> None:

@@ -19,6 +19,7 @@ NAMES = [
     "nothing_to_return",
     "order_is_the_equations_order",
     "sixteen_bits_round_once",
+    "small_sums_travel_together",
 ]
 
 

@@ -141,6 +141,30 @@ def large_arrays_are_not_copied():
     text = jax.jit(function).lower(x).as_text()
     operations = [line for line in text.splitlines() if "stablehlo." in line]
     assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [True, True, 2], text
+    compiled = jax.jit(function).lower(x).compile().as_text()
+    assert " copy(" not in compiled and "fusion" not in compiled, compiled
+
+
+def small_sums_travel_together():
+    def step(a, b, c, d, e):
+        a, b, d = lax.psum(a, "r"), lax.psum(b, "r"), lax.psum(d, "r")
+        c, e = lax.psum(c, "r"), lax.psum(e, "r")
+        return a, b, c, d, e, lax.psum(a, "r")
+
+    a, b, c = jnp.arange(6.0).reshape(2, 3) + RANK, jnp.float32(RANK), jnp.full((4,), RANK, jnp.int32)
+    large, narrow = jnp.ones((1025, 1024)) * RANK, jnp.full((5,), RANK + 1, jnp.bfloat16)
+    _, function = lowered(step, a, b, c, large, narrow)
+    # a and b, the large one, the integers, 16-bit floats by their own way, and what needs the first sum
+    sizes = [e.invars[0].aval.size for e in messages(function, a, b, c, large, narrow)]
+    assert sizes == [7, large.size, 4, 5, 6], sizes
+    sums = jax.jit(function)(a, b, c, large, narrow)
+    total = P * (P - 1) / 2
+    assert (sums[0] == P * jnp.arange(6.0).reshape(2, 3) + total).all() and sums[1] == total
+    assert (sums[2] == total).all() and sums[2].dtype == jnp.int32 and (sums[3] == total).all()
+    assert (sums[4] == total + P).all() and (sums[5] == P * sums[0]).all()
+    many = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 20  # 4 MiB each, 32 MiB a message
+    _, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *many)
+    assert [e.invars[0].aval.size / 2**20 for e in messages(function, *many)] == [8, 8, 4]
 
 
 def bytes_follow_the_formula():
