@@ -35,8 +35,8 @@ class ParameterServer:
     its own with a communicator of its own. A worker at clock `c`, the number of gradients that it has pushed, waits
     until the slowest is at `c - staleness`; so a slow rank holds the others up no sooner. A server steps the optimizer
     whenever a worker may go on, once on the sum of the gradients that have arrived, divided by P. Each gradient counts
-    exactly once; a worker always sees its own, and all those that are more than `staleness` clocks older. The optimizer
-    works element by element, as for `exchange.parameter_server`.
+    exactly once. A worker always sees its own, and of the others' all that are at least `staleness` clocks older. The
+    optimizer works element by element, as for `exchange.parameter_server`.
 
     With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers make equally many
     steps. Otherwise it is not deterministic: what a worker pulls depends on timing, and differs between ranks until the
@@ -44,7 +44,7 @@ class ParameterServer:
     what happens here by chance.
 
     Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of the job. Compute
-    gradients with plain `jax.jit`, and iterate over data of your own: `job.batches` would keep the ranks in step.
+    gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at unlike ones.
 
     ```python
     with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -71,7 +71,7 @@ class ParameterServer:
         TypeError: A parameter is no floating-point array.
 
     Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` each of
-    gradients and of parameters, in their own type.
+    gradients and of parameters, in their own type; each leaf's part is padded to 64 bytes.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
     section 2; Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014, section 3; Langer

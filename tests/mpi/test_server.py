@@ -21,6 +21,21 @@ with jaxcross.ParameterServer(jnp.ones(4), optax.sgd(0.1), staleness=1) as serve
 """
 
 
+PLACED = """
+import jax, jax.numpy as jnp, optax, jaxcross
+from jax.sharding import NamedSharding, PartitionSpec
+jaxcross.initialize()
+both, second = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x")), jax.devices()[1]
+params = {"w": jax.device_put(jnp.ones(4), both), "b": jax.device_put(jnp.ones(3), second)}
+with jaxcross.ParameterServer(params, optax.adam(0.1), staleness=0) as server:
+    for _ in range(2):
+        new = server.push_pull(server.params)
+for tree in (new, server.params):
+    assert tree["w"].sharding == both and tree["b"].devices() == {second}
+print(float(new["w"].sum()))
+"""
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_servers_over_mpi(mpirun, ranks):
     finished = mpirun(ranks, "server_table.py", timeout=240).check()
@@ -36,6 +51,11 @@ def test_the_watchdog_names_the_worker_that_is_waited_for(mpirun, steps, what):
     assert "jaxcross: rank 0 has waited" in done.stderr and what in done.stderr
     assert "rank 1 has not arrived: its worker is at step 0; it is in no exchange." in done.stderr
     assert "jaxcross: stacks of rank 1:" in done.stdout + done.stderr
+
+
+def test_parameters_stay_on_the_devices_on_which_they_were(mpirun):
+    done = mpirun(2, PLACED, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}).check()
+    assert [round(float(line), 1) for line in done.stdout.split()] == [3.2, 3.2]
 
 
 def test_an_exception_that_nobody_catches_ends_all_ranks(mpirun):
