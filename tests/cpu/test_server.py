@@ -4,7 +4,6 @@ import math
 import threading
 
 import jax
-import numpy as np
 import optax
 import pytest
 from server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
