@@ -1,11 +1,12 @@
 """Several distributed JAX training jobs share one accelerator; one job's exchange hides behind another's computation.
 
-    crossover   a train step -> the same step over MPI, cut into compute and collective segments
-    Runner      several jobs, taking turns on this rank's device
-    exchange    gradient exchanges as optax transformations
-    program     trace, cut, compile: the step as data
-    data        ImageNet-format records, sharded, resumable, decoded once
-    report      what happened, as a table, JSON, a trace and a picture
+    crossover        a train step -> the same step over MPI, cut into compute and collective segments
+    Runner           several jobs, taking turns on this rank's device
+    exchange         gradient exchanges as optax transformations
+    ParameterServer  asynchronous and stale-synchronous training
+    program          trace, cut, compile: the step as data
+    data             ImageNet-format records, sharded, resumable, decoded once
+    report           what happened, as a table, JSON, a trace and a picture
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
 """
@@ -18,18 +19,20 @@ if TYPE_CHECKING:
     from jaxcross import exchange
     from jaxcross.runner import Job, Runner, run
     from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
+    from jaxcross.server import ParameterServer
     from jaxcross.step import crossover
     from jaxcross.world import World, current, initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "RoundRobin", "Runner", "Sequential", "Weighted",
-    "World", "crossover", "current", "exchange", "initialize", "run",
+    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer", "RoundRobin", "Runner",
+    "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run",
 ]  # fmt: skip
 
 _HOMES = {
-    "Job": "runner", "RoundRobin": "runtime.policy", "Runner": "runner", "Sequential": "runtime.policy",
+    "Job": "runner", "ParameterServer": "server", "RoundRobin": "runtime.policy", "Runner": "runner",
+    "Sequential": "runtime.policy",
     "Weighted": "runtime.policy", "World": "world", "crossover": "step", "current": "world", "initialize": "world",
     "run": "runner",
 }  # fmt: skip

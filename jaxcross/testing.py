@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,8 +18,8 @@ from jaxcross.program.segments import Aval, Exchange, Program, Segment
 from jaxcross.runtime.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
 
 __all__ = [
-    "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeWorld", "ManualClock", "Prepare", "RankResult", "Simulation",
-    "Step", "Sync", "Think", "plain_program", "run_ranks",
+    "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",
+    "Simulation", "Step", "Sync", "Think", "plain_program", "run_ranks",
 ]  # fmt: skip
 
 
@@ -85,6 +86,29 @@ class Aborted(BaseException):
     """A `FakeWorld` was told to abort."""
 
 
+class FakeMailbox:
+    """`jaxcross.world.mailbox.Mailbox` between threads, from every rank's box."""
+
+    def __init__(self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]) -> None:
+        self.rank, self.size, self._boxes = rank, len(boxes), boxes
+        self.closed = False
+
+    def send(self, rank: int, tag: int, message: np.ndarray) -> None:
+        self._boxes[rank].put((self.rank, tag, message))
+
+    def receive(self) -> tuple[int, int, np.ndarray] | None:
+        try:
+            return self._boxes[self.rank].get_nowait()
+        except Empty:
+            return None
+
+    def sent(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeWorld:
     """What a runner needs of a world, for one of several ranks that are threads."""
 
@@ -92,7 +116,19 @@ class FakeWorld:
         self.control, self.rank, self.size = control, control.rank, control.size
         self.watched: list[tuple[str, int, int, str]] = []
 
-    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]:
+    def mailbox(self) -> FakeMailbox:
+        """Messages between all ranks, apart from all others. Waits for all ranks."""
+        return FakeMailbox(self.rank, self.control.meet("mailbox", SimpleQueue()))
+
+    def watching(
+        self,
+        *,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        awaited: Any = None,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         self.watched.append((job, step, segment, what))
         return nullcontext()
 

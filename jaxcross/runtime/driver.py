@@ -126,6 +126,11 @@ class Driver:
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks know that a person asked all jobs to stop."""
+        return self._interleaver.agreed.stopping
+
     def run(self) -> None:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
 

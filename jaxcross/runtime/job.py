@@ -81,7 +81,8 @@ class JobContext:
             the function did not save it, the part of the step's results that has the structure, shapes and types of
             `state`, or all of them if none or several have. Never one of a step that some rank did not commit.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
-            the first function with exchanges that it called: evaluation does not count.
+            the first function with exchanges that it called: evaluation does not count. A job that trains by a
+            `ParameterServer` counts its own pushes, which differ between ranks.
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
             a batch, times the ranks. Set it where that is not so.
@@ -223,6 +224,28 @@ class JobContext:
             self.step += compiled.program.name == self._counted
         self._kept.committed(outputs, self.step)
         return outputs
+
+    # For `jaxcross.server`.
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job is to stop. Ranks learn it one after the other."""
+        return self._running().stopping
+
+    def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
+        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
+        self.step += 1
+        parts: tuple[tuple[SpanKind, int, int, int, int], ...] = (
+            ("compute", 0, start_ns, pushed_ns, 0),
+            ("collective", 1 + self._number, pushed_ns, end_ns, nbytes),
+        )
+        for segment, (kind, lane, begin_ns, finish_ns, size) in enumerate(parts):
+            self._listeners.span(
+                Span(
+                    rank=self._world.rank, job=self.name, step=self.step, segment=segment, kind=kind, lane=lane,
+                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label="parameter server",
+                )
+            )  # fmt: skip
 
     # For the runner.
 

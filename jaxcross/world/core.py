@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.world.abort import abort_everywhere
 from jaxcross.world.control import Control
+from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
 from jaxcross.world.slices import ask_for_short_slices
-from jaxcross.world.watchdog import Watchdog
+from jaxcross.world.watchdog import Awaited, Watchdog
 
 if TYPE_CHECKING:
     from jaxcross.wire import MpiWire
@@ -109,12 +110,20 @@ class World:
 
         return MpiWire(self, lane=lane)
 
-    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]:
+    def mailbox(self) -> Mailbox:
+        """Messages between all ranks, apart from all others. Waits for all ranks, which must call it in one order."""
+        with self.watching(job="", step=0, segment=-1, what="making a mailbox"):
+            return MpiMailbox(self._base.Dup())
+
+    def watching(
+        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
+    ) -> AbstractContextManager[None]:
         """A context in which this rank waits for others; the watchdog reports and aborts if it lasts too long.
 
-        Every rank must enter its contexts in the same order. Costs about a microsecond; does not communicate.
+        Every rank must enter its contexts in the same order, but for those that say themselves which ranks are
+        `awaited`, and why. Costs about a microsecond; does not communicate.
         """
-        return self._watchdog.watching(job=job, step=step, segment=segment, what=what)
+        return self._watchdog.watching(job=job, step=step, segment=segment, what=what, awaited=awaited)
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""

@@ -5,9 +5,10 @@ It talks point to point over its own communicator; such messages pass while a co
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +17,9 @@ from typing import Any, final
 from jaxcross.world.abort import abort_everywhere
 from jaxcross.world.stacks import stacks
 
+Awaited = Callable[[], Mapping[int, str]]
+"""The ranks that a wait is for, and why; asked when it is reported."""
+
 _QUERY, _ANSWER = 1, 2
 _ANSWER_S = 3.0
 _HOLD_S = 10.0
@@ -23,7 +27,7 @@ _HOLD_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """One wait of one rank: what for, which in its sequence of waits, and since when (seconds, monotonic)."""
+    """One wait of one rank: what for, which in its sequence of waits (0: outside of it), since when (s, monotonic)."""
 
     job: str
     step: int
@@ -45,7 +49,13 @@ class Standing:
     asking: bool = False
 
 
-def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standing | None]) -> str:
+def explain(
+    rank: int,
+    wait: Wait,
+    waited_s: float,
+    answers: Mapping[int, Standing | None],
+    awaited: Mapping[int, str] | None = None,
+) -> str:
     """The report of a stuck wait. Pure.
 
     Args:
@@ -53,14 +63,18 @@ def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standi
         wait: What it is stuck in.
         waited_s: For how long.
         answers: Every other rank's standing; None where none came.
+        awaited: The ranks that it waits for and why, where the order of waits does not tell.
     """
     lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
-    late = late_ranks(wait, answers)
+    late = late_ranks(wait, answers, awaited)
     for r in late:
         standing = answers[r]
         assert standing is not None
         where = f"it is in {standing.waits[-1]}" if standing.waits else "it is in no exchange"
-        lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
+        if awaited is None:
+            lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
+        else:
+            lines.append(f"  rank {r} has not arrived: {awaited[r]}; {where}.")
     silent = [r for r, standing in answers.items() if standing is None]
     lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in silent]
     unlike = _unlike_waits(wait, answers)
@@ -79,9 +93,15 @@ def explain(rank: int, wait: Wait, waited_s: float, answers: Mapping[int, Standi
     return "\n".join(lines)
 
 
-def late_ranks(wait: Wait, answers: Mapping[int, Standing | None]) -> list[int]:
-    """Ranks that answered and have not entered this wait. All ranks enter their waits in one order."""
-    return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
+def late_ranks(
+    wait: Wait, answers: Mapping[int, Standing | None], awaited: Mapping[int, str] | None = None
+) -> list[int]:
+    """Ranks that answered and are `awaited`, or have not entered this wait: all ranks enter theirs in one order."""
+    return [
+        r
+        for r, s in sorted(answers.items())
+        if s is not None and (s.entered < wait.number if awaited is None else r in awaited)
+    ]
 
 
 def _unlike_waits(wait: Wait, answers: Mapping[int, Standing | None]) -> list[tuple[int, Wait]]:
@@ -91,7 +111,7 @@ def _unlike_waits(wait: Wait, answers: Mapping[int, Standing | None]) -> list[tu
         for rank, standing in sorted(answers.items())
         if standing is not None
         for other in standing.waits
-        if other.number == wait.number and (other.what, other.segment) != (wait.what, wait.segment)
+        if other.number == wait.number > 0 and (other.what, other.segment) != (wait.what, wait.segment)
     ]
 
 
@@ -112,7 +132,8 @@ class Watchdog:
         self._interval_s = min(0.25, timeout_s / 10)
         self._lock = threading.Lock()
         self._entered = 0
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, tuple[Wait, Awaited | None]] = {}
+        self._tokens = itertools.count()
         self._asking = False
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
@@ -129,35 +150,39 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
 
-    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]:
+    def watching(
+        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
+    ) -> AbstractContextManager[None]:
         """A context whose length is watched."""
-        return _Watching(self, job, step, segment, what)
+        return _Watching(self, job, step, segment, what, awaited)
 
-    def enter(self, job: str, step: int, segment: int, what: str) -> int:
+    def enter(self, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None) -> int:
         with self._lock:
-            self._entered += 1
-            self._asked.clear()  # whoever asked before spoke of an earlier wait
-            number = self._entered
-            self._waits[number] = Wait(
-                job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic()
-            )
-        return number
+            if awaited is None:
+                self._entered += 1
+                self._asked.clear()  # whoever asked before spoke of an earlier wait
+            number = self._entered if awaited is None else 0
+            wait = Wait(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic())
+            token = next(self._tokens)
+            self._waits[token] = wait, awaited
+        return token
 
-    def leave(self, number: int) -> None:
+    def leave(self, token: int) -> None:
         with self._lock:
-            del self._waits[number]
+            del self._waits[token]
 
     def _standing(self) -> Standing:
         with self._lock:
-            waits = tuple(self._waits.values())
+            waits = tuple(wait for wait, _ in self._waits.values())
             return Standing(entered=self._entered, waits=waits, asking=self._asking)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
             self._serve()
-            oldest = min(self._standing().waits, key=lambda w: w.since_s, default=None)
-            if oldest is not None and time.monotonic() - oldest.since_s > self.timeout_s:
-                self._investigate(oldest)
+            with self._lock:
+                oldest = min(self._waits.values(), key=lambda pair: pair[0].since_s, default=None)
+            if oldest is not None and time.monotonic() - oldest[0].since_s > self.timeout_s:
+                self._investigate(*oldest)
 
     def _serve(self) -> None:
         """Answer what other ranks have asked; print this rank's stacks where they ask for them."""
@@ -190,7 +215,7 @@ class Watchdog:
         del pending  # whoever did not answer did not receive either; the abort comes next
         return answers
 
-    def _investigate(self, wait: Wait) -> None:
+    def _investigate(self, wait: Wait, awaited: Awaited | None) -> None:
         """Reports and aborts, unless another rank does so, or the wait ends meanwhile.
 
         One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
@@ -208,24 +233,27 @@ class Watchdog:
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
         with self._lock:
-            self._asking = wait.number in self._waits and not self._stop.is_set()
+            self._asking = any(wait is other for other, _ in self._waits.values()) and not self._stop.is_set()
             if not self._asking:
                 return
-        self._ask("stacks", late_ranks(wait, answers))
-        report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers)
+        those = None if awaited is None else awaited()
+        self._ask("stacks", late_ranks(wait, answers, those))
+        report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers, those)
         abort_everywhere(f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}")
 
 
 @final
 class _Watching:
-    __slots__ = ("_number", "_wait", "_watchdog")
+    __slots__ = ("_token", "_wait", "_watchdog")
 
-    def __init__(self, watchdog: Watchdog, job: str, step: int, segment: int, what: str) -> None:
+    def __init__(
+        self, watchdog: Watchdog, job: str, step: int, segment: int, what: str, awaited: Awaited | None
+    ) -> None:
         self._watchdog = watchdog
-        self._wait = (job, step, segment, what)
+        self._wait = (job, step, segment, what, awaited)
 
     def __enter__(self) -> None:
-        self._number = self._watchdog.enter(*self._wait)
+        self._token = self._watchdog.enter(*self._wait)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
-        self._watchdog.leave(self._number)
+        self._watchdog.leave(self._token)

@@ -25,6 +25,15 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
+@pytest.mark.parametrize("staleness", [("0", "2"), ("inf", "inf")])
+def test_parameter_servers(mpirun: Callable[..., Any], staleness: tuple[str, ...]) -> None:
+    words = ("--steps", "60", "--hidden", "16", "--staleness", *staleness)
+    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *words, timeout=240).check()
+    assert [done.stdout.count(f"staleness {s}: test accuracy") for s in staleness] == [
+        staleness.count(s) for s in staleness
+    ]
+
+
 def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options = {

@@ -16,24 +16,38 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "jaxcross.errors": ("jax", "jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross._jax_compat": ("jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross.program": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.report",
         "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.exchange": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.data": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.report",
         "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.report": (
-        "jax", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.data",
-        "jaxcross.program", "mpi4py", "mpi4jax",
+        "jax", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
-    "jaxcross.world": ("jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data"),
-    "jaxcross.wire": ("jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data"),
-    "jaxcross.runtime": ("jaxcross.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax"),
+    "jaxcross.world": (
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+    ),
+    "jaxcross.server": (
+        "jaxcross.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data", "jaxcross.wire", "jaxcross.exchange",
+        "mpi4py", "mpi4jax",
+    ),
+    "jaxcross.server.clocks": ("jax", "numpy", "jaxcross", "mpi4py", "mpi4jax"),
+    "jaxcross.wire": (
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+    ),
+    "jaxcross.runtime": (
+        "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax",
+    ),
     "jaxcross.commands.doctor": (),
     "jaxcross.commands.launch": (),
 }  # fmt: skip
@@ -133,6 +147,8 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
         ("jaxcross.report.table", "from jaxcross.runtime.driver import Driver"),
         ("jaxcross.report.table", "from importlib import import_module\nimport_module('jaxcross.runner')"),
         ("jaxcross.world.core", "from jaxcross.runner import Runner"),
+        ("jaxcross.server.lane", "from mpi4py import MPI"),
+        ("jaxcross.server.clocks", "from jaxcross.server.lane import Lane"),
     ],
 )
 def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:

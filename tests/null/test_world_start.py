@@ -114,6 +114,17 @@ def test_the_report_when_everybody_is_there():
     assert "All ranks have arrived: MPI or the network is stuck." in text
 
 
+def test_the_report_of_a_wait_that_says_for_whom_it_is():
+    pull = Wait(job="a", step=3, segment=-1, what="parameter server", number=0, since_s=0.0)
+    answers = {1: Standing(entered=7, waits=(pull,)), 2: Standing(entered=9, waits=()), 3: None}
+    awaited = {2: "its worker is at step 1", 3: "its worker is at step 0"}
+    assert late_ranks(pull, answers, awaited) == [2]
+    text = explain(0, pull, 300.0, answers, awaited)
+    assert "rank 2 has not arrived: its worker is at step 1; it is in no exchange." in text
+    assert "rank 3 does not answer: it has ended, or its interpreter is blocked." in text
+    assert "rank 1" not in text and "different things" not in text
+
+
 def test_the_report_when_the_ranks_wait_for_different_things():
     agreement = Wait(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
     answers = {1: Standing(entered=7, waits=(agreement,)), 2: Standing(entered=7, waits=(WAIT,))}

@@ -1,0 +1,213 @@
+"""The thread of a parameter server on one rank: it serves the rank's part and carries the messages of its worker."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.runtime.driver import Stopped
+from jaxcross.runtime.explain import describe
+from jaxcross.server.clocks import Clocks
+from jaxcross.server.shard import Shard
+from jaxcross.world.mailbox import Mailbox
+from jaxcross.world.slices import ask_for_short_slices
+
+_PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
+# Between two looks into the mailbox. MPI's own wait would keep a core busy for as long as the workers compute.
+_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 1e-4, 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why no rank can go on, the same text on all of them. `stopped`: a person asked for it."""
+
+    text: str
+    stopped: bool = False
+
+
+class Lane:
+    """Server and postman of one rank. Its mailbox is used by its own thread alone.
+
+    It applies what has arrived when a worker may go on, in one step of the optimizer. While nobody may, gradients are
+    kept: with staleness 0 until those of all workers are there, so that one step is made on their mean.
+
+    It ends in one of two ways, and nothing is under way then, since messages of one rank come in the order sent. Either
+    all workers finish: the answer to that is each server's last message. Or a worker or server fails: its last message
+    says so, every lane that hears it says it to all as its own last one, and hears everybody out.
+
+    Args:
+        mailbox: Of its own.
+        clocks: Fresh.
+        shard: What it serves.
+        name: Of the thread.
+    """
+
+    def __init__(self, mailbox: Mailbox, clocks: Clocks, shard: Shard, name: str) -> None:
+        self._mailbox, self._clocks, self._shard = mailbox, clocks, shard
+        self._orders: deque[Callable[[], None]] = deque()
+        self._news = threading.Event()
+        self._changed = threading.Condition()
+        self._arrived: dict[int, np.ndarray] = {}
+        self._answers: dict[int, np.ndarray] = {}
+        self._finishing = False
+        self._final: set[int] = set()  # ranks whose answer to the end of all workers has come
+        self._hung_up: set[int] = set()  # ranks that have said that they cannot go on
+        self._failure: Failure | None = None
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"jaxcross-server-{name}", daemon=True)
+        self._thread.start()
+
+    # For the worker's thread.
+
+    @property
+    def clocks(self) -> tuple[float, ...]:
+        return self._clocks.now
+
+    def push(self, parts: Sequence[np.ndarray]) -> None:
+        """Begins to send a gradient, a part for each server. Does not wait."""
+        self._order(partial(self._send_all, _PUSH, parts))
+
+    def finish(self) -> None:
+        """Tells all servers that this worker pushes no more. Does not wait."""
+        self._finishing = True
+        self._order(partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size))
+
+    def give_up(self, text: str, *, stopped: bool) -> None:
+        """Tells all ranks that none can go on. Does not wait."""
+        self._order(partial(self._fail, Failure(text, stopped)))
+
+    def wait(self) -> list[np.ndarray] | None:
+        """Every server's part of the parameters, after a push or at the end. Waits for them.
+
+        None: this worker has finished, and others are still at work; ask again.
+
+        Raises:
+            ExchangeError: Some rank failed.
+            Stopped: A person asked all jobs to stop.
+        """
+        seen = self._clocks.now
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._complete() or self._failure or (self._finishing and self._clocks.now != seen)
+            )
+            if self._complete():
+                answers, self._answers = self._answers, {}
+                return [answers[rank] for rank in range(self._mailbox.size)]
+        if self._failure is None:
+            return None
+        if self._failure.stopped:
+            raise Stopped
+        raise ExchangeError(
+            f"The parameter server cannot go on: {self._failure.text}. Every rank leaves it."
+        ) from self._cause
+
+    def awaited(self) -> dict[int, str]:
+        """The other ranks that this rank's worker waits for, and why."""
+        rank, now = self._mailbox.rank, self._clocks.now
+        if behind := self._clocks.behind(rank):
+            return {r: f"its worker is at step {now[r]}" for r in behind}
+        missing = (r for r in range(self._mailbox.size) if r not in self._answers and r != rank)
+        return dict.fromkeys(missing, "its server has not answered")
+
+    def join(self) -> None:
+        """Waits until nothing is under way between this rank and any other."""
+        self._thread.join()
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        self._news.set()
+
+    def _complete(self) -> bool:
+        return len(self._answers) == self._mailbox.size
+
+    # The lane's own thread.
+
+    def _run(self) -> None:
+        ask_for_short_slices()
+        try:
+            try:
+                self._serve()
+            except Exception as error:
+                self._cause = error
+                self._fail(Failure(f"the server of rank {self._mailbox.rank} failed: {describe(error)}"))
+                self._serve()
+        except BaseException as error:  # MPI itself: this rank cannot tell the others, who wait until the watchdog ends
+            self._cause, self._failure = error, Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
+            self._notify()
+
+    def _serve(self) -> None:
+        patience_s = _FIRST_PATIENCE_S
+        while True:
+            moved = self._follow_orders() + self._read()
+            self._answer()
+            if moved:
+                self._notify()
+            sent = self._mailbox.sent()
+            if sent and len(self._final if self._failure is None else self._hung_up) == self._mailbox.size:
+                break
+            # What is not sent yet moves on only when it is looked at.
+            again = moved or not sent
+            patience_s = _FIRST_PATIENCE_S if again else min(2 * patience_s, _LONGEST_PATIENCE_S)
+            if not moved:
+                self._news.wait(patience_s)
+            self._news.clear()
+        self._mailbox.close()
+
+    def _follow_orders(self) -> int:
+        count = 0
+        while self._orders:
+            self._orders.popleft()()
+            count += 1
+        return count
+
+    def _read(self) -> int:
+        count = 0
+        while (received := self._mailbox.receive()) is not None:
+            self._take(*received)
+            count += 1
+        return count
+
+    def _take(self, sender: int, tag: int, message: np.ndarray) -> None:
+        if tag == _PUSH:
+            self._arrived[sender] = message
+            self._clocks.push(sender)
+        elif tag == _FINISHED:
+            self._clocks.finish(sender)
+        elif tag == _PARAMS:
+            self._answers[sender] = message
+            if self._finishing:
+                self._final.add(sender)
+        else:
+            self._hung_up.add(sender)
+            self._fail(Failure(bytes(message).decode(), stopped=tag == _STOPPED))
+
+    def _answer(self) -> None:
+        if self._failure is not None or not (free := self._clocks.release()):
+            return
+        if self._arrived:
+            arrived, self._arrived = self._arrived, {}
+            self._shard.apply(arrived)
+        for rank in free:
+            self._mailbox.send(rank, _PARAMS, self._shard.message())
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is not None:
+            return
+        text = np.frombuffer(failure.text.encode(), np.uint8)
+        self._send_all(_STOPPED if failure.stopped else _FAILED, [text] * self._mailbox.size)
+        self._failure = failure
+
+    def _send_all(self, tag: int, messages: Sequence[np.ndarray]) -> None:
+        if self._failure is None:
+            for rank, message in enumerate(messages):
+                self._mailbox.send(rank, tag, message)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,105 @@
+"""How a tree of arrays is cut into one flat message for each server, and put together again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ALIGNMENT = 64
+
+
+class Layout:
+    """Every leaf in P equal parts, padded with zeros; message p holds part p of all leaves, as bytes (uint8).
+
+    So every server's part is a tree of the parameters' structure, and messages are equally long. Pure.
+
+    Args:
+        params: The tree; floating-point or complex arrays.
+        ranks: P.
+
+    Raises:
+        TypeError: A leaf is of another type.
+
+    Attributes:
+        treedef: Structure of the tree.
+        nbytes: Length of a message.
+    """
+
+    def __init__(self, params: Any, ranks: int) -> None:
+        self._ranks = ranks
+        paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
+        self._names = [jax.tree_util.keystr(path) for path, _ in paths]
+        self._forms = [_form(leaf) for _, leaf in paths]
+        for name, (_, dtype) in zip(self._names, self._forms, strict=True):
+            if not jnp.issubdtype(dtype, np.inexact):
+                raise TypeError(
+                    f"`{name}` of the parameters is of type {dtype}: a parameter server trains floating-point numbers."
+                    " Leave counters, keys and the like out of `params`."
+                )
+        self._widths = [-(-math.prod(shape) // ranks) for shape, _ in self._forms]
+        sizes = (
+            -(-width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            for width, (_, dtype) in zip(self._widths, self._forms, strict=True)
+        )
+        *self._starts, self.nbytes = itertools.accumulate(sizes, initial=0)
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """The leaves of a tree that must be like the parameters.
+
+        Raises:
+            ValueError: It has another structure, shape or element type.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise ValueError(f"gradients have the structure {treedef}, the parameters {self.treedef}: push like trees.")
+        for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
+            if _form(leaf) != (shape, dtype):
+                got_shape, got = _form(leaf)
+                raise ValueError(
+                    f"the gradient `{name}` is {got}{list(got_shape)}, the parameter {dtype}{list(shape)}: every rank's"
+                    " server expects messages of one length. Cast it, or look for a transposed gradient."
+                )
+        return leaves
+
+    def parts(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        """One message for each server."""
+        messages = [np.zeros(self.nbytes, np.uint8) for _ in range(self._ranks)]
+        columns = [self.views(message) for message in messages]
+        for n, (leaf, width) in enumerate(zip(leaves, self._widths, strict=True)):
+            flat = np.asarray(leaf).reshape(-1)
+            for rank, column in enumerate(columns):
+                part = flat[rank * width : (rank + 1) * width]
+                column[n][: part.size] = part
+        return messages
+
+    def views(self, message: np.ndarray) -> list[np.ndarray]:
+        """The part of each leaf within a message, flat."""
+        return [
+            message[start : start + width * dtype.itemsize].view(dtype)
+            for start, width, (_, dtype) in zip(self._starts, self._widths, self._forms, strict=True)
+        ]
+
+    def message(self, parts: Sequence[Any]) -> np.ndarray:
+        """What `views` takes apart."""
+        message = np.zeros(self.nbytes, np.uint8)
+        for view, part in zip(self.views(message), parts, strict=True):
+            view[:] = part
+        return message
+
+    def join(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The whole leaves, from one message of each server."""
+        columns = zip(*(self.views(message) for message in messages), strict=True)
+        return [
+            np.concatenate(parts)[: math.prod(shape)].reshape(shape)
+            for parts, (shape, _) in zip(columns, self._forms, strict=True)
+        ]
+
+
+def _form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    return jnp.shape(leaf), np.dtype(jnp.result_type(leaf))

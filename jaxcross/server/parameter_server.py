@@ -1,0 +1,221 @@
+"""`ParameterServer`: every rank serves a part of the parameters, and workers need not keep step."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.program.agreement import disagreement
+from jaxcross.runtime.driver import Stopped
+from jaxcross.runtime.explain import describe
+from jaxcross.runtime.job import JobContext, check_not_stray, current_job
+from jaxcross.server.clocks import Clocks
+from jaxcross.server.lane import Lane
+from jaxcross.server.layout import Layout
+from jaxcross.server.shard import Shard
+from jaxcross.solo import ONLY_THREAD
+from jaxcross.world import World, current
+from jaxcross.world.mailbox import Mailbox
+
+
+class ParameterServer:
+    """Asynchronous or stale-synchronous training: a worker pushes its gradient and pulls what the servers then have.
+
+    Each rank is a worker, whose loop is this thread, and the server of a 1/P part of every parameter, in a thread of
+    its own with a communicator of its own. A worker at clock `c`, the number of gradients that it has pushed, waits
+    until the slowest is at `c - staleness`; so a slow rank holds the others up no sooner. A server steps the optimizer
+    whenever a worker may go on, once on the sum of the gradients that have arrived, divided by P. Each gradient counts
+    exactly once. A worker always sees its own, and of the others' all that are at least `staleness` clocks older. The
+    optimizer works element by element, as for `exchange.parameter_server`.
+
+    With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers make equally many
+    steps. Otherwise it is not deterministic: what a worker pulls depends on timing, and differs between ranks until the
+    end of the `with` block. To study staleness, `exchange.bounded_stale` and `exchange.asynchronous` do by a schedule
+    what happens here by chance.
+
+    Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of the job. Compute
+    gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at unlike ones.
+
+    ```python
+    with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
+        params = server.params
+        for batch in data:
+            params = server.push_pull(gradient(params, batch))  # this rank's own gradient: no mean
+    params = server.params  # the same on every rank
+    ```
+
+    Args:
+        params: Pytree of floating-point arrays, equal on all ranks. Copied.
+        optimizer: The same on every rank. Its state lives with the servers; an adaptive one (Adam) makes a whole step
+            of each arrival, and needs a lower learning rate the less ranks keep step.
+        staleness: Clocks by which a worker may be ahead of the slowest: 0, 1, ..., or `math.inf`: asynchronous.
+        world: From `jaxcross.initialize()`; the one that was initialized if None.
+
+    Attributes:
+        params: What was pulled last, placed like the parameters that were given. After the `with` block all gradients
+            of all ranks are in it, the same bits on every rank.
+        clock: Gradients that this rank has pushed.
+
+    Raises:
+        ValueError: `staleness` is no whole number from 0 on, and not infinite.
+        TypeError: A parameter is no floating-point array.
+
+    Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` each of
+    gradients and of parameters, in their own type; each leaf's part is padded to 64 bytes.
+
+    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
+    section 2; Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014, section 3; Langer
+    et al., arXiv 2007.03970, sections 3.3.3 and 3.3.4.
+    """
+
+    def __init__(
+        self, params: Any, optimizer: optax.GradientTransformation, *, staleness: float, world: World | None = None
+    ) -> None:
+        if not (staleness == math.inf or (staleness >= 0 and staleness == int(staleness))):
+            raise ValueError(
+                f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., or is `math.inf`."
+            )
+        self._world = world if world is not None else current()
+        size = self._world.size
+        self._layout = Layout(params, size)
+        self._places = [_place_of(leaf) for leaf in jax.tree.leaves(params)]
+        self.params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
+        self.clock = 0
+        self._staleness = staleness
+        own = self._layout.parts(jax.tree.leaves(self.params))[self._world.rank]
+        self._shard = Shard(optimizer, self._layout, own, ranks=size)
+        self._lane: Lane | None = None
+        self._job: JobContext | None = None
+        self._thread: int | None = None  # of the worker, inside the `with` block
+        self._pulled_ns = 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether another run gives the same bits, workers making equally many steps."""
+        return self._staleness == 0
+
+    @property
+    def clocks(self) -> tuple[float, ...]:
+        """Every worker's clock as this rank's server knows it now, infinite for one that has finished."""
+        return (0,) * self._world.size if self._lane is None else self._lane.clocks
+
+    def __enter__(self) -> Self:
+        """Waits for all ranks, which must agree on `staleness` and on every parameter's value.
+
+        Raises:
+            ExchangeError: They do not; on every rank.
+            JobError: It was entered before, or this thread is no job's while a run is in progress.
+        """
+        if self._lane is not None:
+            raise JobError("This parameter server was used. Make a new one, with `server.params` to go on from them.")
+        self._job = current_job()
+        mailbox = self._meet(lambda _: self._open())
+        name = "alone" if self._job is None else self._job.name
+        self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
+        self._thread, self._pulled_ns = threading.get_ident(), time.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Serves on until the workers of all ranks have finished; an exception makes all of them end at once.
+
+        Raises:
+            ExchangeError: Another rank failed before all had finished.
+        """
+        lane, self._thread = self._lane, None
+        assert lane is not None
+        try:
+            if error is None:
+                lane.finish()
+                while (params := self._wait(lane, "end of all workers")) is None:
+                    pass
+                self.params = params
+            else:
+                text = f"the worker of rank {self._world.rank} failed after step {self.clock}: {describe(error)}"
+                lane.give_up(text, stopped=isinstance(error, Stopped))
+        finally:
+            with self._watching(lane, "end of the parameter server"):
+                lane.join()
+
+    def push_pull(self, grads: Any) -> Any:
+        """Pushes this rank's gradient and returns parameters with it applied. Waits for them.
+
+        Waits for the gradient to be computed, for the answers of all servers and, where this rank is more than
+        `staleness` clocks ahead of the slowest, for that one.
+
+        Args:
+            grads: Of the parameters' structure, shapes and element types.
+
+        Raises:
+            ValueError: `grads` are not like the parameters.
+            ExchangeError: A worker or server failed, on whatever rank; on every rank.
+            JobError: Called outside the `with` block, or in another thread.
+        """
+        lane, job = self._lane, self._job
+        if lane is None or self._thread != threading.get_ident():
+            raise JobError(
+                "`push_pull` of a parameter server works inside its `with` block, in the thread that entered it."
+            )
+        leaves = self._layout.leaves(grads)
+        if job is not None and job.stopping:
+            raise Stopped
+        parts = self._layout.parts(jax.block_until_ready(leaves))
+        pushed_ns, start_ns = time.monotonic_ns(), self._pulled_ns
+        self.clock += 1
+        lane.push(parts)
+        self.params = self._wait(lane, "parameter server")
+        self._pulled_ns = time.monotonic_ns()
+        if job is not None:
+            nbytes = 2 * (self._world.size - 1) * self._layout.nbytes
+            job.served(start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes)
+        return self.params
+
+    def _meet(self, work: Callable[[Any], Mailbox]) -> Mailbox:
+        """Runs `work` on all ranks together, after they have compared their rules."""
+        world, text = self._world, f"staleness {self._staleness}"
+        if self._job is not None:
+            return self._job.together(f"parameter server\n{text}", work)
+        check_not_stray("ParameterServer")
+        with ONLY_THREAD.calling("ParameterServer"):
+            with world.watching(job="", step=0, segment=-1, what="start of a parameter server"):
+                texts = world.control.allgather_text(text)
+            if any(other != text for other in texts):
+                raise ExchangeError(disagreement("parameter server", texts))
+            return work(world.control)
+
+    def _open(self) -> Mailbox:
+        self._world.broadcast_or_check(self.params)
+        return self._world.mailbox()
+
+    def _wait(self, lane: Lane, what: str) -> Any:
+        with self._watching(lane, what):
+            messages = lane.wait()
+        return None if messages is None else self._placed(self._layout.join(messages))
+
+    def _watching(self, lane: Lane, what: str) -> Any:
+        job = "" if self._job is None else self._job.name
+        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=lane.awaited)
+
+    def _placed(self, leaves: Sequence[np.ndarray]) -> Any:
+        """A tree of JAX arrays that lie where the parameters lay; the memory is not used for anything else."""
+        arrays = [
+            jnp.asarray(x) if place is None else jax.device_put(x, place)
+            for x, place in zip(leaves, self._places, strict=True)
+        ]
+        return jax.tree.unflatten(self._layout.treedef, arrays)
+
+
+def _place_of(leaf: Any) -> Any:
+    """Where an array was put on purpose; None where that was left to JAX."""
+    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

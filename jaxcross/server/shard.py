@@ -1,0 +1,66 @@
+"""The part of the parameters and of the optimizer's state that one rank serves, on its host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from jaxcross.server.layout import Layout
+
+
+class Shard:
+    """Steps the optimizer on this rank's part, on the CPU device: it never occupies an accelerator.
+
+    Args:
+        optimizer: Works element by element, since it sees flat parts.
+        layout: Of the parameters.
+        message: This rank's part of them, at the start.
+        ranks: Workers, by which sums of gradients are divided.
+    """
+
+    def __init__(
+        self, optimizer: optax.GradientTransformation, layout: Layout, message: np.ndarray, *, ranks: int
+    ) -> None:
+        self._layout, self._ranks, self._message = layout, ranks, message
+        self._cpu = jax.local_devices(backend="cpu")[0]
+        self._params = self._tree(layout.views(message))
+        with jax.default_device(self._cpu):
+            self._state = jax.device_put(optimizer.init(self._params), self._cpu)
+        place = SingleDeviceSharding(self._cpu)
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), self._params)
+
+        def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        # Compiled here, so that what is wrong with an optimizer is raised where it was given.
+        self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
+
+    def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
+        """One step on the sum of these ranks' gradients, divided by the number of all ranks. Waits for it."""
+        # In the order of ranks, whatever the order in which they came: equal sums are equal bits.
+        columns = zip(*(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True)
+        mean = self._tree([_mean(parts, self._ranks) for parts in columns])
+        self._params, self._state = self._step(mean, self._state, self._params)
+        self._message = self._layout.message([np.asarray(x) for x in jax.tree.leaves(self._params)])
+
+    def message(self) -> np.ndarray:
+        """The parameters' part, to send; never changed afterwards."""
+        return self._message
+
+    def _tree(self, parts: list[np.ndarray]) -> Any:
+        return jax.tree.unflatten(self._layout.treedef, jax.device_put(parts, self._cpu))
+
+
+def _mean(parts: tuple[np.ndarray, ...], ranks: int) -> np.ndarray:
+    """Their sum over `ranks`; 16-bit floats are added in float32."""
+    dtype = parts[0].dtype
+    total = parts[0].astype(np.float32 if dtype.itemsize == 2 else dtype)
+    for part in parts[1:]:
+        total += part
+    return (total / ranks).astype(dtype)
