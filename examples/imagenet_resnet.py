@@ -25,7 +25,6 @@ import jaxcross
 from jaxcross.data import SharedDecode, eval_batches, train_batches
 from jaxcross.report import LiveView
 
-
 WARM_UP = 2  # steps before a comparison
 
 
@@ -130,7 +129,7 @@ def main():
     def states():
         return {f"job{n} {text}": create_state(args, model, tx, init, **j) for n, (text, j) in enumerate(args.jobs)}
 
-    if args.policy == "compare":  # else the run that comes first would compile, and get memory from the kernel, for both
+    if args.policy == "compare":  # else the run that comes first would compile, and get memory, for both
         say("Warming up ...")
         train(args, world, "crossover", step, states(), train_batches(args.data_dir, **share, steps=WARM_UP))
     reports, finals = {}, {}

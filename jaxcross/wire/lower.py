@@ -25,8 +25,8 @@ _LOOPS = ("scan", "while", "cond")
 def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
-    All exchanges of one call are ordered by one token chain, in equation order, but for small sums that follow one
-    another: they are one message, in the place of the first. The function communicates when it runs; this call may, too:
+    All exchanges of one call are ordered by one token chain, in equation order, but for sums that follow one another:
+    they may be one message, in the place of the first. The function communicates when it runs; this call may, too:
     communicators are made here, so all members of a group must lower.
     """
     lowered = _retrace(jaxpr, mesh, connect)
