@@ -36,7 +36,7 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
         `k` values of x's type, and their int32 indices, in no promised order.
     """
     if selection == "auto":
-        selection = "exact" if k <= _FEW and x.size <= _SMALL else "threshold"
+        selection = chosen(x.size, k)
     if selection == "exact":
         # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times as long.
         size = jnp.abs(x.astype(jnp.float32))
@@ -44,6 +44,11 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
         return x[indices], indices.astype(jnp.int32)
     indices = _threshold_select(x, k)
     return jnp.where(indices < x.size, x.at[indices].get(mode="clip"), 0), indices
+
+
+def chosen(size: int, k: int) -> Selection:
+    """The way that `"auto"` takes for `k` of `size` elements."""
+    return "exact" if k <= _FEW and size <= _SMALL else "threshold"
 
 
 def check_selection(selection: str) -> None:
