@@ -36,7 +36,7 @@ def main() -> int:
     options.add_argument("--hosts", type=int, default=2, help="default %(default)s")
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument("--models", default="transformer,resnet50", help="default %(default)s")
-    options.add_argument("--only", action="append", default=[], metavar="NAME", help="strategies that begin so, and mean")
+    options.add_argument("--only", action="append", default=[], metavar="NAME", help="mean, and what begins so")
     options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
     args = options.parse_args()
     if args.worker:
@@ -95,7 +95,8 @@ def worker(args: Any) -> int:
         *STRATEGIES,
         Strategy(name="top_k 1%, one bucket",
                  make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer)),
-        Strategy(name="norms on every rank", make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
+        Strategy(name="norms on every rank",
+                 make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
     )  # fmt: skip
     wanted = ("mean", *args.only)
     chosen = [s for s in rivals if not args.only or s.name == "mean" or s.name.startswith(wanted[1:])]

@@ -1,4 +1,4 @@
-"""The family of exchanges, each made around a given optimizer, and what it brings to a rank. Measures nothing itself."""
+"""The family of exchanges, each around a given optimizer, and what it brings to a rank. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setting:
         ranks: Along the axis.
         optimizer: Behind exchanges of gradients, inside those of parameters.
         signs: In its place behind gradients whose elements are 1 or -1.
-        adam_rate: Of the strategy that is an Adam itself.
+        adam_rate: Of the strategy that is an Adam itself; may be a schedule.
         norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
         freeze_step: Where 1-bit Adam begins to send signs.
     """
@@ -36,7 +36,7 @@ class Setting:
     ranks: int
     optimizer: optax.GradientTransformation
     signs: optax.GradientTransformation
-    adam_rate: float
+    adam_rate: optax.ScalarOrSchedule
     norms: optax.GradientTransformation
     freeze_step: int
 
@@ -71,8 +71,9 @@ def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setti
 def _one_bit(s: Setting) -> optax.GradientTransformation:
     # Fewer elements a scale than by default: these models' layers are small.
     return optax.chain(
-        exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256), optax.scale(-s.adam_rate)
-    )  # fmt: skip
+        exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256),
+        optax.scale_by_learning_rate(s.adam_rate),
+    )
 
 
 STRATEGIES = (

@@ -116,7 +116,8 @@ def convergence(_: str) -> Iterator[tuple[str, ...]]:
     """What each exchange reaches in the same steps, and what it receives meanwhile."""
     found = read("convergence")
     by = {(row["task"], row["strategy"]): row for row in found["rows"]}
-    yield ("exchange", *(f"{task}: {what}" for task in found["tasks"] for what in ("accuracy", "over the mean's", "MB")))
+    columns = "accuracy", "over the mean's", "MB"
+    yield "exchange", *(f"{task}: {column}" for task in found["tasks"] for column in columns)
     for strategy in dict.fromkeys(row["strategy"] for row in found["rows"]):
         cells: list[str] = []
         for task in found["tasks"]:
@@ -160,8 +161,8 @@ def selection(_: str) -> Iterator[tuple[str, ...]]:
     """Both ways to find the largest elements."""
     yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
     for row in read("selection")["rows"]:
-        yield (str(row["size"]), str(row["k"]),
-               *(f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold")), row["chosen"])  # fmt: skip
+        times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))
+        yield str(row["size"]), str(row["k"]), *times, row["chosen"]
 
 
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
