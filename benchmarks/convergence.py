@@ -40,48 +40,51 @@ REACHED = 0.95  # accuracy
 
 
 class Plan(NamedTuple):
-    """A task, how it is optimised, and for how long."""
+    """A task, what training starts from (seeds along the first axis), how it is optimised, and for how long."""
 
     task: tasks.Task
+    params: Any
     setting: Setting
     batch: int
     steps: int
     every: int
 
 
-def plan(name: str, ranks: int, *, smoke: bool) -> Plan:
+def plan(name: str, ranks: int, seeds: int, *, smoke: bool) -> Plan:
     steps, every = (4, 2) if smoke else (1200, 40) if name == "images" else (500, 20)
 
     def falling(rate: float) -> optax.Schedule:
         return optax.cosine_decay_schedule(rate, steps)
 
+    task = tasks.digits() if name == "images" else tasks.text()
+    params = jax.jit(jax.vmap(task.init))(keys_of(seeds))
     common = dict(ranks=ranks, signs=optax.sgd(falling(0.002)), adam_rate=falling(0.003), freeze_step=steps // 5 + 1)
     if name == "images":
         norms = exchange.lars(AXIS, falling(0.1), trust_coefficient=0.1)
         setting = Setting(optimizer=optax.sgd(falling(0.05), momentum=0.9), norms=norms, **common)
-        return Plan(tasks.digits(), setting, 16, steps, every)
+        return Plan(task, params, setting, 16, steps, every)
     setting = Setting(optimizer=optax.adam(falling(0.003)), norms=exchange.lamb(AXIS, falling(0.01)), **common)
-    return Plan(tasks.text(), setting, 4, steps, every)
+    return Plan(task, params, setting, 4, steps, every)
+
+
+def keys_of(seeds: int) -> jax.Array:
+    return jax.random.split(jax.random.key(0), seeds)
 
 
 Curves = dict[str, list[list[float]]]  # name -> [seed][point]
 
 
 def train(
-    task: tasks.Task, tx: optax.GradientTransformation, model: Callable[[Any, Any], Any], *, ranks: int, seeds: int,
-    batch: int, steps: int, every: int,
-) -> Curves:  # fmt: skip
+    made: Plan, tx: optax.GradientTransformation, model: Callable[[Any, Any], Any], *, ranks: int, steps: int, every: int
+) -> Curves:
     """The training loss (mean since the last point), test loss and accuracy after every `every` steps."""
-
-    def start(key: jax.Array) -> Any:
-        params = task.init(key)
-        return params, tx.init(params)
+    task = made.task
 
     def advance(carry: Any, key: jax.Array, first: jax.Array) -> Any:
         def step(carry: Any, number: jax.Array) -> Any:
             params, state = carry
             own = jax.random.fold_in(jax.random.fold_in(key, number), jax.lax.axis_index(AXIS))
-            loss, grads = jax.value_and_grad(task.loss)(params, task.batch(own, batch))
+            loss, grads = jax.value_and_grad(task.loss)(params, task.batch(own, made.batch))
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), jax.lax.pmean(loss, AXIS)
 
@@ -99,8 +102,9 @@ def train(
     def more(carry: Any, keys: jax.Array, first: jax.Array) -> Any:
         return jax.lax.map(functools.partial(point, first=first), (carry, keys))
 
-    keys = jax.random.split(jax.random.key(0), seeds)
-    carry = jax.jit(jax.vmap(on_ranks(start, in_axes=None)))(keys)
+    seeds = len(jax.tree.leaves(made.params)[0])
+    keys = keys_of(seeds)
+    carry = jax.jit(jax.vmap(on_ranks(lambda params: (params, tx.init(params)), in_axes=None)))(made.params)
     run, points = jax.jit(more, donate_argnums=0), []
     for first in range(0, steps, every):
         carry, told = run(carry, keys, jnp.int32(first))
@@ -111,12 +115,11 @@ def train(
     }
 
 
-def strategy_row(name: str, strategy: Strategy, made: Plan, *, seeds: int) -> dict[str, Any]:
+def strategy_row(name: str, strategy: Strategy, made: Plan) -> dict[str, Any]:
     begin = time.perf_counter()
     tx, ranks = strategy.make(made.setting), made.setting.ranks
-    curves = train(made.task, tx, strategy.model, ranks=ranks, seeds=seeds, batch=made.batch, steps=made.steps,
-                   every=made.every)  # fmt: skip
-    params = jax.eval_shape(made.task.init, jax.random.key(0))
+    curves = train(made, tx, strategy.model, ranks=ranks, steps=made.steps, every=made.every)
+    params = jax.tree.map(lambda x: x[0], made.params)
     kinds = [strategy.like(step, made.setting) for step in range(made.steps)]
     each = {kind: received_bytes(tx, params, ranks, kind) for kind in set(kinds)}
     received = [sum(each[kind] for kind in kinds[: n + made.every]) for n in range(0, made.steps, made.every)]
@@ -140,13 +143,12 @@ WAYS: dict[str, Callable[[float, int], optax.GradientTransformation]] = {
 
 def growth(*, smoke: bool) -> dict[str, Any]:
     """Steps that each way needs to reach an accuracy as ranks are added, at the best rate of one rank."""
-    made = plan("images", 1, smoke=smoke)
     seeds, steps, every = (1, 4, 2) if smoke else (SEEDS, 400, 10)
+    made = plan("images", 1, seeds, smoke=smoke)
     rates, sizes, reached = (RATES[:1], GROWTH[:2], 0.0) if smoke else (RATES, GROWTH, REACHED)
 
     def row(way: str, rate: float, ranks: int) -> dict[str, Any]:
-        curves = train(made.task, WAYS[way](rate, ranks), STRATEGIES[0].model, ranks=ranks, seeds=seeds,
-                       batch=made.batch, steps=steps, every=every)  # fmt: skip
+        curves = train(made, WAYS[way](rate, ranks), STRATEGIES[0].model, ranks=ranks, steps=steps, every=every)
         firsts = [
             next((every * (n + 1) for n, value in enumerate(curve) if value >= reached), math.inf)
             for curve in curves["accuracy"]
@@ -188,11 +190,11 @@ def main() -> int:
         result.update({key: kept[key] for key in ("rows", "growth") if key in kept})
     known = {(row["task"], row["strategy"]) for row in result["rows"]}
     for name in ("images", "text"):
-        made = plan(name, ranks, smoke=args.smoke)
+        made = plan(name, ranks, seeds, smoke=args.smoke)
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
         for strategy in toys(name) if args.smoke else STRATEGIES:
             if (name, strategy.name) not in known:
-                result["rows"].append(strategy_row(name, strategy, made, seeds=seeds))
+                result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
                 write_json(args.json, __doc__, result)
     show(result["rows"])
