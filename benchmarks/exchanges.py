@@ -98,8 +98,7 @@ def worker(args: Any) -> int:
         Strategy(name="norms on every rank",
                  make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
     )  # fmt: skip
-    wanted = ("mean", *args.only)
-    chosen = [s for s in rivals if not args.only or s.name == "mean" or s.name.startswith(wanted[1:])]
+    chosen = [s for s in rivals if not args.only or s.name == "mean" or s.name.startswith(tuple(args.only))]
     repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
 
     def cross(tx: optax.GradientTransformation) -> Any:
