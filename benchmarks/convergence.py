@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def plan(name: str, ranks: int, seeds: int, *, smoke: bool) -> Plan:
-    steps, every = (4, 2) if smoke else (1200, 40) if name == "images" else (500, 20)
+    steps, every = (4, 2) if smoke else (1200, 40) if name == "images" else (400, 20)
 
     def falling(rate: float) -> optax.Schedule:
         return optax.cosine_decay_schedule(rate, steps)
@@ -188,6 +188,9 @@ def main() -> int:
     if args.resume and args.json and args.json.exists():
         kept = json.loads(args.json.read_text())
         result.update({key: kept[key] for key in ("rows", "growth") if key in kept})
+    if "growth" not in result:
+        result["growth"] = growth(smoke=args.smoke)
+        write_json(args.json, __doc__, result)
     known = {(row["task"], row["strategy"]) for row in result["rows"]}
     for name in ("images", "text"):
         made = plan(name, ranks, seeds, smoke=args.smoke)
@@ -198,9 +201,6 @@ def main() -> int:
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
                 write_json(args.json, __doc__, result)
     show(result["rows"])
-    if "growth" not in result:
-        result["growth"] = growth(smoke=args.smoke)
-        write_json(args.json, __doc__, result)
     for row in result["growth"]["rows"]:
         print(f"{row['ranks']} ranks, {row['way']:24} rate {row['rate']}: {row['steps_to_reach'] or 'no'} steps to "
               f"{result['growth']['reached']:.0%}, at the end {row['final_accuracy']:.3f}")  # fmt: skip
