@@ -3,9 +3,10 @@
     python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume] [--smoke]
 
 Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each on 4 ranks under
-`vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy. Evaluated are the ranks' mean parameters, of
-`elastic_average` its centre. Rates fall as a cosine to zero. received_bytes: by a rank up to this step, by the exchanges' formulas. `growth`: the
-effective batch from 1 rank to 8 at a constant batch a rank, with the learning rate that was best for 1 rank.
+`vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a cosine to zero. Evaluated are the
+ranks' mean parameters, of `elastic_average` its centre. received_bytes: by a rank up to this step, by the exchanges'
+formulas. `growth`: the effective batch from 1 rank to 8 at a constant batch a rank, with plain SGD at the constant rate
+that was best for 1 rank.
 
 The results do not depend on the machine's speed; all of it takes about a quarter of an hour on one core. `--resume`
 adds what the file does not hold yet.
@@ -74,9 +75,10 @@ def keys_of(seeds: int) -> jax.Array:
 Curves = dict[str, list[list[float]]]  # name -> [seed][point]
 
 
-def train(
-    made: Plan, tx: optax.GradientTransformation, model: Callable[[Any, Any], Any], *, ranks: int, steps: int, every: int
-) -> Curves:
+Model = Callable[[Any, Any], Any]
+
+
+def train(made: Plan, tx: optax.GradientTransformation, model: Model, *, ranks: int, steps: int, every: int) -> Curves:
     """The training loss (mean since the last point), test loss and accuracy after every `every` steps."""
     task = made.task
 
