@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_two_hosts
+from hosts import on_hosts
 from workloads import parser, spread, write_json
 
 RIVALS = ("fused", "sequential", "crossover")
@@ -37,7 +37,7 @@ def main() -> int:
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    result = on_two_hosts(__file__, args.rate)
+    result = on_hosts(__file__, args.rate)
     for rival in RIVALS:
         row = result["s_per_job_step"][rival]
         print(f"{rival:11} {row['median']:.3f} s a job-step  ({row['min']:.3f} to {max(row['raw']):.3f})")

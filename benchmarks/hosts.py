@@ -1,4 +1,4 @@
-"""Runs a benchmark's own script as the ranks of two hosts that a real slow link joins. Measures nothing itself."""
+"""Runs a benchmark's own script as the ranks of hosts that a real slow link joins. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
 from jaxcross.lab import Lab
 
 
-def on_two_hosts(script: str, rate: str) -> dict[str, Any]:
-    """Starts `script` with this process's arguments and `--worker FILE` on two hosts with one core each.
+def on_hosts(script: str, rate: str, hosts: int = 2) -> dict[str, Any]:
+    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each, a rank a host.
 
     Args:
         script: The benchmark's file.
-        rate: Of the link, in each direction.
+        rate: Of each host's link, in each direction.
+        hosts: How many; beyond the machine's cores they share them.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
@@ -27,11 +28,11 @@ def on_two_hosts(script: str, rate: str) -> dict[str, Any]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=2, rate=rate) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=hosts, rate=rate) as lab:
         out = Path(folder) / "result.json"
         program = python_program([str(Path(script).resolve()), *sys.argv[1:], "--worker", str(out)])
         line, extra = mpirun_command(
-            mpirun=mpirun, ranks=2, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
+            mpirun=mpirun, ranks=hosts, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
         )
         subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra}), check=True)
         facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor,

@@ -1,8 +1,9 @@
-"""What do the kept results say? Writes their tables into docs/benchmarks.md, so that no number is copied by hand.
+"""What do the kept results say? Writes their tables into the pages of docs/, so that no number is copied by hand.
 
     python benchmarks/tables.py [--check]
 
-A line `<!-- table NAME -->` in the page is followed by the table NAME, up to the next blank line.
+A line `<!-- table NAME -->` in a page is followed by the table NAME, up to the next blank line; by nothing where its
+result is not kept yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGES = Path(__file__).parents[1] / "docs"
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
 
 
@@ -140,9 +141,63 @@ def unequal(_: str) -> Iterator[tuple[str, ...]]:
         yield way, *each, f"{row['progress']:.2f}"
 
 
+def convergence(_: str) -> Iterator[tuple[str, ...]]:
+    """What each exchange reaches in the same steps, and what it receives meanwhile."""
+    found = read("convergence")
+    by = {(row["task"], row["strategy"]): row for row in found["rows"]}
+    columns = "accuracy", "over the mean's", "MB"
+    yield "exchange", *(f"{task}: {column}" for task in found["tasks"] for column in columns)
+    for strategy in dict.fromkeys(row["strategy"] for row in found["rows"]):
+        cells: list[str] = []
+        for task in found["tasks"]:
+            row, dense = by[task, strategy], by[task, "mean"]["final_accuracy"]
+            cells += [f"{row['final_accuracy']:.3f}", f"{row['final_accuracy'] - dense:+.3f}",
+                      f"{row['received_bytes'][-1] / 1e6:.2f}"]  # fmt: skip
+        yield strategy, *cells
+
+
+def growth(_: str) -> Iterator[tuple[str, ...]]:
+    """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the end."""
+    found = read("convergence")["growth"]
+    sizes = list(dict.fromkeys(row["ranks"] for row in found["rows"]))
+    yield "way", *(f"{n} ranks" if n > 1 else "1 rank" for n in sizes)
+    for way in dict.fromkeys(row["way"] for row in found["rows"]):
+        by = {row["ranks"]: row for row in found["rows"] if row["way"] == way}
+        yield way, *(f"{_steps(by[n]['steps_to_reach'])}, {by[n]['final_accuracy']:.3f}" for n in sizes)
+
+
+def _steps(count: float | None) -> str:
+    return "never" if count is None else f"{count:.0f}"
+
+
+def exchanges(name: str) -> Iterator[tuple[str, ...]]:
+    """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire alone, bytes."""
+    models = read(name)["models"]
+    heads = [f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")]
+    yield "exchange", *heads
+    for strategy in dict.fromkeys(s for rows in models.values() for s in rows["strategies"]):
+        rows = [model["strategies"].get(strategy) for model in models.values()]
+        cells = [
+            ("", "", "", "") if row is None else
+            (f"{row['total']['median']:.3f}", f"{row['total_over_mean']:.2f}", f"{row['wire_over_mean']:.3f}",
+             f"{row['bytes_over_mean']:.3f}")
+            for row in rows
+        ]  # fmt: skip
+        yield strategy, *(cell for row in cells for cell in row)
+
+
+def selection(_: str) -> Iterator[tuple[str, ...]]:
+    """Both ways to find the largest elements."""
+    yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
+    for row in read("selection")["rows"]:
+        times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))
+        yield str(row["size"]), str(row["k"]), *times, row["chosen"]
+
+
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
     "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
     "scale": scale, "unequal": unequal, "exchange-cost": exchange_cost, "imagenet": imagenet,
+    "convergence": convergence, "growth": growth, "exchanges": exchanges, "selection": selection,
 }  # fmt: skip
 
 
@@ -151,23 +206,32 @@ def markdown(rows: Iterator[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, tuple("---" for _ in head), *body))
 
 
+def table(name: str, argument: str) -> str:
+    try:
+        return markdown(TABLES[name](argument))
+    except FileNotFoundError:
+        return ""
+
+
 def filled(page: str) -> str:
     """The page with its tables made anew."""
-    return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{markdown(TABLES[m[1]](m[2] or ''))}", page)
+    return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(m[1], m[2] or '')}", page)
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     args = options.parse_args()
-    old = PAGE.read_text()
-    new = filled(old)
-    if not args.check:
-        PAGE.write_text(new)
-        return 0
-    if old != new:
-        print(f"{PAGE.name} is not what the results say: run `python benchmarks/tables.py`.")
-    return int(old != new)
+    stale = 0
+    for page in sorted(PAGES.glob("*.md")):
+        old = page.read_text()
+        new = filled(old)
+        if old != new and args.check:
+            print(f"{page.name} is not what the results say: run `python benchmarks/tables.py`.")
+            stale = 1
+        elif old != new:
+            page.write_text(new)
+    return stale
 
 
 if __name__ == "__main__":

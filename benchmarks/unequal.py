@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_two_hosts
+from hosts import on_hosts
 from workloads import parser, write_json
 
 PIECES = 16
@@ -38,7 +38,7 @@ def main() -> int:
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    result = on_two_hosts(__file__, args.rate)
+    result = on_hosts(__file__, args.rate)
     print("alone: " + ", ".join(f"{name} {1 / rate:.3f} s a step" for name, rate in result["alone"].items()))
     for way, row in result["ways"].items():
         each = ", ".join(f"{name} {value:.2f}" for name, value in row["relative"].items())

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 Selection = Literal["auto", "exact", "threshold"]
 
-# Up to here `lax.top_k` was faster on a core of a CPU (0.10 against 0.28 ms for 327 of 32,768; 1.7 against 1.2 ms for
-# 2,621 of 262,144): its time grows with k, a threshold's many small operations cost the same for any.
-_FEW = 1 << 10
-_SMALL = 1 << 20
+# Backend -> the longest vector and the largest k of which `lax.top_k` was the faster way in `benchmarks/selection.py`:
+# its time grows with k, a threshold's many small operations cost the same for any. Others are taken for a CPU.
+_EXACT_UP_TO = {"cpu": (1 << 20, 1 << 10)}
 _SAMPLE = 1 << 17
 _KEY_BITS = 31
 
@@ -30,13 +29,13 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     Args:
         x: A vector of D floats.
         k: How many; static, 1 to D.
-        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for D and k.
+        selection: `"exact"`: `lax.top_k`. `"threshold"`: as above. `"auto"`: the faster one for backend, D and k.
 
     Returns:
         `k` values of x's type, and their int32 indices, in no promised order.
     """
     if selection == "auto":
-        selection = "exact" if k <= _FEW and x.size <= _SMALL else "threshold"
+        selection = chosen(x.size, k)
     if selection == "exact":
         # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times as long.
         size = jnp.abs(x.astype(jnp.float32))
@@ -44,6 +43,12 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
         return x[indices], indices.astype(jnp.int32)
     indices = _threshold_select(x, k)
     return jnp.where(indices < x.size, x.at[indices].get(mode="clip"), 0), indices
+
+
+def chosen(size: int, k: int) -> Selection:
+    """The way that `"auto"` takes for `k` of `size` elements: the one that was measured to be faster."""
+    longest, most = _EXACT_UP_TO.get(jax.default_backend(), _EXACT_UP_TO["cpu"])
+    return "exact" if size <= longest and k <= most else "threshold"
 
 
 def check_selection(selection: str) -> None:

@@ -51,6 +51,43 @@ def test_scale(smoke):
         assert "slope_of_total" in result[part]
 
 
+def test_selection(smoke):
+    result = smoke("selection.py")
+    assert [row["k"] for row in result["rows"]] == [4, 41, 410, 66, 655, 6554]
+    for row in result["rows"]:
+        assert row["chosen_over_faster"] >= 1
+        for found in row["ways"].values():
+            assert found["count_error"] == 0
+            assert found["recovered"] == pytest.approx(1, abs=1e-6)
+    assert result["largest"]["count_error"] == 0
+
+
+@pytest.mark.slow
+def test_convergence(smoke, tmp_path):
+    picture = tmp_path / "curves.png"
+    result = smoke("convergence.py", "--png", str(picture))
+    assert picture.stat().st_size > 10_000
+    rows = {row["strategy"]: row for row in result["rows"] if row["task"] == "images"}
+    received = {name: row["received_bytes"] for name, row in rows.items()}
+    elements = 10 * 16 + 145 * 32 + 129 * 64 + 65 * 10
+    assert received["mean"] == [2 * 4 * elements, 4 * 4 * elements]  # of 2 ranks, after 2 and 4 steps
+    assert received["local_sgd, every 8"] == [0, 0]
+    first, last = received["one_bit_adam"]
+    assert first > 4 * elements  # one step of Adam, then signs: a sixteenth and their scales
+    assert last - first < 2 * 4 * elements / 16
+    assert received["top_k 1%, exact"][-1] < 0.1 * received["mean"][-1]
+    for row in result["rows"]:
+        assert [len(curve) for curve in row["accuracy"]] == [2]
+    growth = result["growth"]
+    assert [(row["way"], row["ranks"]) for row in growth["rows"]] == [
+        (way, ranks) for way in ("mean", "mean, rate times ranks", "adasum") for ranks in (1, 2)
+    ]
+    # On one rank all ways are plain SGD.
+    assert len({tuple(row["loss"][0]) for row in growth["rows"] if row["ranks"] == 1}) == 1
+    again = smoke("convergence.py", "--resume")
+    assert again["rows"] == result["rows"]
+
+
 @pytest.mark.exhaustive
 def test_exchange_cost(smoke):
     if (reason := available()) is not None:
@@ -82,3 +119,21 @@ def test_crossover(smoke):
     assert result["link"].startswith("real link 500mbit")
     # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
     assert result["bytes_crossed"] > 1e6
+
+
+@pytest.mark.slow
+def test_exchanges(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
+    (rows,) = result["models"].values()
+    strategies = rows["strategies"]
+    assert list(strategies) == ["mean", "mean, bfloat16", "top_k 1%, threshold", "local_sgd, every 8"]
+    for row in strategies.values():
+        assert 0 < row["wire"]["median"] < row["total"]["median"]
+    assert strategies["mean"]["bytes"] == 4 * rows["elements"]
+    assert strategies["local_sgd, every 8"]["bytes_over_mean"] == pytest.approx(1 / 8)
+    assert strategies["top_k 1%, threshold"]["bytes_over_mean"] < 0.1
+    assert [found["what"] for found in result["targets"]] == [
+        "top-k at 1%, wire", "top-k at 1%, selection and wire", "bfloat16, wire",
+    ]  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,6 +76,18 @@ def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: p
         order = lambda v: np.sort(np.where(np.isnan(v), np.inf, np.abs(v)))  # noqa: E731
         np.testing.assert_array_equal(order(values), order(x)[size - k :], err_msg=name)
         assert np.isnan(values).sum() == np.isnan(x).sum(), name
+
+
+def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
+    assert selection.chosen(1 << 20, 1 << 10) == "exact"
+    assert selection.chosen(1 << 20, (1 << 10) + 1) == selection.chosen((1 << 20) + 1, 1 << 10) == "threshold"
+    kept = Path(__file__).parents[2] / "benchmarks" / "results" / "selection.json"
+    if not kept.exists():
+        pytest.skip("no result is kept")
+    for row in json.loads(kept.read_text())["rows"]:
+        seconds = {way: found["s"]["median"] for way, found in row["ways"].items()}
+        # Where both take about as long, noise decides.
+        assert seconds[selection.chosen(row["size"], row["k"])] <= 1.5 * min(seconds.values()), row
 
 
 def test_selection_by_size_takes_the_largest_both_ways() -> None:

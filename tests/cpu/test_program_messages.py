@@ -84,6 +84,18 @@ def test_step_without_exchange_is_warned_of() -> None:
         _advise(traced(evaluate, X).cut(), set())
 
 
+def test_step_that_exchanges_at_other_times_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    def every_eighth(step, x):
+        return lax.cond(step % 8 == 7, lambda: lax.pmean(x, "batch"), lambda: x)
+
+    undecided = traced(every_eighth, jnp.int32(0), X)
+    programs = [undecided.decide(branch).cut() for branch in (0, 1)]
+    assert [len(program.exchanges) for program in programs] == [0, 1]
+    for program in programs:
+        _advise(program, set())
+    assert not recwarn.list
+
+
 def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     def ring(x):
         def body(c, _):

@@ -1,0 +1,221 @@
+"""What does each exchange cost in convergence, by steps and by the bytes that it brings to a rank?
+
+    python benchmarks/convergence.py [--json FILE] [--png FILE] [--resume] [--smoke]
+
+Every strategy of the family on a task with images (momentum SGD) and one with language (Adam), each on 4 ranks under
+`vmap`, with 3 seeds. Rates are the tasks', not tuned for a strategy, and fall as a cosine to zero. Evaluated are the
+ranks' mean parameters, of `elastic_average` its centre. received_bytes: by a rank up to this step, by the exchanges'
+formulas. `growth`: the effective batch from 1 rank to 8 at a constant batch a rank, with plain SGD at the constant rate
+that was best for 1 rank.
+
+The results do not depend on the machine's speed; all of it takes about a quarter of an hour on one core. `--resume`
+adds what the file does not hold yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tasks
+from convergence_show import draw
+from strategies import AXIS, STRATEGIES, Setting, Strategy, received_bytes
+from workloads import parser, write_json
+
+from jaxcross import exchange
+
+RANKS, SEEDS = 4, 3
+WITHIN = 0.01  # of the mean's accuracy: what top-k at 1% is to reach
+RATES = (0.03, 0.1, 0.3, 1.0)
+GROWTH = (1, 2, 4, 8)
+REACHED = 0.9  # accuracy
+
+
+class Plan(NamedTuple):
+    """A task, what training starts from (seeds along the first axis), how it is optimised, and for how long."""
+
+    task: tasks.Task
+    params: Any
+    setting: Setting
+    batch: int
+    steps: int
+    every: int
+
+
+def plan(name: str, ranks: int, seeds: int, *, smoke: bool) -> Plan:
+    steps, every = (4, 2) if smoke else (1200, 40) if name == "images" else (400, 20)
+
+    def falling(rate: float) -> optax.Schedule:
+        return optax.cosine_decay_schedule(rate, steps)
+
+    task = tasks.digits() if name == "images" else tasks.text()
+    params = jax.jit(jax.vmap(task.init))(keys_of(seeds))
+    common = dict(ranks=ranks, signs=optax.sgd(falling(0.002)), adam_rate=falling(0.003), freeze_step=steps // 5 + 1)
+    if name == "images":
+        norms = exchange.lars(AXIS, falling(0.1), trust_coefficient=0.1)
+        setting = Setting(optimizer=optax.sgd(falling(0.05), momentum=0.9), norms=norms, **common)
+        return Plan(task, params, setting, 16, steps, every)
+    setting = Setting(optimizer=optax.adam(falling(0.003)), norms=exchange.lamb(AXIS, falling(0.01)), **common)
+    return Plan(task, params, setting, 4, steps, every)
+
+
+def keys_of(seeds: int) -> jax.Array:
+    return jax.random.split(jax.random.key(0), seeds)
+
+
+Curves = dict[str, list[list[float]]]  # name -> [seed][point]
+
+
+Model = Callable[[Any, Any], Any]
+
+
+def train(made: Plan, tx: optax.GradientTransformation, model: Model, *, ranks: int, steps: int, every: int) -> Curves:
+    """The training loss (mean since the last point), test loss and accuracy after every `every` steps."""
+    task = made.task
+
+    def advance(carry: Any, key: jax.Array, first: jax.Array) -> Any:
+        def step(carry: Any, number: jax.Array) -> Any:
+            params, state = carry
+            own = jax.random.fold_in(jax.random.fold_in(key, number), jax.lax.axis_index(AXIS))
+            loss, grads = jax.value_and_grad(task.loss)(params, task.batch(own, made.batch))
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), jax.lax.pmean(loss, AXIS)
+
+        carry, losses = jax.lax.scan(step, carry, first + jnp.arange(every))
+        return carry, losses.mean()
+
+    on_ranks = functools.partial(jax.vmap, axis_name=AXIS, axis_size=ranks)
+
+    def point(of_seed: Any, first: jax.Array) -> Any:
+        carry, key = of_seed
+        carry, loss = on_ranks(advance, in_axes=(0, None, None))(carry, key, first)
+        return carry, (loss[0], *task.evaluate(model(*carry)))
+
+    # Seeds one after the other: XLA's fast top-k for the CPU knows two dimensions at most.
+    def more(carry: Any, keys: jax.Array, first: jax.Array) -> Any:
+        return jax.lax.map(functools.partial(point, first=first), (carry, keys))
+
+    seeds = len(jax.tree.leaves(made.params)[0])
+    keys = keys_of(seeds)
+    carry = jax.jit(jax.vmap(on_ranks(lambda params: (params, tx.init(params)), in_axes=None)))(made.params)
+    run, points = jax.jit(more, donate_argnums=0), []
+    for first in range(0, steps, every):
+        carry, told = run(carry, keys, jnp.int32(first))
+        points.append(jax.device_get(told))
+    names = ("loss", "test_loss", "accuracy")
+    return {
+        name: [[round(float(p[n][seed]), 4) for p in points] for seed in range(seeds)] for n, name in enumerate(names)
+    }
+
+
+def strategy_row(name: str, strategy: Strategy, made: Plan) -> dict[str, Any]:
+    begin = time.perf_counter()
+    tx, ranks = strategy.make(made.setting), made.setting.ranks
+    curves = train(made, tx, strategy.model, ranks=ranks, steps=made.steps, every=made.every)
+    params = jax.tree.map(lambda x: x[0], made.params)
+    kinds = [strategy.like(step, made.setting) for step in range(made.steps)]
+    each = {kind: received_bytes(tx, params, ranks, kind) for kind in set(kinds)}
+    received = [sum(each[kind] for kind in kinds[: n + made.every]) for n in range(0, made.steps, made.every)]
+    return {
+        "task": name, "strategy": strategy.name, **curves, "received_bytes": received,
+        **{f"final_{key}": mean_of_last(curves[key]) for key in ("test_loss", "accuracy")},
+        "wall_s": round(time.perf_counter() - begin, 1),
+    }  # fmt: skip
+
+
+def mean_of_last(curves: list[list[float]]) -> float:
+    return statistics.fmean(curve[-1] for curve in curves)
+
+
+WAYS: dict[str, Callable[[float, int], optax.GradientTransformation]] = {
+    "mean": lambda rate, ranks: optax.chain(exchange.mean(AXIS), optax.sgd(rate)),
+    "mean, rate times ranks": lambda rate, ranks: optax.chain(exchange.mean(AXIS), optax.sgd(rate * ranks)),
+    "adasum": lambda rate, ranks: optax.chain(exchange.adasum(AXIS), optax.sgd(rate)),
+}
+
+
+def growth(*, smoke: bool) -> dict[str, Any]:
+    """Steps that each way needs to reach an accuracy as ranks are added, at the best rate of one rank."""
+    seeds, steps, every = (1, 4, 2) if smoke else (SEEDS, 400, 10)
+    made = plan("images", 1, seeds, smoke=smoke)
+    rates, sizes, reached = (RATES[:1], GROWTH[:2], 0.0) if smoke else (RATES, GROWTH, REACHED)
+
+    def row(way: str, rate: float, ranks: int) -> dict[str, Any]:
+        curves = train(made, WAYS[way](rate, ranks), STRATEGIES[0].model, ranks=ranks, steps=steps, every=every)
+        firsts = [
+            next((every * (n + 1) for n, value in enumerate(curve) if value >= reached), math.inf)
+            for curve in curves["accuracy"]
+        ]
+        middle = statistics.median(firsts)
+        return {
+            "way": way, "rate": rate, "ranks": ranks, "steps_to_reach": None if math.isinf(middle) else middle,
+            **{f"final_{key}": mean_of_last(curves[key]) for key in ("loss", "test_loss", "accuracy")}, **curves,
+        }  # fmt: skip
+
+    sweep = [row("mean", rate, 1) for rate in rates]
+    best = min(sweep, key=lambda r: (r["steps_to_reach"] or math.inf, -r["final_accuracy"]))["rate"]
+    return {
+        "batch": made.batch, "steps": steps, "every": every, "seeds": seeds, "reached": reached, "rate": best,
+        "sweep": sweep, "rows": [row(way, best, ranks) for way in WAYS for ranks in sizes],
+    }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """One line a strategy and task; what top-k at 1% loses."""
+    dense = {row["task"]: row["final_accuracy"] for row in rows if row["strategy"] == "mean"}
+    for row in rows:
+        lost = dense[row["task"]] - row["final_accuracy"]
+        print(f"{row['task']:9} {row['strategy']:32} accuracy {row['final_accuracy']:.3f} ({-lost:+.3f}), "
+              f"test loss {row['final_test_loss']:.3f}, {row['received_bytes'][-1] / 1e6:.2f} MB")  # fmt: skip
+        if row["strategy"].startswith("top_k 1%"):
+            print(f"  within {WITHIN:.0%} of the mean: {'met' if lost <= WITHIN else 'missed'}")
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--png", type=Path, metavar="FILE", help="draw the curves")
+    options.add_argument("--resume", action="store_true", help="add what the file of --json does not hold yet")
+    args = options.parse_args()
+    ranks, seeds = (2, 1) if args.smoke else (RANKS, SEEDS)
+    result: dict[str, Any] = {"ranks": ranks, "seeds": seeds, "tasks": {}, "rows": []}
+    if args.resume and args.json and args.json.exists():
+        kept = json.loads(args.json.read_text())
+        result.update({key: kept[key] for key in ("rows", "growth") if key in kept})
+    if "growth" not in result:
+        result["growth"] = growth(smoke=args.smoke)
+        write_json(args.json, __doc__, result)
+    known = {(row["task"], row["strategy"]) for row in result["rows"]}
+    for name in ("images", "text"):
+        made = plan(name, ranks, seeds, smoke=args.smoke)
+        result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
+        for strategy in toys(name) if args.smoke else STRATEGIES:
+            if (name, strategy.name) not in known:
+                result["rows"].append(strategy_row(name, strategy, made))
+                print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
+                write_json(args.json, __doc__, result)
+    show(result["rows"])
+    for row in result["growth"]["rows"]:
+        print(f"{row['ranks']} ranks, {row['way']:24} rate {row['rate']}: {row['steps_to_reach'] or 'no'} steps to "
+              f"{result['growth']['reached']:.0%}, at the end {row['final_accuracy']:.3f}")  # fmt: skip
+    if args.png:
+        draw(result, args.png)
+    return 0
+
+
+def toys(task: str) -> list[Strategy]:
+    """Few, since compiling takes a second or two each: one of each kind."""
+    names = ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic") if task == "images" else ("mean",)
+    return [next(s for s in STRATEGIES if s.name.startswith(name)) for name in names]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

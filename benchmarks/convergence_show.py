@@ -1,0 +1,46 @@
+"""The picture of `convergence.py`: loss and accuracy against steps and against received bytes."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+PANELS = (("test_loss", "steps"), ("test_loss", "MB"), ("accuracy", "steps"), ("accuracy", "MB"))
+WORDS = {"test_loss": "test loss", "accuracy": "test accuracy", "steps": "steps", "MB": "MB received a rank"}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Writes it. Curves are means over seeds; each strategy has the same look in every panel."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
+    colours = mpl.colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
+    looks = {n: (colours[i % 10], ("-", "--", ":")[i // 10]) for i, n in enumerate(names)}
+    tasks = list(result["tasks"])
+    figure, axes = plt.subplots(
+        len(tasks), len(PANELS), figsize=(19, 4.5 * len(tasks)), squeeze=False, layout="constrained"
+    )
+    for line, task in zip(axes, tasks, strict=True):
+        rows = [row for row in result["rows"] if row["task"] == task]
+        every = result["tasks"][task]["every"]
+        for axis, (value, against) in zip(line, PANELS, strict=True):
+            for row in rows:
+                mean = [statistics.fmean(seeds) for seeds in zip(*row[value], strict=True)]
+                steps = [every * (n + 1) for n in range(len(mean))]
+                at = steps if against == "steps" else [nbytes / 1e6 for nbytes in row["received_bytes"]]
+                colour, style = looks[row["strategy"]]
+                axis.plot(at, mean, color=colour, linestyle=style, label=row["strategy"], lw=1.3)
+            axis.set(xlabel=WORDS[against], ylabel=WORDS[value], title=task)
+            axis.grid(alpha=0.3)
+            if against == "MB":
+                axis.set_xscale("log")
+            if value == "test_loss":
+                axis.set_yscale("log")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

@@ -1,0 +1,152 @@
+"""How long does each exchange take of a model's gradients on a slow link, over the plain mean?
+
+    python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--only NAME ...] [--json FILE] [--smoke]
+
+The gradients of ResNet-50 and of a small Transformer, a rank on each host, a real link between them. A step is the
+exchange and SGD alone: no forward or backward pass. The strategies take turns, each from its first state, in one run.
+total: a step, its computing included; wire: its exchanges, without waiting for a rank that computes longer. Both, and
+bytes, also over those of `mean`. What exchanges every few steps is measured over all of these, and is a mean of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import workloads
+from hosts import on_hosts
+from workloads import parser, spread, write_json
+
+# What is compared, of which strategies, and the target: a strategy's time over another's.
+TARGETS = (
+    ("top-k at 1%, wire", "wire", "top_k 1%, threshold", "mean", 1 / 20),
+    ("top-k at 1%, selection and wire", "total", "top_k 1%, threshold", "mean", 1 / 4),
+    ("Adasum", "total", "adasum of gradients", "mean", 1.3),
+    ("bfloat16, wire", "wire", "mean, bfloat16", "mean", 0.55),
+    ("norms shared out", "total", "shared norms", "norms on every rank", 1.0),
+)
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rate", default="500mbit", help="of each link in each direction (default %(default)s)")
+    options.add_argument("--hosts", type=int, default=2, help="default %(default)s")
+    options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
+    options.add_argument("--models", default="transformer,resnet50", help="default %(default)s")
+    options.add_argument("--only", action="append", default=[], metavar="NAME", help="mean, and what begins so")
+    options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
+    args = options.parse_args()
+    if args.worker:
+        return worker(args)
+    result = on_hosts(__file__, args.rate, args.hosts)
+    result["hosts"] = args.hosts
+    result["targets"] = [found for model in result["models"] for found in judge(model, result["models"][model])]
+    for model, rows in result["models"].items():
+        print(f"{model}: {rows['elements'] / 1e6:.2f} million elements")
+        for name, row in rows["strategies"].items():
+            print(f"  {name:36} total {row['total']['median']:.4f} s ({row['total_over_mean']:.2f} of the mean's), "
+                  f"wire {row['wire']['median']:.4f} s ({row['wire_over_mean']:.3f}), {row['bytes'] / 1e6:.3f} MB "
+                  f"({row['bytes_over_mean']:.3f})")  # fmt: skip
+    for found in result["targets"]:
+        print(f"{found['model']}: {found['what']} {found['ratio']:.3f} of {found['over']}'s, target "
+              f"{found['target']:.3f}: {'met' if found['met'] else 'missed'}")  # fmt: skip
+    write_json(args.json, __doc__, result)
+    return 0
+
+
+def judge(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets that this run has the strategies for."""
+    medians = {name: {key: row[key]["median"] for key in ("total", "wire")} for name, row in rows["strategies"].items()}
+    return [
+        {"model": model, "what": what, "over": over, "ratio": (ratio := medians[name][key] / medians[over][key]),
+         "target": target, "met": ratio <= target}
+        for what, key, name, over, target in TARGETS if name in medians and over in medians
+    ]  # fmt: skip
+
+
+def worker(args: Any) -> int:
+    import jaxcross
+
+    world = jaxcross.initialize()
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from strategies import AXIS, STRATEGIES, Setting, Strategy, received_bytes
+
+    if args.smoke:
+        works = {"transformer": workloads.transformer(layers=1, width=64, length=16, batch_size=2, vocabulary=64)}
+    else:
+        works = {
+            "transformer": workloads.transformer(layers=2, width=192, length=128, batch_size=4),
+            "resnet50": workloads.resnet("resnet50", batch_size=4, image_size=224),
+        }
+        works = {name: works[name] for name in args.models.split(",")}
+    sgd = optax.sgd(1e-3)
+    setting = Setting(
+        ranks=world.size, optimizer=sgd, signs=sgd, adam_rate=1e-3, norms=jaxcross.exchange.lars(AXIS, 1e-3),
+        freeze_step=1,
+    )  # fmt: skip
+    rivals = (
+        *STRATEGIES,
+        Strategy(name="top_k 1%, one bucket",
+                 make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer)),
+        Strategy(name="norms on every rank",
+                 make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
+    )  # fmt: skip
+    chosen = [s for s in rivals if not args.only or s.name == "mean" or s.name.startswith(tuple(args.only))]
+    repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
+
+    def cross(tx: optax.GradientTransformation) -> Any:
+        def step(state: Any, grads: Any) -> Any:
+            params, opt_state = state
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {}
+
+        return jaxcross.crossover(step, axes=AXIS, donate_argnums=0)
+
+    models: dict[str, Any] = {}
+    for model, work in works.items():
+        params = jax.tree.map(np.asarray, work.state(0)[0])
+        rng = np.random.default_rng(world.rank)
+        grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)  # noqa: B023
+        made = {s.name: s.make(setting) for s in chosen}
+        steps = {name: cross(tx) for name, tx in made.items()}
+        raw: dict[str, dict[str, list[float]]] = {s.name: {"total": [], "wire": [], "compute": []} for s in chosen}
+        for repeat in range(-1, repeats):  # the first round compiles
+            for strategy in chosen:
+                # Its first step is not in the account, so that 1-bit Adam has begun with its signs.
+                count = 1 + strategy.cycle * -(-fewest // strategy.cycle)
+                state = jax.tree.map(jnp.array, params)
+                job = jaxcross.Job(strategy.name, steps[strategy.name], (state, made[strategy.name].init(state)),
+                                   itertools.repeat(grads, count))  # fmt: skip
+                (account,) = jaxcross.run([job], world=world).rounds.jobs
+                own = {"total": account.period_s, "wire": account.exchange_s, "compute": account.compute_s}
+                if repeat >= 0:
+                    for key, value in own.items():
+                        raw[strategy.name][key].append(value)
+                if world.rank == 0:
+                    told = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
+                    print(f"{model}, repeat {repeat}: {strategy.name}: {told}", flush=True)
+        if world.rank == 0:
+            rows: dict[str, Any] = {}
+            for s in chosen:
+                cycle = [setting.freeze_step] if s.freezes else range(s.cycle)
+                nbytes = statistics.fmean(received_bytes(made[s.name], params, world.size, n) for n in cycle)
+                rows[s.name] = {"bytes": nbytes, **{key: spread(values) for key, values in raw[s.name].items()}}
+            for row in rows.values():
+                row["bytes_over_mean"] = row["bytes"] / rows["mean"]["bytes"]
+                for key in ("total", "wire"):
+                    row[f"{key}_over_mean"] = row[key]["median"] / rows["mean"][key]["median"]
+            models[model] = {"elements": sum(x.size for x in jax.tree.leaves(params)), "strategies": rows}
+    if world.rank == 0:
+        Path(args.worker).write_text(json.dumps({"models": models}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""The family of exchanges, each around a given optimizer, and what it brings to a rank. Measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross import exchange
+from jaxcross.program.cut import cut
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.wire.bytes import wire_bytes
+
+AXIS = "batch"
+EVERY = 8  # local steps from one exchange of parameters to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a strategy is made for.
+
+    Attributes:
+        ranks: Along the axis.
+        optimizer: Behind exchanges of gradients, inside those of parameters.
+        signs: In its place behind gradients whose elements are 1 or -1.
+        adam_rate: Of the strategy that is an Adam itself; may be a schedule.
+        norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
+        freeze_step: Where 1-bit Adam begins to send signs.
+    """
+
+    ranks: int
+    optimizer: optax.GradientTransformation
+    signs: optax.GradientTransformation
+    adam_rate: optax.ScalarOrSchedule
+    norms: optax.GradientTransformation
+    freeze_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A way to train on several ranks.
+
+    Attributes:
+        name: The exchange, and what is particular of it here.
+        make: Setting -> the whole optimizer, its exchanges in it.
+        cycle: Steps after which its messages repeat.
+        freezes: Whether its messages are others from the setting's `freeze_step` on.
+        model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks along the first axis.
+    """
+
+    name: str
+    make: Callable[[Setting], optax.GradientTransformation]
+    cycle: int = 1
+    freezes: bool = False
+    model: Callable[[Any, Any], Any] = lambda params, state: jax.tree.map(lambda x: x.mean(0), params)
+
+    def like(self, step: int, setting: Setting) -> int:
+        """The first step that sends what `step` does."""
+        return setting.freeze_step * (step >= setting.freeze_step) if self.freezes else step % self.cycle
+
+
+def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setting], optax.GradientTransformation]:
+    return lambda s: optax.chain(make(), s.optimizer)
+
+
+def _one_bit(s: Setting) -> optax.GradientTransformation:
+    # Fewer elements a scale than by default: these models' layers are small. With the usual `eps` of 1e-8, elements of
+    # a tiny second moment that share a scale with larger ones overflow as soon as signs are sent.
+    return optax.chain(
+        exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=1e-4),
+        optax.scale_by_learning_rate(s.adam_rate),
+    )
+
+
+STRATEGIES = (
+    Strategy(name="mean", make=_before(lambda: exchange.mean(AXIS))),
+    Strategy(name="mean, bfloat16", make=_before(lambda: exchange.mean(AXIS, wire_dtype=jnp.bfloat16))),
+    Strategy(name="top_k 1%, exact", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="exact"))),
+    Strategy(name="top_k 1%, threshold", make=_before(lambda: exchange.top_k(0.01, AXIS, selection="threshold"))),
+    Strategy(name="gtop_k 1%", make=_before(lambda: exchange.gtop_k(0.01, AXIS))),
+    Strategy(name="power_sgd, rank 2", make=_before(lambda: exchange.power_sgd(2, AXIS))),
+    Strategy(name="qsgd, 127 levels", make=_before(lambda: exchange.qsgd(127, AXIS))),
+    Strategy(name="sign_sgd", make=lambda s: optax.chain(exchange.sign_sgd(AXIS), s.signs)),
+    Strategy(name="one_bit_adam", make=_one_bit, freezes=True),
+    Strategy(name="adasum of gradients", make=_before(lambda: exchange.adasum(AXIS))),
+    Strategy(name="adasum of deltas", make=lambda s: exchange.adasum(AXIS, s.optimizer)),
+    Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
+    Strategy(name=f"local_sgd, every {EVERY}", cycle=EVERY,
+             make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY)),
+    Strategy(name=f"federated_average, half, every {EVERY}", cycle=EVERY,
+             make=lambda s: exchange.federated_average(s.optimizer, AXIS, every=EVERY, participation=0.5)),
+    Strategy(name=f"elastic_average, every {EVERY}", cycle=EVERY,
+             make=lambda s: exchange.elastic_average(s.optimizer, AXIS, every=EVERY, alpha=0.9 / s.ranks),
+             model=lambda params, state: jax.tree.map(lambda x: x[0], state.centre)),
+    Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
+    Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
+    Strategy(name="parameter_server", make=lambda s: exchange.parameter_server(s.optimizer, AXIS, ranks=s.ranks)),
+    Strategy(name="bounded_stale, 2 steps", make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2)),
+    Strategy(name="asynchronous, 0 to 2 steps",
+             make=lambda s: exchange.asynchronous(s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)])),
+)  # fmt: skip
+
+
+def received_bytes(tx: optax.GradientTransformation, params: Any, ranks: int, step: int = 0) -> int:
+    """Bytes that one rank receives in step number `step`: what a cut program's exchanges bring, by their formulas.
+
+    Args:
+        tx: With its exchanges over `AXIS`.
+        params: Arrays, or their types.
+        ranks: Along the axis.
+        step: Counted from 0; what all counters of the state are set to, so that it must lie in the first round of each.
+    """
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+
+    def counter(x: Any) -> Any:
+        return jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x
+
+    args = (types, jax.tree.map(counter, jax.eval_shape(tx.init, types)), types)
+    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes={AXIS: ranks}, wire=LocalRanks())
+    program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
+    return sum(wire_bytes(x, {AXIS: ranks}) for x in program.exchanges)
