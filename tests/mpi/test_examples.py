@@ -1,4 +1,4 @@
-"""Each example as a user runs it on two ranks, at toy size."""
+"""Each example as a user runs it on two ranks or four, at toy size."""
 
 import json
 from collections.abc import Callable
@@ -23,6 +23,14 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     words = ("--steps", "50", "--hidden", "16")
     done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, timeout=240, env=quick_compiler).check()
     assert done.stdout.count("in both idioms") == 1
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, "2d"), (2, "1d")])
+def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int, mesh: str) -> None:
+    words = "--steps 40 --features 24 --layers 1 --length 16 --lr 0.003 0.01 --letters 20 --loss 3.5".split()
+    script = str(EXAMPLES / "gpt.py")
+    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=240, env=quick_compiler).check()
+    assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
 def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:

@@ -23,6 +23,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
+    "jaxcross.tensor": (
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
+    ),
     "jaxcross.data": (
         "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
         "jaxcross.program", "mpi4py", "mpi4jax",
