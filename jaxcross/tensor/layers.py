@@ -2,8 +2,8 @@
 
 Each is written once. On `Mesh()` it is the ordinary layer; on a larger mesh its parameters are the rank's own blocks of
 the same global ones, drawn from the same key, and its exchanges are named-axis collectives in both directions. Features
-that a layer takes and gives are cut over `mesh.hidden` between blocks and over `mesh.inner` inside one. The gradient of a
-parameter that several ranks hold is summed over them in the backward pass, and comes out equal on all of them.
+that a layer takes and gives are cut over `mesh.hidden` between blocks and over `mesh.inner` inside one. The gradient of
+a parameter that several ranks hold is summed over them in the backward pass, and comes out equal on all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Initializer = Callable[..., Any]
 
 
 def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], role: Role) -> jax.Array:
-    """This rank's part of a parameter of `module`, whose gradient is summed over the ranks that hold it with other data.
+    """This rank's part of a parameter of `module`; its gradient is summed over the ranks that hold it with other data.
 
     The global array is drawn from the key that the serial model would use, and cut: peak memory holds it once. One
     all-reduce backward, none forward; the same on every rank that holds the part.
@@ -54,8 +54,8 @@ def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], r
 class Dense(nn.Module):
     """`y = x W + b`: column or row parallel on a line of ranks, SUMMA on a grid.
 
-    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a `"row"` (the reverse). In 1-D
-    (Megatron-LM, section 3) a column layer makes an all-reduce of its input backward, a row layer one of its output
+    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a `"row"` (the reverse). In
+    1-D (Megatron-LM, section 3) a column layer makes an all-reduce of its input backward, a row layer one of its output
     forward. In 2-D and 2.5-D both are `summa.ab`, and their weights' gradients are summed over `depth`.
 
     Attributes:
@@ -155,7 +155,7 @@ class Embedding(nn.Module):
         mesh: The ranks.
         dtype: Of the result.
         param_dtype: Of the tables.
-        init: `(key, shape, dtype) -> array`, called with global shapes.
+        table_init: `(key, shape, dtype) -> array`, called with global shapes.
 
     Raises:
         ValueError: A table cannot be cut into equal parts, or `length` is more than `positions`.
@@ -167,12 +167,12 @@ class Embedding(nn.Module):
     mesh: Mesh = Mesh()
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    init: Initializer = nn.initializers.normal(0.02)
+    table_init: Initializer = nn.initializers.normal(0.02)
 
     def setup(self) -> None:
-        self.table = parameter(self, "tokens", self.init, (self.vocabulary, self.features), "table")
+        self.table = parameter(self, "tokens", self.table_init, (self.vocabulary, self.features), "table")
         if self.positions:
-            self.places = parameter(self, "places", self.init, (self.positions, self.features), "positions")
+            self.places = parameter(self, "places", self.table_init, (self.positions, self.features), "positions")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         mesh, table = self.mesh, self.table.astype(self.dtype)
@@ -202,7 +202,7 @@ class Embedding(nn.Module):
 
 
 def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Where each label stands among this rank's `rows` of the vocabulary, and whether it stands there. Sends nothing."""
+    """Where each label stands among this rank's `rows` of the vocabulary, and whether it does. Sends nothing."""
     first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
     place = labels - first
     mine = (place >= 0) & (place < rows)

@@ -14,8 +14,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh, weights: jax
     """The mean of `-log softmax(logits)[label]` over every token of every rank: a scalar, the same on every rank.
 
     Divided by the number of tokens of the *global* batch, so that gradients summed over ranks are those of the serial
-    model. No rank holds all logits of a token: a maximum, and a sum of two numbers a token, are made over `mesh.inner`; a
-    scalar is summed over `mesh.batch`. Computes in float32 at least; sends nothing backward.
+    model. No rank holds all logits of a token: a maximum, and a sum of two numbers a token, are made over `mesh.inner`;
+    a scalar is summed over `mesh.batch`. Computes in float32 at least; sends nothing backward.
 
     Args:
         logits: `[..., vocabulary / ranks]`, this rank's columns for its own tokens.

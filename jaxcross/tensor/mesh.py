@@ -65,8 +65,8 @@ class Mesh:
                 raise ValueError(f"`{name}` of the mesh is `{size!r}`: it counts ranks and must be an integer from 1.")
         if self.tensor > 1 and self.side * self.depth > 1:
             raise ValueError(
-                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} and depth {self.depth}."
-                " Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
+                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} and depth"
+                f" {self.depth}. Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
             )
 
     @property
@@ -115,7 +115,7 @@ class Mesh:
         return _LINE[role] if self.tensor > 1 else (None,) * len(_LINE[role])
 
     def summed(self, spec: Spec) -> tuple[str, ...]:
-        """The axes over which the gradient of such a parameter must be summed: of the batch, and not of the parameter."""
+        """The axes over which such a parameter's gradient must be summed: the batch's, but for its own."""
         return tuple(a for a in self.batch if a not in named(spec))
 
     def block(self, shape: Sequence[int], spec: Spec, what: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ Axes = tuple[str, ...]
 def normalise(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: bool) -> jax.Array:
     """`(x - mean) / sqrt(variance + epsilon)` over the last dimension; without the mean if not `centred`.
 
-    The variance is the mean of squared differences, from a second pass: E[x^2] - E[x]^2 loses it where the mean is large.
+    The variance is the mean of squared differences, from a second pass: E[x^2] - E[x]^2 loses it if the mean is large.
     One all-reduce of one number a row for each pass, and one of as many numbers together backward. The result is the
     rank's own part.
 

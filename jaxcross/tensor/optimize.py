@@ -16,7 +16,7 @@ from jaxcross.tensor.mesh import Mesh, named
 
 
 def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
-    """The L2 norm of the serial tree: every element counts once, however many ranks hold it. A scalar, equal everywhere.
+    """The L2 norm of the serial tree, equal everywhere: every element counts once, however many ranks hold it.
 
     One all-reduce of a scalar for each set of axes that leaves are cut over, two at most. Squares are summed in float32
     at least.

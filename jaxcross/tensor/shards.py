@@ -40,7 +40,7 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     Args:
         model: Has a field `mesh`.
         key: The same on every rank.
-        tokens: Example input; its values do not matter.
+        tokens: Example input, or its `jax.ShapeDtypeStruct`; only its shape and type are read.
         rank: Of the mesh.
 
     Raises:
@@ -48,7 +48,11 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     """
     mesh, specs = _mesh_of(model), partition(model, tokens)
     whole = _whole(model)
-    return jax.jit(lambda k: shard(nn.unbox(whole.init(k, tokens))["params"], specs, mesh, rank))(key)
+
+    def draw(key: jax.Array) -> Any:
+        return shard(nn.unbox(whole.init(key, jnp.zeros(tokens.shape, tokens.dtype)))["params"], specs, mesh, rank)
+
+    return jax.jit(draw)(key)
 
 
 def shard(tree: Any, specs: Any, mesh: Mesh, rank: int) -> Any:

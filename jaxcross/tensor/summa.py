@@ -1,11 +1,11 @@
 """The three products of SUMMA, closed under differentiation: A B, A B^T and A^T B of matrices cut into q x q blocks.
 
 Rank (i, j) of a grid over the axes (row, col) holds block (i, j) of each matrix. Source: van de Geijn and Watts, SUMMA
-(1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to 3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh, whose
-depth layers never talk to each other here.
+(1997); Xu et al., Optimus, arXiv 2104.05343, algorithms 1 to 3; Wang et al., arXiv 2105.14500, for the 2.5-D mesh,
+whose depth layers never talk to each other here.
 
-SUMMA's loop over t broadcasts one block a turn. Here a rank gathers its row of A and its column of B first and contracts
-over all t at once: the same elements arrive, q times fewer messages, one accumulator in float32 at least; q times the
+SUMMA's loop over t broadcasts one block a turn. Here a rank gathers its row of A and its column of B and contracts over
+all t at once: the same elements arrive, q times fewer messages, one accumulator in float32 at least; q times the
 memory for the operands while the product is made. Nothing gathered is kept for the backward pass, which gathers again.
 """
 

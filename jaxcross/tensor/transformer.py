@@ -16,9 +16,9 @@ from jaxcross.tensor.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """Self-attention, `[batch, length, hidden]` to the same: each rank computes its own heads, whole sequences at a time.
+    """Self-attention, `[batch, length, hidden]` to the same: each rank computes its own heads over whole sequences.
 
-    Scores, softmax and context send nothing. The columns of the query-key-value layer are head-major, `[heads, 3, width]`,
+    Scores, softmax and context send nothing. Columns of the query-key-value layer are head-major, `[heads, 3, width]`,
     so that a rank's columns are whole heads on every mesh. Source: Vaswani et al., arXiv 1706.03762.
 
     Attributes:

@@ -27,7 +27,7 @@ def hidden(mesh: Mesh) -> Any:
 
 
 def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: float = 2e-5, rtol: float = 2e-5) -> None:
-    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of input and parameters."""
+    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, and gradients of all that goes in."""
     g = normal(*x.shape, seed=9)
     params = serial.init(jax.random.key(0), x)["params"]
     # Zeros and ones would hide a forgotten bias or scale.
@@ -64,13 +64,13 @@ def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: fl
 @EVERY
 def test_layer_norm(mesh: Mesh) -> None:
     x = normal(ROWS, LENGTH, FEATURES)
-    held_against(lambda m: tensor.LayerNorm(m, epsilon=1e-5), nn.LayerNorm(epsilon=1e-5, use_fast_variance=False), mesh, x)
+    held_against(tensor.LayerNorm, nn.LayerNorm(epsilon=1e-5, use_fast_variance=False), mesh, x)
 
 
 @EVERY
 def test_rms_norm(mesh: Mesh) -> None:
     x = normal(ROWS, LENGTH, FEATURES)
-    held_against(lambda m: tensor.RMSNorm(m), nn.RMSNorm(use_fast_variance=False), mesh, x)
+    held_against(tensor.RMSNorm, nn.RMSNorm(use_fast_variance=False), mesh, x)
 
 
 @pytest.mark.parametrize("mesh", GRIDS.values(), ids=GRIDS)

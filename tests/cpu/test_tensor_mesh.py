@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +42,10 @@ def test_axes() -> None:
 def test_every_row_of_a_batch_is_computed_and_counted_once(mesh: Mesh) -> None:
     rows = np.arange(BATCH)
     seen = np.concatenate([
-        mesh.local_batch(rows, r) for r in range(mesh.ranks) if not mesh.coords(r)["col"] and not mesh.coords(r)["tensor"]
-    ])  # fmt: skip
+        mesh.local_batch(rows, r)
+        for r in range(mesh.ranks)
+        if not mesh.coords(r)["col"] and not mesh.coords(r)["tensor"]
+    ])
     np.testing.assert_array_equal(seen, rows)
 
 
@@ -106,8 +109,8 @@ def test_axes_of_another_length() -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
-        (Mesh(side=3), {"vocabulary": 25}, r"`embedding/tokens` of shape \(25, 24\) cannot be cut: dimension 0 has length 25"),
-        (Mesh(side=3), {"features": 20, "heads": 10}, r"of shape \(24, 20\) .*dimension 1 .* 20, .* 3 ranks along `col`"),
+        (Mesh(side=3), {"vocabulary": 25}, r"`embedding/tokens` of shape \(25, 24\) cannot be cut: .* 0 has length 25"),
+        (Mesh(side=3), {"features": 20, "heads": 10}, r"of shape \(24, 20\) .* 1 has length 20, .* 3 ranks along `col`"),
         (Mesh(tensor=4), {"heads": 6}, r"^The heads of an attention layer, an array of shape \(6,\) cannot be cut"),
         (Mesh(), {"heads": 7}, "^24 features cannot be shared by 7 heads"),
     ],
@@ -119,7 +122,8 @@ def test_shapes_that_do_not_divide(mesh: Mesh, options: dict[str, Any], message:
 
 
 def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(ValueError, match="dimension 0 has length 6, which is no multiple of the 4 ranks along `depth` x `row`"):
+    message = "dimension 0 has length 6, which is no multiple of the 4 ranks along `depth` x `row`"
+    with pytest.raises(ValueError, match=message):
         Mesh(side=2, depth=2).local_batch(np.zeros((6, 5)), 0)
 
 
@@ -136,7 +140,8 @@ def test_labels_that_are_not_cut_like_the_batch() -> None:
         mine = {**training.mesh.local_batch(batch(0), rank), "labels": batch(0)["labels"]}
         return training.params(rank), mine
 
-    with pytest.raises(ValueError, match=r"^The labels have shape \(12, 5\), but this rank's logits are those of \(6, 5\)"):
+    message = r"^The labels have shape \(12, 5\), but this rank's logits are those of \(6, 5\)"
+    with pytest.raises(ValueError, match=message):
         on_ranks(training.loss_and_gradients, training.mesh, args)
 
 
@@ -148,13 +153,15 @@ def test_weights_that_differ_between_depth_layers() -> None:
         told = on_ranks(
             lambda p: tensor.replica_spread(p, training.specs, training.mesh), training.mesh, lambda r: (states[r],)
         )
-        assert all(jax.tree.all(jax.tree.map(np.array_equal, told[0], other)) for other in told), "known on every rank"
+        for other in told:  # known on every rank
+            jax.tree.map(np.testing.assert_array_equal, told[0], other)
         return told[0]
 
     tensor.check_replicas(spread())
     kernel = states[5]["block_1"]["mlp"]["down"]["kernel"]
     states[5]["block_1"]["mlp"]["down"]["kernel"] = kernel.at[3, 2].add(0.25)
-    with pytest.raises(ValueError, match=r"^The parts of `\['block_1'\]\['mlp'\]\['down'\]\['kernel'\]` .* up to 0.25 apart"):
+    message = r"^The parts of `\['block_1'\]\['mlp'\]\['down'\]\['kernel'\]` .* up to 0.25 apart"
+    with pytest.raises(ValueError, match=message):
         tensor.check_replicas(spread())
     with pytest.raises(ValueError, match="not equal: ranks 1 and 5 differ"):
         tensor.unshard(states, training.specs, training.mesh)
@@ -166,7 +173,5 @@ def test_weights_that_differ_between_depth_layers() -> None:
 def test_other_bad_arguments() -> None:
     with pytest.raises(ValueError, match="^`max_norm` of `clip_by_global_norm` is 0"):
         tensor.clip_by_global_norm(0, {}, Mesh())
-    import flax.linen as nn
-
     with pytest.raises(TypeError, match="^`Dense` has no field `mesh`"):
         tensor.init(nn.Dense(3), jax.random.key(0), jnp.ones((1, 2)))
