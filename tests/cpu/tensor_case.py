@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -47,17 +48,26 @@ def optimizer(specs: Any, mesh: Mesh) -> optax.GradientTransformation:
     return optax.chain(tensor.clip_by_global_norm(0.5, specs, mesh), optax.adamw(1e-2, eps=1e-3))
 
 
+@cache
+def serial_params(**options: Any) -> Any:
+    """The serial model's first parameters, which every mesh's are cut from."""
+    model = transformer(Mesh(), **options)
+    params = tensor.init(model, jax.random.key(3), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
+    return jax.tree.map(np.asarray, params)
+
+
 class Training:
     """The table's model, optimizer and step on a mesh."""
 
     def __init__(self, mesh: Mesh, make: Callable[..., optax.GradientTransformation] = optimizer, **options: Any):
-        self.mesh, self.model = mesh, transformer(mesh, **options)
+        self.mesh, self.model, self.options = mesh, transformer(mesh, **options), options
         self.example = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
         self.specs = tensor.partition(self.model, self.example)
         self.tx = make(self.specs, mesh)
 
     def params(self, rank: int = 0) -> Any:
-        return tensor.init(self.model, jax.random.key(3), jnp.zeros((1, LENGTH), jnp.int32), rank)
+        parts = tensor.shard(serial_params(**self.options), self.specs, self.mesh, rank)
+        return jax.tree.map(jnp.asarray, parts)
 
     def state(self, rank: int = 0) -> Any:
         params = self.params(rank)
