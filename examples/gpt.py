@@ -31,6 +31,8 @@ def text():
     """Every page of the documentation, as numbers below 96. Letters outside the alphabet are left out."""
     number = {letter: n for n, letter in enumerate(ALPHABET)}
     pages = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+    if not pages:
+        raise SystemExit(f"There is no documentation in {DOCS}: run this from a checkout of jaxcross.")
     return np.array([number[letter] for letter in pages if letter in number], np.int32)
 
 

