@@ -40,7 +40,7 @@ def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], r
         ValueError: A dimension cannot be cut into equal parts, or the step's axes are not the mesh's.
     """
     mesh: Mesh = module.mesh
-    spec = mesh.spec(role)
+    spec: Any = mesh.spec(role)
     mesh.block(shape, spec, f"`{'/'.join((*module.path, name))}`")
     mesh.check_bound()
 
@@ -83,6 +83,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         mesh, column = self.mesh, self.cut == "column"
+        y: Any
         width = x.shape[-1] * mesh.size(mesh.hidden if column else mesh.inner)
         kernel = parameter(self, "kernel", self.kernel_init, (width, self.features), self.cut).astype(self.dtype)
         x = x.astype(self.dtype)
@@ -222,4 +223,5 @@ def _normalised(module: Any, x: jax.Array, *, centred: bool) -> jax.Array:
     mesh: Mesh = module.mesh
     scale = parameter(module, "scale", nn.initializers.ones_init(), (_width(mesh, x),), "hidden")
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return normalise(wide, _width(mesh, x), mesh.hidden, module.epsilon, centred) * scale
+    normal: Any = normalise(wide, _width(mesh, x), mesh.hidden, module.epsilon, centred)
+    return normal * scale

@@ -27,7 +27,7 @@ def hidden(mesh: Mesh) -> Any:
 
 
 def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: float = 2e-5, rtol: float = 2e-5) -> None:
-    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, and gradients of all that goes in."""
+    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of all that goes in."""
     g = normal(*x.shape, seed=9)
     params = serial.init(jax.random.key(0), x)["params"]
     # Zeros and ones would hide a forgotten bias or scale.

@@ -78,9 +78,7 @@ def test_gradients_are_the_serial_ones(mesh: Mesh, tied: bool) -> None:
     options = {"tied": tied, "remat": not tied, "layers": 1}
     plain, cut = Training(Mesh(), **options), Training(mesh, **options)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-    told = on_ranks(
-        cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
-    )
+    told = on_ranks(cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r)))
     for rank, (loss, gradients) in enumerate(told):
         np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
         close(gradients, tensor.shard(want, cut.specs, mesh, rank), 2e-5, f"rank {rank}: ")
@@ -92,9 +90,7 @@ def test_float64_agrees_to_rounding(name: str) -> None:
     with jax.enable_x64(True):
         plain, cut = Training(Mesh(), **wide), Training(mesh, **wide)
         want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
-        told = on_ranks(
-            cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r))
-        )
+        told = on_ranks(cut.loss_and_gradients, mesh, lambda r: (cut.params(r), mesh.local_batch(batch(0), r)))
         for rank, (loss, gradients) in enumerate(told):
             np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
             close(gradients, tensor.shard(want, cut.specs, mesh, rank), 1e-11, f"rank {rank}: ")
@@ -124,9 +120,7 @@ def test_depth_is_data_parallelism_of_the_grid() -> None:
 def test_gathered_parameters_are_the_serial_tree_on_every_rank() -> None:
     training, states, _ = trained("[2,2,2]")
     want = tensor.unshard([p for p, _ in states], training.specs, training.mesh)
-    told = on_ranks(
-        lambda p: tensor.gather(p, training.specs, training.mesh), training.mesh, lambda r: (states[r][0],)
-    )
+    told = on_ranks(lambda p: tensor.gather(p, training.specs, training.mesh), training.mesh, lambda r: (states[r][0],))
     for got in told:
         assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 

@@ -27,7 +27,8 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(4, "2d"), (2, "1d")])
 def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int, mesh: str) -> None:
-    words = "--steps 40 --features 24 --layers 1 --length 16 --lr 0.003 0.01 --letters 20 --loss 3.5".split()
+    words = ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += ["--letters", "20", "--loss", "3.5"]
     script = str(EXAMPLES / "gpt.py")
     done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=240, env=quick_compiler).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
