@@ -118,7 +118,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> An
 
 
 def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """For each leaf, inside a step, how far apart the copies are that ranks hold: 0 everywhere if they are equal.
+    """For each leaf, inside a step, how far apart the copies are that ranks hold: 0 if equal, inf if one is not finite.
 
     Two all-reduces of each leaf and one of a scalar; a tree of scalars, the same on every rank. Hand it to
     `check_replicas` before the first step.
@@ -131,7 +131,8 @@ def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
         if not over:
             return jnp.zeros((), wide.dtype)
         apart = jnp.max(jnp.abs(jax.lax.pmax(wide, over) - jax.lax.pmin(wide, over)), initial=0)
-        return jax.lax.pmax(apart, every)
+        # XLA's maximum on a CPU may lose a NaN.
+        return jax.lax.pmax(jnp.where(jnp.all(jnp.isfinite(wide)), apart, jnp.inf), every)
 
     return jax.tree.map(one, tree, specs)
 
@@ -143,7 +144,7 @@ def check_replicas(spread: Any) -> None:
         ValueError: A leaf's copies differ: says which, and by how much.
     """
     for path, apart in jax.tree.leaves_with_path(spread):
-        if not float(apart) == 0:  # NaN, too
+        if float(apart) != 0:
             raise ValueError(_unequal(jax.tree_util.keystr(path), f"they are up to {float(apart):g} apart"))
 
 
