@@ -31,6 +31,7 @@ def test_nnx_mlp() -> None:
     assert "in both idioms" in run("nnx_mlp.py", "--steps", 50, "--hidden", 16)
 
 
+@pytest.mark.exhaustive
 def test_gpt() -> None:
     words = ("--steps", 40, "--features", 24, "--layers", 1, "--length", 16, "--lr", 0.003, 0.01, "--letters", 20)
     out = run("gpt.py", "--mesh", "serial", *words, "--loss", 3.5)

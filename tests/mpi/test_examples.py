@@ -25,7 +25,7 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(4, "2d"), (2, "1d")])
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, "2d"), pytest.param(2, "1d", marks=pytest.mark.exhaustive)])
 def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int, mesh: str) -> None:
     words = ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
     words += ["--letters", "20", "--loss", "3.5"]
