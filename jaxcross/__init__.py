@@ -3,6 +3,7 @@
     crossover        a train step -> the same step over MPI, cut into compute and collective segments
     Runner           several jobs, taking turns on this rank's device
     exchange         gradient exchanges as optax transformations
+    tensor           layers of one model cut over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 
 if TYPE_CHECKING:
-    from jaxcross import exchange
+    from jaxcross import exchange, tensor
     from jaxcross.runner import Job, Runner, run
     from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
     from jaxcross.server import ParameterServer
@@ -27,14 +28,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer", "RoundRobin", "Runner",
-    "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run",
+    "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run", "tensor",
 ]  # fmt: skip
 
 _HOMES = {
     "Job": "runner", "ParameterServer": "server", "RoundRobin": "runtime.policy", "Runner": "runner",
-    "Sequential": "runtime.policy",
-    "Weighted": "runtime.policy", "World": "world", "crossover": "step", "current": "world", "initialize": "world",
-    "run": "runner",
+    "Sequential": "runtime.policy", "Weighted": "runtime.policy", "World": "world",
+    "crossover": "step", "current": "world", "initialize": "world", "run": "runner",
 }  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
     from importlib import import_module
 
-    if name == "exchange":
-        return import_module("jaxcross.exchange")
+    if name in ("exchange", "tensor"):
+        return import_module(f"jaxcross.{name}")
     if name in _HOMES:
         return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)
     raise AttributeError(f"module `jaxcross` has no attribute `{name}`")

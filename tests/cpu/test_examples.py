@@ -32,6 +32,13 @@ def test_nnx_mlp() -> None:
 
 
 @pytest.mark.exhaustive
+def test_gpt() -> None:
+    words = ("--steps", 40, "--features", 24, "--layers", 1, "--length", 16, "--lr", 0.003, 0.01, "--letters", 20)
+    out = run("gpt.py", "--mesh", "serial", *words, "--loss", 3.5)
+    assert out.count("in crossover and alone the same bits") == 2 and out.count("\nThe ") >= 2
+
+
+@pytest.mark.exhaustive
 def test_imagenet_resnet(tmp_path: Path) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     out = run(

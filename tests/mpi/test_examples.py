@@ -1,4 +1,4 @@
-"""Each example as a user runs it on two ranks, at toy size."""
+"""Each example as a user runs it on two ranks or four, at toy size."""
 
 import json
 from collections.abc import Callable
@@ -32,6 +32,15 @@ def test_parameter_servers(mpirun: Callable[..., Any], staleness: tuple[str, ...
     assert [done.stdout.count(f"staleness {s}: test accuracy") for s in staleness] == [
         staleness.count(s) for s in staleness
     ]
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, "2d"), pytest.param(2, "1d", marks=pytest.mark.exhaustive)])
+def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int, mesh: str) -> None:
+    words = ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += ["--letters", "20", "--loss", "3.5"]
+    script = str(EXAMPLES / "gpt.py")
+    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=240, env=quick_compiler).check()
+    assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
 def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:

@@ -1,0 +1,51 @@
+"""Tensor parallelism: Megatron-LM's 1-D, Optimus' 2-D and the 2.5-D of SUMMA2.5-LM and Tesseract, as Flax layers.
+
+A model is written once, with a field `mesh`; `Mesh()` is the serial model. See `docs/tensor.md`.
+"""
+
+from jaxcross.tensor.collectives import copy_to, reduce_from
+from jaxcross.tensor.layers import Dense, Embedding, LayerNorm, RMSNorm, parameter
+from jaxcross.tensor.loss import cross_entropy
+from jaxcross.tensor.mesh import Mesh
+from jaxcross.tensor.optimize import clip_by_global_norm, global_norm
+from jaxcross.tensor.shards import (
+    check_replicas,
+    gather,
+    init,
+    partition,
+    replica_spread,
+    shard,
+    state_specs,
+    unshard,
+)
+from jaxcross.tensor.summa import ab, abt, atb
+from jaxcross.tensor.transformer import MLP, Attention, Block, Transformer
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Dense",
+    "Embedding",
+    "LayerNorm",
+    "Mesh",
+    "RMSNorm",
+    "Transformer",
+    "ab",
+    "abt",
+    "atb",
+    "check_replicas",
+    "clip_by_global_norm",
+    "copy_to",
+    "cross_entropy",
+    "gather",
+    "global_norm",
+    "init",
+    "parameter",
+    "partition",
+    "reduce_from",
+    "replica_spread",
+    "shard",
+    "state_specs",
+    "unshard",
+]

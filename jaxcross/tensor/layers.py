@@ -1,0 +1,227 @@
+"""Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
+
+Each is written once. On `Mesh()` it is the ordinary layer; on a larger mesh its parameters are the rank's own blocks of
+the same global ones, drawn from the same key, and its exchanges are named-axis collectives in both directions. Features
+that a layer takes and gives are cut over `mesh.hidden` between blocks and over `mesh.inner` inside one. The gradient of
+a parameter that several ranks hold is summed over them in the backward pass, and comes out equal on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxcross.tensor import summa
+from jaxcross.tensor.collectives import copy_to, reduce_from
+from jaxcross.tensor.mesh import Mesh, Role
+from jaxcross.tensor.normalise import normalise
+
+Initializer = Callable[..., Any]
+
+
+def parameter(module: Any, name: str, init: Initializer, shape: Sequence[int], role: Role) -> jax.Array:
+    """This rank's part of a parameter of `module`; its gradient is summed over the ranks that hold it with other data.
+
+    The global array is drawn from the key that the serial model would use, and cut: peak memory holds it once. One
+    all-reduce backward, none forward; the same on every rank that holds the part.
+
+    Args:
+        module: Has `mesh` and `param_dtype`.
+        name: Of the parameter.
+        init: `(key, shape, dtype) -> array`.
+        shape: The global shape.
+        role: How it is cut.
+
+    Raises:
+        ValueError: A dimension cannot be cut into equal parts, or the step's axes are not the mesh's.
+    """
+    mesh: Mesh = module.mesh
+    spec: Any = mesh.spec(role)
+    mesh.block(shape, spec, f"`{'/'.join((*module.path, name))}`")
+    mesh.check_bound()
+
+    def draw(key: jax.Array) -> jax.Array:
+        return mesh.here(init(key, tuple(shape), module.param_dtype), spec)
+
+    value = module.param(name, nn.with_partitioning(draw, spec))
+    return copy_to(value, mesh.summed(spec))
+
+
+class Dense(nn.Module):
+    """`y = x W + b`: column or row parallel on a line of ranks, SUMMA on a grid.
+
+    A block's first layer is a `"column"` (`[..., hidden]` in, `[..., inner]` out), its last a `"row"` (the reverse). In
+    1-D (Megatron-LM, section 3) a column layer makes an all-reduce of its input backward, a row layer one of its output
+    forward. In 2-D and 2.5-D both are `summa.ab`, and their weights' gradients are summed over `depth`.
+
+    Attributes:
+        features: Global length of the output's last dimension.
+        mesh: The ranks.
+        cut: `"column"` or `"row"`.
+        use_bias: Whether b is added.
+        dtype: Of the computation and of what travels.
+        param_dtype: Of the parameters and of their gradients' sums.
+        kernel_init, bias_init: `(key, shape, dtype) -> array`, called with global shapes.
+
+    Raises:
+        ValueError: The shape cannot be cut into equal parts.
+    """
+
+    features: int
+    mesh: Mesh = Mesh()
+    cut: Literal["column", "row"] = "column"
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mesh, column = self.mesh, self.cut == "column"
+        y: Any
+        width = x.shape[-1] * mesh.size(mesh.hidden if column else mesh.inner)
+        kernel = parameter(self, "kernel", self.kernel_init, (width, self.features), self.cut).astype(self.dtype)
+        x = x.astype(self.dtype)
+        if mesh.col:
+            y = summa.ab(x, kernel, mesh.row, mesh.col)
+        elif column:
+            y = summa.ab(copy_to(x, mesh.inner), kernel, (), ())
+        else:
+            y = reduce_from(summa.ab(x, kernel, (), ()), mesh.inner)
+        if self.use_bias:
+            bias = parameter(self, "bias", self.bias_init, (self.features,), "inner" if column else "hidden")
+            y = y + bias.astype(self.dtype)
+        return y
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation of `[..., hidden]`: two all-reduces of a number a token forward, one of two backward, in 2-D.
+
+    The variance is computed in two passes and in float32 at least. In 1-D nothing is sent.
+
+    Attributes:
+        mesh: The ranks.
+        epsilon: Added to the variance.
+        dtype: Of the result.
+        param_dtype: Of `scale` and `bias`.
+    """
+
+    mesh: Mesh = Mesh()
+    epsilon: float = 1e-5
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = _normalised(self, x, centred=True)
+        bias = parameter(self, "bias", nn.initializers.zeros_init(), (_width(self.mesh, x),), "hidden")
+        return (y + bias).astype(self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMS normalisation of `[..., hidden]`: one all-reduce of a number a token in each direction in 2-D, none in 1-D.
+
+    Attributes:
+        mesh: The ranks.
+        epsilon: Added to the mean of squares.
+        dtype: Of the result.
+        param_dtype: Of `scale`.
+    """
+
+    mesh: Mesh = Mesh()
+    epsilon: float = 1e-6
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _normalised(self, x, centred=False).astype(self.dtype)
+
+
+class Embedding(nn.Module):
+    """Tokens `[batch, length]` to the sum of a token's and its place's vectors, `[batch, length, hidden]`; and back.
+
+    The token table is cut over the vocabulary in 1-D (one all-reduce of the result forward; Megatron-LM, section 3) and
+    into blocks in 2-D (its column is gathered forward, and its gradient reduce-scattered backward).
+
+    Attributes:
+        vocabulary: Rows of the token table; tokens are below it, which is not checked.
+        features: Global width.
+        positions: Rows of the position table, or 0 for none.
+        mesh: The ranks.
+        dtype: Of the result.
+        param_dtype: Of the tables.
+        table_init: `(key, shape, dtype) -> array`, called with global shapes.
+
+    Raises:
+        ValueError: A table cannot be cut into equal parts, or `length` is more than `positions`.
+    """
+
+    vocabulary: int
+    features: int
+    positions: int = 0
+    mesh: Mesh = Mesh()
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    table_init: Initializer = nn.initializers.normal(0.02)
+
+    def setup(self) -> None:
+        self.table = parameter(self, "tokens", self.table_init, (self.vocabulary, self.features), "table")
+        if self.positions:
+            self.places = parameter(self, "places", self.table_init, (self.positions, self.features), "positions")
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        mesh, table = self.mesh, self.table.astype(self.dtype)
+        if mesh.col:
+            x = jnp.take(_rows(table, mesh), tokens, axis=0)
+        else:
+            place, mine = owned(tokens, table.shape[0], mesh)
+            x = reduce_from(jnp.where(mine[..., None], jnp.take(table, place, axis=0), 0), mesh.inner)
+        if not self.positions:
+            return x
+        length = tokens.shape[1]
+        if length > self.positions:
+            raise ValueError(
+                f"Sequences of {length} tokens are longer than the {self.positions} positions of the embedding. Cut"
+                " them, or make `positions` larger."
+            )
+        return x + self.places[:length].astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """`[..., hidden]` to logits `[..., vocabulary]`, cut over `mesh.inner`: a head that shares the token table.
+
+        `summa.abt` in 2-D; in 1-D an all-reduce of the input's gradient.
+        """
+        mesh, table = self.mesh, self.table.astype(self.dtype)
+        x = x.astype(self.dtype)
+        return summa.abt(x if mesh.col else copy_to(x, mesh.inner), table, mesh.row, mesh.col)
+
+
+def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """Where each label stands among this rank's `rows` of the vocabulary, and whether it does. Sends nothing."""
+    first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
+    place = labels - first
+    mine = (place >= 0) & (place < rows)
+    return jnp.where(mine, place, 0), mine
+
+
+def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
+    # JAX's own transpose, a reduce-scatter, is right on every backend, and nothing but tokens is kept for it.
+    return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
+
+
+def _width(mesh: Mesh, x: jax.Array) -> int:
+    return x.shape[-1] * mesh.size(mesh.hidden)
+
+
+def _normalised(module: Any, x: jax.Array, *, centred: bool) -> jax.Array:
+    mesh: Mesh = module.mesh
+    scale = parameter(module, "scale", nn.initializers.ones_init(), (_width(mesh, x),), "hidden")
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normal: Any = normalise(wide, _width(mesh, x), mesh.hidden, module.epsilon, centred)
+    return normal * scale

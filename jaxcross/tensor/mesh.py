@@ -1,0 +1,221 @@
+"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it. Pure; no communication.
+
+Three layouts: Megatron-LM's 1-D (arXiv 1909.08053), Optimus' 2-D (arXiv 2104.05343), and the 2.5-D of SUMMA2.5-LM and
+Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+Role = Literal["column", "row", "table", "positions", "inner", "hidden"]
+Spec = tuple[str | tuple[str, ...] | None, ...]
+
+# Role -> the axis that each dimension is cut over. One line a layout: this table is the whole difference in storage.
+_GRID: dict[Role, Spec] = {
+    "column": ("row", "col"), "row": ("row", "col"), "table": ("row", "col"), "positions": (None, "col"),
+    "inner": ("col",), "hidden": ("col",),
+}  # fmt: skip
+_LINE: dict[Role, Spec] = {
+    "column": (None, "tensor"), "row": ("tensor", None), "table": ("tensor", None), "positions": (None, None),
+    "inner": ("tensor",), "hidden": (None,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """How many ranks hold one model, and along which axes.
+
+    `Mesh()` is the serial model, `Mesh(tensor=p)` 1-D, `Mesh(side=q)` 2-D on q x q ranks, `Mesh(side=q, depth=d)` 2.5-D
+    on q x q x d; `data=n` puts n replicas of any of them beside each other. Ranks are row-major over `axes`. Layers
+    take the mesh as an argument and use its axes by name; the same on every rank.
+
+    ```python
+    mesh = jaxcross.tensor.Mesh(side=2, depth=2)
+    step = jaxcross.crossover(train_step, axes=mesh.axes)
+    ```
+
+    Attributes:
+        data: Replicas of the whole mesh that share each batch.
+        tensor: Ranks along the axis `tensor` (1-D).
+        depth: Layers along `depth` that hold equal weights and unlike data (2.5-D).
+        side: Ranks along `row` and along `col` (2-D, 2.5-D).
+        whole: The same cut, but held by one rank alone: what is saved, and what the other ranks' shares are cut from.
+
+    Raises:
+        ValueError: A size is below 1, or a line is asked for beside a grid.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    depth: int = 1
+    side: int = 1
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "depth", "side"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"`{name}` of the mesh is `{size!r}`: it counts ranks and must be an integer from 1.")
+        if self.tensor > 1 and self.side * self.depth > 1:
+            raise ValueError(
+                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} and depth"
+                f" {self.depth}. Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
+            )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> ranks, outermost first, as `crossover` takes it: those longer than 1, or `{"data": 1}`."""
+        return {name: size for name, size in self._sizes().items() if size > 1} or {"data": 1}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(self.axes.values())
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The axis over which the rows of a matrix are cut, as a tuple; empty where nothing is sent."""
+        return self._live("row")
+
+    @property
+    def col(self) -> tuple[str, ...]:
+        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D; empty where nothing is sent."""
+        return self._live("col")
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes over which the batch is cut: chunk `c = (data d + depth) q + row` (SUMMA2.5-LM, section 3)."""
+        return self._live("data", "depth", "row")
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """The axis over which features are cut between blocks: none in 1-D, where every rank holds them all."""
+        return self.col
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The axis over which features are cut inside a block: heads, the MLP's units, the logits."""
+        return self._live("tensor", "col")
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Ranks along `axes` together; 1 on a whole mesh."""
+        return 1 if self.whole else math.prod(self._sizes()[a] for a in axes)
+
+    def spec(self, role: Role) -> Spec:
+        """The axis that each dimension of a parameter of this role is cut over, None where it is not."""
+        if self.side > 1:
+            return _GRID[role]
+        return _LINE[role] if self.tensor > 1 else (None,) * len(_LINE[role])
+
+    def summed(self, spec: Spec) -> tuple[str, ...]:
+        """The axes over which such a parameter's gradient must be summed: the batch's, but for its own."""
+        return tuple(a for a in self.batch if a not in named(spec))
+
+    def block(self, shape: Sequence[int], spec: Spec, what: str) -> tuple[int, ...]:
+        """The shape of one rank's part of a tensor of `shape`.
+
+        Raises:
+            ValueError: A dimension cannot be cut into equal parts.
+        """
+        for dim, (length, axes) in enumerate(zip(shape, spec, strict=False)):
+            parts = math.prod(self._sizes()[a] for a in named((axes,)))
+            if length % parts:
+                raise ValueError(
+                    f"{what} of shape {tuple(shape)} cannot be cut: dimension {dim} has length {length}, which is no"
+                    f" multiple of the {parts} ranks along {_names(axes)}. Pad it, or choose another mesh."
+                )
+        padded = [*spec, *[None] * (len(shape) - len(spec))]
+        return tuple(n // self.size(named((axes,))) for n, axes in zip(shape, padded, strict=True))
+
+    def here(self, value: jax.Array, spec: Spec) -> jax.Array:
+        """This rank's part of `value`, inside a step that has the axes bound. Sends nothing."""
+        for dim, axis in enumerate(spec):
+            if isinstance(axis, str) and self.size((axis,)) > 1:
+                length = value.shape[dim] // self.size((axis,))
+                value = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axis) * length, length, dim)
+        return value
+
+    def part(self, value: Any, spec: Spec, rank: int) -> Any:
+        """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends nothing."""
+        where, sizes = self.coords(rank), self._sizes()
+        index = []
+        for axes, length in zip(spec, self.block(value.shape, spec, "A tensor"), strict=False):
+            place = 0
+            for axis in named((axes,)):
+                place = place * sizes[axis] + where[axis]
+            index.append(slice(place * length, (place + 1) * length))
+        return value[(*index, ...)]
+
+    def local_batch(self, batch: Any, rank: int) -> Any:
+        """The rows of a global batch that `rank` computes: tokens and labels alike, so that they cannot be told apart.
+
+        Ranks that differ along `col` or `tensor` alone get the same rows. Sends nothing.
+
+        Raises:
+            ValueError: The batch cannot be cut into equal chunks, or there is no such rank.
+        """
+        return jax.tree.map(lambda x: self.part(x, (tuple(self.batch) or None,), rank), batch)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands along each axis, those of length 1 included: `rank = (data d + depth) q^2 + row q + col`.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"There is no rank {rank} on a mesh of {self.ranks} ranks, {self.axes}.")
+        sizes = self._sizes()
+        return {a: int(c) for a, c in zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True)}
+
+    def check_ranks(self, ranks: int) -> None:
+        """Makes sure that a run has as many ranks as the mesh.
+
+        Raises:
+            ValueError: It has not.
+        """
+        if ranks != self.ranks:
+            raise ValueError(
+                f"The mesh {self.axes} needs {self.ranks} ranks, but there are {ranks}. Start {self.ranks}, or change"
+                " the mesh."
+            )
+
+    def check_bound(self) -> None:
+        """Makes sure, inside a step, that every axis has the length that the mesh says.
+
+        Raises:
+            ValueError: One has not.
+            NameError: One is not bound (JAX's own error).
+        """
+        for axis, size in {} if self.whole else self.axes.items():
+            if size > 1 and (bound := jax.lax.axis_size(axis)) != size:
+                raise ValueError(
+                    f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. Give `crossover` (or"
+                    " `vmap`, `shard_map`) the mesh's own `axes`."
+                )
+
+    def as_whole(self) -> Mesh:
+        """This mesh's cut, held by one rank alone."""
+        return replace(self, whole=True)
+
+    def _sizes(self) -> dict[str, int]:
+        return {"data": self.data, "depth": self.depth, "row": self.side, "col": self.side, "tensor": self.tensor}
+
+    def _live(self, *axes: str) -> tuple[str, ...]:
+        return tuple(a for a in axes if self.size((a,)) > 1)
+
+
+def named(spec: Sequence[Any]) -> tuple[str, ...]:
+    """The axes that a spec names, in order."""
+    flat = [a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))]
+    return tuple(a for a in flat if a is not None)
+
+
+def _names(axes: Any) -> str:
+    return " x ".join(f"`{a}`" for a in named((axes,)))

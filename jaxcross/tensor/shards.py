@@ -1,0 +1,166 @@
+"""Between the serial model's tree of parameters and each rank's: partition, initialise, cut, join, compare.
+
+`shard` and `unshard` are pure and need no mesh of running ranks: a checkpoint is always the serial model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxcross.tensor.mesh import Mesh, named
+
+
+def partition(model: nn.Module, tokens: Any) -> Any:
+    """How each parameter of `model` is cut: a tree of `PartitionSpec`, like the parameters. Computes and sends nothing.
+
+    Args:
+        model: Has a field `mesh`, which its layers are given.
+        tokens: Example input, or its `jax.ShapeDtypeStruct`; only its shape and type are read.
+
+    Raises:
+        ValueError: A parameter cannot be cut into equal parts.
+    """
+    abstract = jax.eval_shape(_whole(model).init, jax.random.key(0), tokens)
+    return nn.get_partition_spec(abstract["params"])
+
+
+def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
+    """The parameters that `rank` holds: those of the serial model from the same key, cut. Sends nothing.
+
+    Equal to `shard` of the serial model's parameters, bit for bit.
+
+    Args:
+        model: Has a field `mesh`.
+        key: The same on every rank.
+        tokens: Example input, or its `jax.ShapeDtypeStruct`; only its shape and type are read.
+        rank: Of the mesh.
+
+    Raises:
+        ValueError: A parameter cannot be cut into equal parts, or there is no such rank.
+    """
+    mesh, specs = _mesh_of(model), partition(model, tokens)
+    whole = _whole(model)
+
+    def draw(key: jax.Array) -> Any:
+        return shard(nn.unbox(whole.init(key, jnp.zeros(tokens.shape, tokens.dtype)))["params"], specs, mesh, rank)
+
+    return jax.jit(draw)(key)
+
+
+def shard(tree: Any, specs: Any, mesh: Mesh, rank: int) -> Any:
+    """What `rank` holds of a serial tree. Sends nothing; works on the host and in a `jit`.
+
+    Args:
+        tree: Global arrays: parameters, or an optimizer state with `state_specs`.
+        specs: Of each leaf.
+        mesh: The ranks.
+        rank: Whose part.
+
+    Raises:
+        ValueError: A leaf cannot be cut into equal parts, or there is no such rank.
+    """
+    return jax.tree.map(lambda leaf, spec: mesh.part(leaf, tuple(spec), rank), tree, specs)
+
+
+def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh) -> Any:
+    """The serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends nothing.
+
+    Raises:
+        ValueError: There are not as many trees as ranks, or ranks that should hold equal parts do not.
+    """
+    mesh.check_ranks(len(trees))
+
+    def join(path: Any, spec: Any, *parts: Any) -> np.ndarray:
+        spec, parts = tuple(spec), tuple(np.asarray(p) for p in parts)
+        sizes = mesh.axes
+        cuts = [int(np.prod([sizes.get(a, 1) for a in named((axes,))])) for axes in spec]
+        shape = [n * c for n, c in zip(parts[0].shape, [*cuts, *[1] * (parts[0].ndim - len(cuts))], strict=True)]
+        out, holder = np.zeros(shape, parts[0].dtype), {}
+        for rank, part in enumerate(parts):
+            where = tuple(mesh.coords(rank)[a] for a in named(spec))
+            first = holder.setdefault(where, rank)
+            if part.tobytes() != parts[first].tobytes():
+                raise ValueError(_unequal(jax.tree_util.keystr(path), f"ranks {first} and {rank} differ"))
+            mesh.part(out, spec, rank)[...] = part
+        return out
+
+    return jax.tree_util.tree_map_with_path(join, specs, *trees, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def gather(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """The serial tree on every rank, inside a step: one all-gather for each dimension that is cut.
+
+    A rank receives what it does not hold: for saving and sampling, not for every step.
+    """
+
+    def one(leaf: jax.Array, spec: Any) -> jax.Array:
+        for dim, axis in enumerate(spec):
+            if axis is not None and mesh.size((axis,)) > 1:
+                leaf = jax.lax.all_gather(leaf, axis, axis=dim, tiled=True)
+        return leaf
+
+    return jax.tree.map(one, tree, specs)
+
+
+def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> Any:
+    """The specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing."""
+    state = jax.eval_shape(tx.init, params)
+    replicated = PartitionSpec()
+    return optax.tree.map_params(tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: replicated)
+
+
+def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """For each leaf, inside a step, how far apart the copies are that ranks hold: 0 if equal, inf if one is not finite.
+
+    Two all-reduces of each leaf and one of a scalar; a tree of scalars, the same on every rank. Hand it to
+    `check_replicas` before the first step.
+    """
+    every = tuple(a for a, size in mesh.axes.items() if size > 1)
+
+    def one(leaf: jax.Array, spec: Any) -> jax.Array:
+        over = tuple(a for a in every if a not in named(tuple(spec)))
+        wide = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+        if not over:
+            return jnp.zeros((), wide.dtype)
+        apart = jnp.max(jnp.abs(jax.lax.pmax(wide, over) - jax.lax.pmin(wide, over)), initial=0)
+        # XLA's maximum on a CPU may lose a NaN.
+        return jax.lax.pmax(jnp.where(jnp.all(jnp.isfinite(wide)), apart, jnp.inf), every)
+
+    return jax.tree.map(one, tree, specs)
+
+
+def check_replicas(spread: Any) -> None:
+    """Refuses parameters of which ranks hold unlike copies; call it with what `replica_spread` gave. Sends nothing.
+
+    Raises:
+        ValueError: A leaf's copies differ: says which, and by how much.
+    """
+    for path, apart in jax.tree.leaves_with_path(spread):
+        if float(apart) != 0:
+            raise ValueError(_unequal(jax.tree_util.keystr(path), f"they are up to {float(apart):g} apart"))
+
+
+def _unequal(path: str, how: str) -> str:
+    return (
+        f"The parts of `{path}` that several ranks hold are not equal: {how}. Steps would drift apart. Initialise every"
+        " rank from one key, or from one checkpoint."
+    )
+
+
+def _mesh_of(model: Any) -> Mesh:
+    mesh = getattr(model, "mesh", None)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"`{type(model).__name__}` has no field `mesh` that is a `jaxcross.tensor.Mesh`.")
+    return mesh
+
+
+def _whole(model: Any) -> Any:
+    return model.clone(mesh=_mesh_of(model).as_whole())

@@ -1,0 +1,153 @@
+"""Single layers on every mesh against plain NumPy and Flax: what a whole model's equality would not show alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensor_case import GRIDS, MESHES, on_ranks
+
+from jaxcross import tensor
+from jaxcross.tensor import Mesh
+
+EVERY = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+ROWS, LENGTH, FEATURES = 12, 3, 24
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
+
+
+def hidden(mesh: Mesh) -> Any:
+    return (mesh.batch or None, None, "col" if mesh.col else None)
+
+
+def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+    """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of all that goes in."""
+    g = normal(*x.shape, seed=9)
+    params = serial.init(jax.random.key(0), x)["params"]
+    # Zeros and ones would hide a forgotten bias or scale.
+    params = jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=5), params)
+    want, pull = jax.vjp(lambda p, x: serial.apply({"params": p}, x), params, x)
+    want_params, want_x = pull(g)
+    model = layer(mesh)
+    specs = tensor.partition(model, jnp.asarray(x))
+
+    def call(params: Any, x: Any, g: Any) -> Any:
+        y, pull = jax.vjp(lambda p, x: model.apply({"params": p}, x), params, x)
+        return y, *pull(g)
+
+    told = on_ranks(
+        call,
+        mesh,
+        lambda r: (
+            tensor.shard(params, specs, mesh, r),
+            mesh.part(x, hidden(mesh), r),
+            mesh.part(g, hidden(mesh), r),
+        ),
+    )
+    for rank, (y, got_params, got_x) in enumerate(told):
+        expected = (
+            mesh.part(np.asarray(want), hidden(mesh), rank),
+            tensor.shard(want_params, specs, mesh, rank),
+            mesh.part(np.asarray(want_x), hidden(mesh), rank),
+        )
+        for a, b in zip(jax.tree.leaves((y, got_params, got_x)), jax.tree.leaves(expected), strict=True):
+            scale = float(np.max(np.abs(b)))
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol * max(scale, 1.0), err_msg=f"rank {rank}")
+
+
+@EVERY
+def test_layer_norm(mesh: Mesh) -> None:
+    x = normal(ROWS, LENGTH, FEATURES)
+    held_against(tensor.LayerNorm, nn.LayerNorm(epsilon=1e-5, use_fast_variance=False), mesh, x)
+
+
+@EVERY
+def test_rms_norm(mesh: Mesh) -> None:
+    x = normal(ROWS, LENGTH, FEATURES)
+    held_against(tensor.RMSNorm, nn.RMSNorm(use_fast_variance=False), mesh, x)
+
+
+@pytest.mark.parametrize("mesh", GRIDS.values(), ids=GRIDS)
+def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
+    """Mean 1e4, deviation 1, float32: the difference of two large squares would leave nothing of the variance."""
+    x = normal(ROWS, LENGTH, FEATURES) + np.float32(1e4)
+    layer = tensor.LayerNorm(mesh)
+    specs = tensor.partition(layer, x)
+    params = {"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)}
+    told = on_ranks(
+        lambda p, x: layer.apply({"params": p}, x),
+        mesh,
+        lambda r: (tensor.shard(params, specs, mesh, r), mesh.part(x, hidden(mesh), r)),
+    )
+    wide = x.astype(np.float64)
+    want = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    for rank, got in enumerate(told):
+        np.testing.assert_allclose(got, mesh.part(want, hidden(mesh), rank), atol=2e-2)
+    one_pass = (x**2).mean(-1) - x.mean(-1) ** 2
+    assert not np.allclose(one_pass, wide.var(-1), rtol=0.5), "this test could not tell the two formulas apart"
+
+
+class PlainAttention(nn.Module):
+    """Head-major attention without meshes, with the parameter tree of ours."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        b, s, h = x.shape
+        q, k, v = jnp.moveaxis(nn.Dense(3 * h, name="qkv")(x).reshape(b, s, self.heads, 3, -1), 3, 0)
+        scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(h // self.heads)
+        scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -np.inf)
+        y = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
+        return nn.Dense(h, name="out")(y.reshape(b, s, h))
+
+
+@EVERY
+@pytest.mark.parametrize("each", [1, 2])
+def test_attention(mesh: Mesh, each: int) -> None:
+    heads = each * mesh.side * mesh.tensor
+    x = normal(ROWS, LENGTH, FEATURES)
+    held_against(lambda m: tensor.Attention(heads, m), PlainAttention(heads), mesh, x)
+
+
+@EVERY
+def test_mlp(mesh: Mesh) -> None:
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(FEATURES, name="down")(nn.gelu(nn.Dense(48, name="up")(x)))
+
+    held_against(lambda m: tensor.MLP(48, m), Plain(), mesh, normal(ROWS, LENGTH, FEATURES))
+
+
+@EVERY
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
+    logits = 30 * normal(ROWS, LENGTH, FEATURES)
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, FEATURES, (ROWS, LENGTH)).astype(np.int32)
+    weights = (rng.random((ROWS, LENGTH)) < 0.7).astype(np.float32)
+
+    def serial(x: Any) -> Any:
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(x), labels[..., None], -1)[..., 0]
+        return jnp.sum(losses * weights) / weights.sum() if weighted else losses.mean()
+
+    want, want_gradient = jax.value_and_grad(serial)(jnp.asarray(logits))
+    cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
+
+    def call(x: Any, labels: Any, weights: Any) -> Any:
+        return jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh, weights if weighted else None)
+
+    told = on_ranks(
+        call, mesh, lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r), mesh.part(weights, rows, r))
+    )
+    for rank, (loss, gradient) in enumerate(told):
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        np.testing.assert_allclose(gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7)
+    assert len({float(loss) for loss, _ in told}) == 1, "the same bits on every rank"

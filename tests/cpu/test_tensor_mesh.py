@@ -1,0 +1,179 @@
+"""Meshes and trees: where ranks stand, what they hold, and what is refused before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transformer
+
+from jaxcross import tensor
+from jaxcross.tensor import Mesh
+from jaxcross.testing_wire import over_ranks
+from jaxcross.world.mesh import make_mesh
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_ranks_stand_where_crossover_puts_them(mesh: Mesh) -> None:
+    for rank in range(mesh.ranks):
+        world = make_mesh(mesh.axes, rank=rank, size=mesh.ranks)
+        assert {a: mesh.coords(rank)[a] for a in mesh.axes} == dict(zip(world.names, world.coords, strict=True))
+    if mesh.data == 1 and mesh.tensor == 1:
+        for rank in range(mesh.ranks):
+            at = mesh.coords(rank)
+            assert rank == at["depth"] * mesh.side**2 + at["row"] * mesh.side + at["col"]
+
+
+def test_axes() -> None:
+    assert Mesh().axes == {"data": 1}
+    assert Mesh(tensor=4).axes == {"tensor": 4}
+    assert Mesh(side=2, data=3).axes == {"data": 3, "row": 2, "col": 2}
+    assert Mesh(side=2, depth=2).axes == {"depth": 2, "row": 2, "col": 2}
+    assert Mesh(side=2, depth=2).batch == ("depth", "row") and Mesh(data=2, tensor=2).batch == ("data",)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_every_row_of_a_batch_is_computed_and_counted_once(mesh: Mesh) -> None:
+    rows = np.arange(BATCH)
+    seen = np.concatenate(
+        [
+            mesh.local_batch(rows, r)
+            for r in range(mesh.ranks)
+            if not mesh.coords(r)["col"] and not mesh.coords(r)["tensor"]
+        ]
+    )
+    np.testing.assert_array_equal(seen, rows)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_cutting_and_joining_are_inverse(mesh: Mesh) -> None:
+    """Parameters and an optimizer's state with counters, in types of two and four bytes."""
+    training = Training(mesh)
+    params = jax.tree.map(np.asarray, Training(Mesh()).params())
+    params["block_0"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["block_0"])
+    tx = optax.adam(optax.linear_schedule(0.1, 0.0, 10))
+    state = jax.tree.map(np.asarray, tx.init(params))
+    specs = {"params": training.specs, "state": tensor.state_specs(tx, params, training.specs)}
+    tree = {"params": params, "state": state}
+    parts = [tensor.shard(tree, specs, mesh, rank) for rank in range(mesh.ranks)]
+    back = tensor.unshard(parts, specs, mesh)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def test_specs_are_those_of_the_layout() -> None:
+    specs = Training(Mesh(side=2, depth=2)).specs
+    assert specs["block_0"]["attention"]["qkv"]["kernel"] == PartitionSpec("row", "col")
+    assert specs["block_0"]["before_mlp"]["scale"] == PartitionSpec("col")
+    specs = Training(Mesh(tensor=2)).specs
+    assert specs["block_0"]["attention"]["qkv"]["kernel"] == PartitionSpec(None, "tensor")
+    assert specs["block_0"]["attention"]["out"]["kernel"] == PartitionSpec("tensor", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"side": 0}, "^`side` of the mesh is `0`"),
+        ({"depth": 1.5}, "^`depth` of the mesh is `1.5`"),
+        ({"tensor": True}, "^`tensor` of the mesh is `True`"),
+        ({"tensor": 2, "side": 2}, "^The mesh has 2 ranks along `tensor` and a grid of side 2 and depth 1."),
+        ({"tensor": 2, "depth": 2}, "^The mesh has 2 ranks along `tensor` and a grid of side 1 and depth 2."),
+    ],
+)
+def test_meshes_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mesh(**options)
+
+
+def test_a_wrong_number_of_ranks() -> None:
+    with pytest.raises(ValueError, match="needs 8 ranks, but there are 4. Start 8"):
+        Mesh(side=2, depth=2).check_ranks(4)
+    with pytest.raises(ValueError, match="^There is no rank 4 on a mesh of 4 ranks"):
+        Mesh(side=2).coords(4)
+    with pytest.raises(ValueError, match="needs 4 ranks, but there are 2"):
+        tensor.unshard([{}, {}], {}, Mesh(side=2))
+
+
+def test_axes_of_another_length() -> None:
+    model = tensor.Dense(8, Mesh(tensor=2))
+    step = over_ranks(lambda x: model.init(jax.random.key(0), x), {"tensor": 4})
+    with pytest.raises(ValueError, match="^The mesh has 2 ranks along `tensor`, but the step runs with 4."):
+        step([(np.ones((2, 8), np.float32),)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (Mesh(side=3), {"vocabulary": 25}, r"`embedding/tokens` of shape \(25, 24\) cannot be cut: .* 0 has length 25"),
+        (Mesh(side=3), {"features": 20, "heads": 10}, r"of shape \(24, 20\) .* 1 has length 20, .* ranks along `col`"),
+        (Mesh(tensor=4), {"heads": 6}, r"^The heads of an attention layer, an array of shape \(6,\) cannot be cut"),
+        (Mesh(), {"heads": 7}, "^24 features cannot be shared by 7 heads"),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_divide(mesh: Mesh, options: dict[str, Any], message: str) -> None:
+    model = transformer(mesh).clone(**options)
+    with pytest.raises(ValueError, match=message):
+        tensor.partition(model, jax.ShapeDtypeStruct((1, LENGTH), jnp.int32))
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    message = "dimension 0 has length 6, which is no multiple of the 4 ranks along `depth` x `row`"
+    with pytest.raises(ValueError, match=message):
+        Mesh(side=2, depth=2).local_batch(np.zeros((6, 5)), 0)
+
+
+def test_sequences_longer_than_positions() -> None:
+    with pytest.raises(ValueError, match="^Sequences of 6 tokens are longer than the 5 positions"):
+        tensor.partition(transformer(Mesh()), jax.ShapeDtypeStruct((1, LENGTH + 1), jnp.int32))
+
+
+def test_labels_that_are_not_cut_like_the_batch() -> None:
+    """Users of 2-D libraries lose the loss so."""
+    training = Training(Mesh(side=2))
+
+    def args(rank: int) -> Any:
+        mine = {**training.mesh.local_batch(batch(0), rank), "labels": batch(0)["labels"]}
+        return training.params(rank), mine
+
+    message = r"^The labels have shape \(12, 5\), but this rank's logits are those of \(6, 5\)"
+    with pytest.raises(ValueError, match=message):
+        on_ranks(training.loss_and_gradients, training.mesh, args)
+
+
+def test_weights_that_differ_between_depth_layers() -> None:
+    training = Training(Mesh(side=2, depth=2))
+    states = [training.params(rank) for rank in range(8)]
+
+    def spread() -> Any:
+        told = on_ranks(
+            lambda p: tensor.replica_spread(p, training.specs, training.mesh), training.mesh, lambda r: (states[r],)
+        )
+        for other in told:  # known on every rank
+            jax.tree.map(np.testing.assert_array_equal, told[0], other)
+        return told[0]
+
+    tensor.check_replicas(spread())
+    kernel = states[5]["block_1"]["mlp"]["down"]["kernel"]
+    states[5]["block_1"]["mlp"]["down"]["kernel"] = kernel.at[3, 2].add(0.25)
+    message = r"^The parts of `\['block_1'\]\['mlp'\]\['down'\]\['kernel'\]` .* up to 0.25 apart"
+    with pytest.raises(ValueError, match=message):
+        tensor.check_replicas(spread())
+    with pytest.raises(ValueError, match="not equal: ranks 1 and 5 differ"):
+        tensor.unshard(states, training.specs, training.mesh)
+    states[5]["block_1"]["mlp"]["down"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match="up to inf apart"):
+        tensor.check_replicas(spread())
+
+
+def test_other_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="^`max_norm` of `clip_by_global_norm` is 0"):
+        tensor.clip_by_global_norm(0, {}, Mesh())
+    with pytest.raises(TypeError, match="^`Dense` has no field `mesh`"):
+        tensor.init(nn.Dense(3), jax.random.key(0), jnp.ones((1, 2)))
