@@ -84,7 +84,8 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
 
 def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
     """Several sums over the same ranks by one message."""
-    (exchange,) = recognise(eqns[0], mesh.sizes) or ()
+    exchange = together.sum_of(eqns[0], mesh.sizes)
+    assert exchange is not None
     values = [jnp.asarray(value) for value in values]
     if connect(exchange.axes, dict(exchange.params).get("groups")).size == 1:
         return values
