@@ -89,7 +89,11 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     values = [jnp.asarray(value) for value in values]
     if connect(exchange.axes, dict(exchange.params).get("groups")).size == 1:
         return values
-    return together.parted(_exchange(exchange, together.joined(values), mesh, connect), values)
+    # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
+    # that its segments give.
+    flat = jax.lax.optimization_barrier(together.joined(jax.lax.optimization_barrier(values)))
+    sums = together.parted(_exchange(exchange, flat, mesh, connect), values)
+    return jax.lax.optimization_barrier(sums)
 
 
 def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
