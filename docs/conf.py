@@ -20,3 +20,4 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True

@@ -46,13 +46,12 @@ class ParameterServer:
     Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of the job. Compute
     gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at unlike ones.
 
-    ```python
-    with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
-        params = server.params
-        for batch in data:
-            params = server.push_pull(gradient(params, batch))  # this rank's own gradient: no mean
-    params = server.params  # the same on every rank
-    ```
+    Example:
+        >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
+        ...     params = server.params
+        ...     for batch in data:
+        ...         params = server.push_pull(gradient(params, batch))  # this rank's own gradient: no mean
+        >>> params = server.params  # the same on every rank
 
     Args:
         params: Pytree of floating-point arrays, equal on all ranks. Copied.

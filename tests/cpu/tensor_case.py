@@ -21,6 +21,8 @@ GRIDS = {
 LINES = {f"1-D on {p}": Mesh(tensor=p) for p in (1, 2, 4)}
 BESIDE = {"data 2 x 1-D on 2": Mesh(data=2, tensor=2), "data 3 x [2,2,1]": Mesh(data=3, side=2)}
 MESHES = {**GRIDS, **LINES, **BESIDE}
+# What the usual run takes of them.
+QUICK = {"[2,2,2]", "1-D on 4", "data 2 x 1-D on 2"}
 
 # Every mesh of the table divides these.
 FEATURES, HEADS, VOCABULARY, LENGTH, BATCH = 24, 12, 24, 5, 12

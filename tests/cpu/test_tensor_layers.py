@@ -9,12 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensor_case import GRIDS, MESHES, on_ranks
+from tensor_case import GRIDS, MESHES, QUICK, on_ranks
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
 
-EVERY = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+
+def over(meshes):
+    params = [pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n, m in meshes.items()]
+    return pytest.mark.parametrize("mesh", params)
+
+
+EVERY = over(MESHES)
 ROWS, LENGTH, FEATURES = 12, 3, 24
 
 
@@ -73,7 +79,7 @@ def test_rms_norm(mesh: Mesh) -> None:
     held_against(tensor.RMSNorm, nn.RMSNorm(use_fast_variance=False), mesh, x)
 
 
-@pytest.mark.parametrize("mesh", GRIDS.values(), ids=GRIDS)
+@over(GRIDS)
 def test_layer_norm_of_a_large_mean(mesh: Mesh) -> None:
     """Mean 1e4, deviation 1, float32: the difference of two large squares would leave nothing of the variance."""
     x = normal(ROWS, LENGTH, FEATURES) + np.float32(1e4)

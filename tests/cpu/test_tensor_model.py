@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tensor_case import GRIDS, LENGTH, MESHES, Training, batch, on_ranks
+from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, on_ranks
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
 
 STEPS = 10
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n in MESHES]
+)
 
 
 @cache
@@ -47,7 +50,7 @@ def close(got: Any, want: Any, rtol: float, what: str = "") -> None:
         np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, rtol * 1e-2), err_msg=where)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@EVERY
 def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     training, states, told = trained(name)
     (want, _), serial_told = serial()
@@ -60,7 +63,7 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     assert serial_told[0]["norm"] > 0.5, "the clipping did something"
 
 
-@pytest.mark.parametrize("name", MESHES)
+@EVERY
 def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
     """`unshard` compares copies bit for bit; here the optimizer's state with them, and that blocks do differ."""
     training, states, _ = trained(name)
