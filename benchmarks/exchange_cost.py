@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_two_hosts
+from hosts import on_hosts
 from rivals.serving import softirq_s
 from workloads import parser, spread, write_json
 
@@ -39,7 +39,7 @@ def main() -> int:
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    result = on_two_hosts(__file__, args.rate)
+    result = on_hosts(__file__, args.rate)
     there = min(result["tcp_bits_per_s"])
     for name in ("alone", "at once", "beside"):
         row = result["exchange"][name]
