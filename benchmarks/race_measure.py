@@ -78,7 +78,7 @@ class Entrants:
         started = time.perf_counter()
         variants = dict.fromkeys(r.variant for r in self.rivals if r.team == kind)
         answers: list[dict[str, Any]] = []
-        for variant in variants or {"plain" if kind == "fused" else "sequential": None}:
+        for variant in variants or {"sequential": None}:
             answers = [a for team in teams for a in self.stage.ask(team, "prepare", variant=variant)]
         idle = self.stage.ask(teams, "rest")
         self.teams[kind] = teams

@@ -199,9 +199,6 @@ def main() -> int:
     def run(steps: int, variant: str) -> dict[str, Any]:
         return jobs.run(steps, **VARIANTS[variant])
 
-    def forget_cuts() -> None:
-        jobs.forget_cuts()
-
     def alone(job: int, times: int, wire: str) -> dict[str, Any]:
         collectives = jobs.exchanges(job, wire)
         collectives.timed(1)
@@ -232,7 +229,7 @@ def main() -> int:
             "compute": compute,
             "exchange": alone,
             "taxed": beside,
-            "forget_cuts": forget_cuts,
+            "forget_cuts": jobs.forget_cuts,
             "buckets": jobs.buckets,
         },
     )

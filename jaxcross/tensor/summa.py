@@ -11,7 +11,9 @@ memory for the operands while the product is made. Nothing gathered is kept for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,40 +59,17 @@ def atb(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> jax.Array:
     return _sum_scatter(part, row, 0)
 
 
-def _ab_forward(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return ab(a, b, row, col), (a, b)
+def _differentiable(product: Any, backward: Callable[..., tuple[jax.Array, jax.Array]]) -> None:
+    """Gives `product` its derivative: `backward(a, b, g, row, col)`, g being the cotangent of the result."""
+    product.defvjp(
+        lambda a, b, row, col: (product(a, b, row, col), (a, b)),
+        lambda row, col, saved, g: backward(*saved, g, row, col),
+    )
 
 
-def _ab_backward(row: Axes, col: Axes, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    a, b = saved
-    return abt(g, b, row, col), atb(a, g, row, col)
-
-
-def _abt_forward(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return abt(a, b, row, col), (a, b)
-
-
-def _abt_backward(
-    row: Axes, col: Axes, saved: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    a, b = saved
-    return ab(g, b, row, col), atb(g, a, row, col)
-
-
-def _atb_forward(a: jax.Array, b: jax.Array, row: Axes, col: Axes) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return atb(a, b, row, col), (a, b)
-
-
-def _atb_backward(
-    row: Axes, col: Axes, saved: tuple[jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    a, b = saved
-    return abt(b, g, row, col), ab(a, g, row, col)
-
-
-ab.defvjp(_ab_forward, _ab_backward)
-abt.defvjp(_abt_forward, _abt_backward)
-atb.defvjp(_atb_forward, _atb_backward)
+_differentiable(ab, lambda a, b, g, *axes: (abt(g, b, *axes), atb(a, g, *axes)))
+_differentiable(abt, lambda a, b, g, *axes: (ab(g, b, *axes), atb(g, a, *axes)))
+_differentiable(atb, lambda a, b, g, *axes: (abt(b, g, *axes), ab(a, g, *axes)))
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:

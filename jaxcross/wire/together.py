@@ -26,19 +26,19 @@ MESSAGE_BYTES = 32 * 2**20
 
 def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
     """The equations, in an order in which each follows those that it reads; sums of one list may be one message."""
-    run: list[Any] = []
+    run: list[tuple[Any, Exchange]] = []
     written: set[Any] = set()
     for eqn in eqns:
-        sums = sum_of(eqn, axes) is not None
-        if run and not (sums and written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))):
-            yield from _parted(run, axes)
+        exchange = sum_of(eqn, axes)
+        if run and not (exchange and written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))):
+            yield from _parted(run)
             run, written = [], set()
-        if sums:
-            run.append(eqn)
+        if exchange:
+            run.append((eqn, exchange))
             written.update(eqn.outvars)
         else:
             yield [eqn]
-    yield from _parted(run, axes)
+    yield from _parted(run)
 
 
 def joined(values: Sequence[jax.Array]) -> jax.Array:
@@ -58,12 +58,10 @@ def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None
 
 
-def _parted(run: Sequence[Any], axes: Mapping[str, int]) -> list[list[Any]]:
+def _parted(run: Sequence[tuple[Any, Exchange]]) -> list[list[Any]]:
     lists: list[list[Any]] = []
     open_lists: dict[Any, tuple[list[Any], int]] = {}
-    for eqn in run:
-        exchange = sum_of(eqn, axes)
-        assert exchange is not None
+    for eqn, exchange in run:
         params, dtype = dict(exchange.params), jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
         if not 0 < nbytes <= SMALL_BYTES or "positions" in params or dtype.kind not in "iufc" or is_narrow_float(dtype):
