@@ -58,7 +58,7 @@ def main() -> int:
 def worker(args: Any) -> int:
     import jaxcross
 
-    world = jaxcross.initialize(watchdog_s=300)
+    world = jaxcross.initialize(lanes=2, watchdog_s=300)
 
     import jax
     import jax.numpy as jnp
