@@ -174,8 +174,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     dense = {row["task"]: row["final_accuracy"] for row in rows if row["strategy"] == "mean"}
     for row in rows:
         lost = dense[row["task"]] - row["final_accuracy"]
+        diverged = row["final_test_loss"] is None or not math.isfinite(row["final_test_loss"])
+        loss = "diverged" if diverged else f"{row['final_test_loss']:.3f}"
         print(f"{row['task']:9} {row['strategy']:32} accuracy {row['final_accuracy']:.3f} ({-lost:+.3f}), "
-              f"test loss {row['final_test_loss']:.3f}, {row['received_bytes'][-1] / 1e6:.2f} MB")  # fmt: skip
+              f"test loss {loss}, {row['received_bytes'][-1] / 1e6:.2f} MB")  # fmt: skip
         if row["strategy"].startswith("top_k 1%"):
             print(f"  within {WITHIN:.0%} of the mean: {'met' if lost <= WITHIN else 'missed'}")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 PANELS = (("test_loss", "steps"), ("test_loss", "MB"), ("accuracy", "steps"), ("accuracy", "MB"))
 WORDS = {"test_loss": "test loss", "accuracy": "test accuracy", "steps": "steps", "MB": "MB received a rank"}
@@ -29,7 +30,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         every = result["tasks"][task]["every"]
         for axis, (value, against) in zip(line, PANELS, strict=True):
             for row in rows:
-                mean = [statistics.fmean(seeds) for seeds in zip(*row[value], strict=True)]
+                mean = np.mean(np.asarray(row[value], float), axis=0)  # null, where it diverged, is NaN: a gap
                 steps = [every * (n + 1) for n in range(len(mean))]
                 at = steps if against == "steps" else [nbytes / 1e6 for nbytes in row["received_bytes"]]
                 colour, style = looks[row["strategy"]]

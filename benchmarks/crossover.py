@@ -20,20 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_hosts
-from workloads import parser, spread, write_json
+from hosts import on_hosts, parser_of_hosts
+from workloads import spread, write_json
 
 RIVALS = ("fused", "sequential", "crossover")
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--rate", default="500mbit", help="of the link in each direction (default %(default)s)")
+    options = parser_of_hosts(__doc__)
     options.add_argument("--jobs", type=int, default=2, help="default %(default)s")
     options.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     options.add_argument("--cut", default="whole", help="of jaxcross's steps (default %(default)s)")
-    options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
     args = options.parse_args()
     if args.worker:
         return worker(args)

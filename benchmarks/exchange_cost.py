@@ -24,18 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_hosts
+from hosts import on_hosts, parser_of_hosts
 from rivals.serving import softirq_s
-from workloads import parser, spread, write_json
+from workloads import spread, write_json
 
 AXES = {"batch": 2}
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--rate", default="500mbit", help="of the link in each direction (default %(default)s)")
+    options = parser_of_hosts(__doc__)
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
-    options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
     args = options.parse_args()
     if args.worker:
         return worker(args)

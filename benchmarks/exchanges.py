@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_hosts
-from workloads import parser, spread, write_json
+from hosts import on_hosts, parser_of_hosts
+from workloads import spread, write_json
 
 # What is compared, of which strategies, and the target: a strategy's time over another's.
 TARGETS = (
@@ -31,13 +31,11 @@ TARGETS = (
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--rate", default="500mbit", help="of each link in each direction (default %(default)s)")
+    options = parser_of_hosts(__doc__)
     options.add_argument("--hosts", type=int, default=2, help="default %(default)s")
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument("--models", default="transformer,resnet50", help="default %(default)s")
     options.add_argument("--only", action="append", default=[], metavar="NAME", help="mean, and what begins so")
-    options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
     args = options.parse_args()
     if args.worker:
         return worker(args)

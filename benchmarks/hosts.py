@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from workloads import parser
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
 from jaxcross.lab import Lab
 
 
-def on_hosts(script: str, rate: str, hosts: int = 2) -> dict[str, Any]:
+def parser_of_hosts(description: str | None) -> argparse.ArgumentParser:
+    """A command line with `--json`, `--smoke`, the links' `--rate`, and what `on_hosts` adds."""
+    made = parser(description)
+    made.add_argument("--rate", default="500mbit", help="of each link in each direction (default %(default)s)")
+    made.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
+    return made
+
+
+def on_hosts(script: str, rate: str, hosts: int = 2, words: Sequence[str] = ()) -> dict[str, Any]:
     """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each, a rank a host.
 
     Args:
         script: The benchmark's file.
         rate: Of each host's link, in each direction.
         hosts: How many; beyond the machine's cores they share them.
+        words: More of the script's arguments.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
@@ -30,7 +43,7 @@ def on_hosts(script: str, rate: str, hosts: int = 2) -> dict[str, Any]:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
     with tempfile.TemporaryDirectory() as folder, Lab(hosts=hosts, rate=rate) as lab:
         out = Path(folder) / "result.json"
-        program = python_program([str(Path(script).resolve()), *sys.argv[1:], "--worker", str(out)])
+        program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=hosts, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
         )

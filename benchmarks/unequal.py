@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import workloads
-from hosts import on_hosts
-from workloads import parser, write_json
+from hosts import on_hosts, parser_of_hosts
+from workloads import write_json
 
 PIECES = 16
 WAYS = {
@@ -30,11 +30,9 @@ WAYS = {
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--rate", default="500mbit", help="of the link in each direction (default %(default)s)")
+    options = parser_of_hosts(__doc__)
     options.add_argument("--seconds", type=float, default=25, help="of each run, or so (default %(default)s)")
     options.add_argument("--repeats", type=int, default=2, help="default %(default)s")
-    options.add_argument("--worker", metavar="FILE", help="(internal) run as a rank and write the numbers there")
     args = options.parse_args()
     if args.worker:
         return worker(args)

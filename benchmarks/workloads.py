@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -218,4 +219,13 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         **result,
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for what JSON has no number for: the loss of a run that diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -62,17 +62,11 @@ def mean(
     if pattern in ("ring", "tree"):
         hops.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
 
-    def init(params: optax.Params) -> optax.OptState:
-        del params
-        return optax.EmptyState()
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def average(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
         if pattern == "auto" or not jax.tree.leaves(updates):
-            return jax.tree.map(_mean, updates), state
-        return _mean_of_vector(updates), state
+            return jax.tree.map(_mean, updates)
+        return _mean_of_vector(updates)
 
     def _mean(x: jax.Array) -> jax.Array:
         if wire_dtype is None or not _narrows(jnp.asarray(x).dtype, wire_dtype):
@@ -88,7 +82,7 @@ def mean(
         x = where.ravel(updates).astype(jnp.promote_types(where.dtype, jnp.float32))
         return where.unravel(_SUMS[pattern](x, axis_name, wire).astype(where.dtype) / size)
 
-    return optax.GradientTransformation(init, update)
+    return optax.stateless(average)
 
 
 def _hierarchical(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:

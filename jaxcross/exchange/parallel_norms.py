@@ -44,20 +44,14 @@ def scale_by_trust_ratio(
     """
     axis = hops.one_axis(axis_name, "`scale_by_trust_ratio`")
 
-    def init(params: optax.Params) -> optax.OptState:
-        del params
-        return optax.EmptyState()
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def scale(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         if params is None:
             raise ValueError(
                 "`scale_by_trust_ratio` got no `params`, whose norms it needs. Write `tx.update(grads, state, params)`."
             )
         leaves, treedef = jax.tree.flatten(updates)
         if not leaves:
-            return updates, state
+            return updates
         pairs = list(zip(leaves, treedef.flatten_up_to(params), strict=True))
         owned = shares([u.size for u in leaves], jax.lax.axis_size(axis))
         dtype = jnp.result_type(jnp.float32, *(jnp.finfo(jnp.result_type(u, p)).dtype for u, p in pairs))
@@ -75,9 +69,9 @@ def scale_by_trust_ratio(
             for place, i in enumerate(layers):
                 update, param = pairs[i]
                 out[i] = update * gathered[rank, place].astype(jnp.result_type(update, param))
-        return jax.tree.unflatten(treedef, out), state
+        return jax.tree.unflatten(treedef, out)
 
-    return optax.GradientTransformation(init, update)
+    return optax.stateless(scale)
 
 
 def lars(

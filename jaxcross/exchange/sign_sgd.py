@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +35,13 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
     """
     axis = hops.one_axis(axis_name, "`sign_sgd`")
 
-    def init(params: optax.Params) -> optax.OptState:
-        del params
-        return optax.EmptyState()
-
-    def update(updates: Any, state: optax.OptState, params: optax.Params | None = None) -> tuple[Any, optax.OptState]:
+    def elect(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
         leaves, treedef = jax.tree.flatten(updates)
         size = jax.lax.axis_size(axis)
         where = layout(updates, multiple=8 * size, dtype=jnp.float32)
         if where.size == 0:
-            return updates, state
+            return updates
         ballots = bits.pack((where.ravel(updates) >= 0).reshape(size, -1))
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
@@ -60,6 +55,6 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
             jnp.where(b, jnp.asarray(jnp.nan, s.dtype), jnp.where(m, s, 0)).astype(x.dtype)
             for s, m, b, x in zip(signed, moved, bad, leaves, strict=True)
         ]
-        return jax.tree.unflatten(treedef, out), state
+        return jax.tree.unflatten(treedef, out)
 
-    return optax.GradientTransformation(init, update)
+    return optax.stateless(elect)
