@@ -42,11 +42,17 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     add("--sync-batch-norm", action="store_true", help="statistics over all ranks, not the average of each rank's own")
     add("--eval-steps", type=int, metavar="N", help="evaluation batches a job (default: one pass; 0: no evaluation)")
     add("--policy", choices=("crossover", "sequential", "compare"), default="crossover", help="how jobs share")
-    add("--cut", default="whole", type=lambda text: int(text) if text.isdigit() else text, help="whole, auto or parts")
+    add(
+        "--cut", default="whole", type=lambda text: int(text) if text.isdecimal() else text, help="whole, auto or parts"
+    )
     add("--link", default="", help="a rate such as 500mbit: emulate it; other text names the real link in the reports")
+    add("--checkpoints", metavar="DIR", help="keep checkpoints there, and resume from them")
+    add("--checkpoint-every", type=int, default=1000, metavar="N", help="steps (default %(default)s)")
     add("--output", "--report", type=Path, metavar="DIR", help="write each run's report, trace and Gantt chart there")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
+    if args.checkpoints and args.policy == "compare":
+        parser.error("--checkpoints: the second run of --policy compare would resume where the first one ended")
     args.jobs = args.jobs or [job("lr=0.1,seed=0")]
     for folder in (args.output, args.json and args.json.parent):  # before hours of training, not after them
         try:

@@ -101,7 +101,10 @@ def train(args, world, name, step, states, data):
     jobs = [jaxcross.Job(job, step, state, shared.reader(), steps=data.steps) for job, state in states.items()]
     policy = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}[name]()
     with LiveView(dict.fromkeys(states, data.steps), enabled=world.rank == 0) as view:
-        report = jaxcross.run(jobs, policy=policy, world=world, instruments=(view,), link=args.emulated)
+        report = jaxcross.run(
+            jobs, policy=policy, world=world, instruments=(view,), link=args.emulated,
+            checkpoints=args.checkpoints and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
+        )  # fmt: skip
     return replace(report, link=report.link or args.link), {job.name: jax.device_get(job.state) for job in jobs}
 
 

@@ -27,6 +27,7 @@ from jaxcross.world import World
 _log = logging.getLogger("jaxcross")
 _PIECES = (1, 2, 4, 8, 16)
 _STEPS = 2  # timed steps of each rival, in turn, behind one that warms up
+_LARGEST_BYTES = 2**24  # of the file; what is larger was not written by us
 _WORTH = 0.99  # a finer cut must save more than measurements scatter
 
 Together = Callable[[str, Callable[[Any], Any]], Any]
@@ -40,6 +41,7 @@ def search(
     cut: Callable[[int], Program],
     build: Callable[[Program], Compiled],
     together: Together,
+    found: dict[str, int],
 ) -> Compiled:
     """The fastest of a few cuts, each twice as fine as the one before, until a finer one no longer pays.
 
@@ -53,12 +55,19 @@ def search(
         cut: Number of pieces -> program.
         build: Program -> executables, once all ranks have agreed on it.
         together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
+        found: What the job found before, by program, as its checkpoints tell; the same on every rank. Added to.
     """
     whole = cut(1)
-    book = _Book(f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}")
-    known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
-    if known is not None:
-        return build(cut(known))
+    key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
+    book = _Book(key)
+    if not 1 <= found.get(key, 0) <= max(_PIECES):
+        known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
+        if known is not None:
+            found[key] = known
+        else:
+            found.pop(key, None)
+    if key in found:
+        return build(cut(found[key]))
     best, pieces, first, gain, tried = build(whole), 1, None, 1.0, [1]
     for n in _PIECES[1:]:
         program = cut(n)
@@ -73,6 +82,7 @@ def search(
         if new > _WORTH * old:
             break
         best, pieces, gain = rival, n, gain * old / new
+    found[key] = pieces
     if world.rank == 0:
         book.write(pieces)
         if first is not None:
@@ -112,21 +122,26 @@ class _Book:
 
     def read(self) -> int | None:
         pieces = self._all().get(self._key)
-        return pieces if isinstance(pieces, int) and 1 <= pieces <= max(_PIECES) else None
+        return pieces if type(pieces) is int and pieces in _PIECES else None
 
     def write(self, pieces: int) -> None:
         if self._file is None:
             return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         draft = self._file.with_suffix(f".{id(self)}")
-        draft.write_text(json.dumps({**self._all(), self._key: pieces}, indent=1))
-        draft.replace(self._file)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({**self._all(), self._key: pieces}, indent=1))
+            draft.replace(self._file)
+        except OSError as error:
+            _log.warning("The cut that was found cannot be kept in `%s`: %s", self._file, error)
 
     def _all(self) -> dict[str, Any]:
         if self._file is None or not self._file.exists():
             return {}
         try:
+            if self._file.stat().st_size > _LARGEST_BYTES:
+                return {}
             found = json.loads(self._file.read_text())
-        except ValueError:
-            return {}  # damaged: measured again
+        except (ValueError, OSError, RecursionError):
+            return {}  # damaged, or not for us: measured again
         return found if isinstance(found, dict) else {}

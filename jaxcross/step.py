@@ -12,6 +12,7 @@ import jax
 from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context
 from jaxcross.errors import CutError
+from jaxcross.guard import go, guarded
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.segments import Program
@@ -43,8 +44,9 @@ def crossover(
     the same on every rank.
 
     Args:
-        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or `shard_map`.
-            Decorates if left out.
+        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or `shard_map`, or a
+            `jax.shard_map` itself over a mesh of the same axes; its arguments are the rank's own shards. Decorates if
+            left out.
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
@@ -101,8 +103,11 @@ class Step:
         """One step. See `crossover`."""
         world, given = current(), args
         function, args = self._bind_static(args)
+        job = runtime.current_job()
+        if guards := job is not None and job.nonfinite == "skip":
+            function, args = self._guarded(function, len(given)), (*args, go())
         leaves, tree = jax.tree.flatten((args, kwargs))
-        asked = (tree, getattr(function, "static", ()), trace_context(), id(world))
+        asked = (tree, getattr(function, "static", ()), trace_context(), id(world), guards)
         last = self._last
         if last is not None and last[0] == asked and _same_and_whole(leaves, last[1]):
             node = last[2].choose(leaves)
@@ -115,10 +120,14 @@ class Step:
                 )
             # Looking for objects costs more than flattening; a structure that was run before held none.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(given, kwargs):
+                if guards:
+                    raise CutError(
+                        f'`{self.__name__}` changes NNX objects in place, and a job with `nonfinite="skip"` must be'
+                        " able to give back the state before the step. Let it take and return what `nnx.split` gives."
+                    )
                 return nnx.call(self, given, kwargs)
             self._check_leaves(leaves, args, kwargs)
             node = self._node(world, function, args, kwargs, leaves, asked)
-        job = runtime.current_job()
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         runtime.check_not_stray(self.__name__)
@@ -163,7 +172,8 @@ class Step:
     ) -> Traced:
         mesh = world.mesh(self.axes)
         static = [n for n, _, _ in getattr(function, "static", ())]
-        count = len(args) + len(static)
+        guards = getattr(function, "guards", False)  # by its last argument
+        count = len(args) + len(static) - guards
         donated = positions(self.donate, count)
         if bad := [m for m, n in zip(self.donate, donated, strict=True) if not 0 <= n < count or n in static]:
             raise ValueError(
@@ -171,7 +181,16 @@ class Step:
                 f" {count} positional arguments, and static ones cannot be donated."
             )
         donate = [n - sum(s < n for s in static) for n in donated]
-        return trace(function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate)
+        return trace(
+            function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate,
+            late_argnums=(len(args) - 1,) if guards else (),
+        )  # fmt: skip
+
+    def _guarded(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:
+        """The step for a job that skips, called with `count` positional arguments, static ones among them."""
+        static = positions(self.static, count)
+        state = [n - sum(s < n for s in static) for n in positions(self.donate, count) or (0,) if n not in static]
+        return guarded(function, self.__name__, state, donated=bool(self.donate))
 
     def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if not self.static:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,10 +98,19 @@ class Variant:
             return self.compiled
         if self.cut == "auto" and (job is None or job.sole) and any(not program.silent(s) for s in program.collectives):
             return self._search(job)
-        with nullcontext() if job is None else job.measure("compile", program.name), self.lock:
+        with self._compiling(job, program.name), self.lock:
             compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
             self.compiled, self.leaves = compiled, ()
         return compiled
+
+    @contextmanager
+    def _compiling(self, job: runtime.JobContext | None, name: str) -> Iterator[None]:
+        whose, step = (name, 0) if job is None else (job.name, job.step)
+        with (
+            self.world.flight.during("compile", job=whose, step=step),
+            nullcontext() if job is None else job.measure("compile", name),
+        ):
+            yield
 
     def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
         if program.exchanges and job.first_use(program):
@@ -117,13 +126,14 @@ class Variant:
                 self._agree_in(job, program)
             else:
                 agree_alone(world, program, call=0)
-            with nullcontext() if job is None else job.measure("compile", program.name):
+            with self._compiling(job, program.name):
                 return program.compile(self.leaves, cache=world.executables)
 
         self.compiled = search(
             self.traced, self.leaves, world=world, build=build,
             cut=lambda pieces: self.traced.cut(pieces, bucket_bytes=self.bucket_bytes),
             together=(lambda _, work: work(world.control)) if job is None else job.together,
+            found={} if job is None else job.cuts,
         )  # fmt: skip
         self.program, self.leaves = self.compiled.program, ()
         return self.compiled

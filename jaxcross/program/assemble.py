@@ -84,10 +84,12 @@ def assemble(
     outputs = tuple(next(remaining) if isinstance(a, compat.Literal) else ids[a] for a in inner.outvars)
     constants = len(traced.consts)
     donated = frozenset(ids[inner.invars[constants + p]] for p in traced.donated)
+    read = {v for s in segments for v in s.inputs}
+    late = frozenset(v for p in traced.late if (v := ids[inner.invars[constants + p]]) in read)
     return Program(
         name=traced.name, axes=tuple(traced.axes.items()), values=tuple(values),
         inputs=tuple(ids[v] for v in inner.invars), outputs=outputs, segments=tuple(segments), constants=constants,
-        donated=donated, traced=traced,
+        donated=donated, late=late, traced=traced,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
 from jaxcross.program.cheap import LIGHT, recompute
 from jaxcross.program.graph import Graph, Group, nbytes, variables
@@ -132,7 +133,12 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
     """Places what no exchange needs (metrics, statistics, the optimizer) where it keeps fewest bytes alive."""
     rest = [i for i in range(len(graph.eqns)) if i not in place]
     earliest: dict[int, int] = {}
+    inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
+    late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.late}
     for i in rest:
+        if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
+            earliest[i] = tail
+            continue
         after = [(earliest[p] if p in earliest else place[p]) for p in graph.makers(i)]
         earliest[i] = max((a + a % 2 for a in after), default=0)  # what an exchange makes is read one place later
     for i in reversed(rest):

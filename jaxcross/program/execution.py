@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxcross.program.finite import nonfinite
 from jaxcross.program.segments import Program, Segment
 
 
@@ -99,7 +101,7 @@ class Execution:
     Segments may be run from different threads and in any order, each after the segments that it reads.
     """
 
-    __slots__ = ("_compiled", "_env", "_fences", "_left")
+    __slots__ = ("_arrived", "_compiled", "_env", "_fences", "_left")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -108,6 +110,7 @@ class Execution:
         # A token for each reader of a value that several read: segments do not run in the order of the list, and two
         # lanes may let go of a value at once.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
+        self._arrived: dict[int, Any] | None = None
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
@@ -119,7 +122,9 @@ class Execution:
         outs = runnable.call(*args)
         if runnable.device is None:
             self._fences[index] = outs[-1]
-        elif runnable.shardings is not None:
+        elif self._arrived is not None:
+            self._arrived[index] = outs
+        if runnable.device is not None and runnable.shardings is not None:
             outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
         left = self._left
         for v in runnable.releases:
@@ -150,6 +155,31 @@ class Execution:
             with jax.default_device(device):  # random keys included, which NumPy cannot make
                 zeros = jax.lax.full(var.aval.shape, 0, var.aval.dtype)
             self._env[v] = jax.device_put(zeros, device)
+
+    def watch(self) -> Execution:
+        """From now on it keeps what each collective segment makes for `nonfinite`. Returns itself."""
+        self._arrived = {}
+        return self
+
+    def nonfinite(self, index: int) -> str | None:
+        """The first exchange, for people, of a collective segment that has run whose results are not all finite.
+
+        Asked once for each, before any segment that may overwrite them is run. Waits for the results.
+        """
+        if self._arrived is None:
+            return None
+        program = self._compiled.program
+        return nonfinite(program, program.segments[index], self._arrived.pop(index))
+
+    @property
+    def skippable(self) -> bool:
+        """Whether `skip` changes anything: the program knows the state that it would keep."""
+        return bool(self._compiled.program.late)
+
+    def skip(self) -> None:
+        """Lets the step's state come back as it came. Before any segment behind the commit is run."""
+        for v in self._compiled.program.late:
+            self._env[v] = np.zeros((), bool)
 
     def outputs(self) -> Any:
         """The step's results as the user wrote them, once every segment was run. Does not wait for them.

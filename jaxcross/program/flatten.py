@@ -1,8 +1,8 @@
 """A traced jaxpr -> a flat one, in which every exchange is an equation of its own at top level.
 
-`jit`, remat, custom derivatives and `shard_map` whose body holds an exchange are inlined; `cond` is decided by the
-host where it can be, and split around its exchanges where it cannot; what nobody reads is dropped. `scan` and `while`
-keep their exchanges inside.
+`jit`, remat and custom derivatives whose body holds an exchange are inlined, and so is a `shard_map` over our axes;
+`cond` is decided by the host where it can be, and split around its exchanges where it cannot; what nobody reads is
+dropped. `scan` and `while` keep their exchanges inside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Choose = Callable[["Predicate"], int | None]
 
 _INLINED = frozenset({
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_lin", "shard_map",
+    "custom_vjp_call_jaxpr", "custom_lin",
 })  # fmt: skip
 _NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
@@ -50,6 +50,18 @@ def holds_exchange(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> bool:
         wire.recognise(eqn, axes) is not None or any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
         for eqn in inner.eqns
     )
+
+
+def holds_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether a jaxpr, or one inside it, is mapped over shards along one of `axes`."""
+    return any(
+        _is_shard_map(eqn, axes) or any(holds_shard_map(j, axes) for j in compat.sub_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def _is_shard_map(eqn: Any, axes: Mapping[str, int]) -> bool:
+    return eqn.primitive.name == "shard_map" and any(a in axes for a in eqn.params["mesh"].axis_names)
 
 
 @dataclass(slots=True)
@@ -90,11 +102,15 @@ class Flattener:
         name = eqn.primitive.name
         if name in _NO_OPS:
             return args
+        if _is_shard_map(eqn, self.axes):
+            (body,) = compat.sub_jaxprs(eqn)
+            self._check_shard_map(eqn, body, args)
+            return self._inline(compat.without_mesh(body), args)
         inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
-        if inside and name in _INLINED:
-            if name == "shard_map":
-                self._check_shard_map(eqn, args)
-            return self._inline(inside[0], args)
+        if name in _INLINED:
+            inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
+            if inlined:
+                return self._inline(inlined[0], args)
         if inside and name == "cond":
             return self._cond(eqn, args)
         if inside and name not in ("scan", "while"):
@@ -113,14 +129,13 @@ class Flattener:
             self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
         return self._holds[key][1]
 
-    def _check_shard_map(self, eqn: Any, args: Sequence[Any]) -> None:
-        (inner,) = (compat.open_jaxpr(j)[0] for j in compat.sub_jaxprs(eqn))
-        for given, wanted in zip(args, inner.invars, strict=True):
+    def _check_shard_map(self, eqn: Any, body: Any, args: Sequence[Any]) -> None:
+        for given, wanted in zip(args, compat.open_jaxpr(body)[0].invars, strict=True):
             if given.aval.shape != wanted.aval.shape:
                 raise CutError(
                     f"a `shard_map` at {compat.source_of(eqn)} splits an argument of shape {given.aval.shape} into"
-                    f" {wanted.aval.shape}, but under jaxcross a step gets its rank's own shards. Wrap the function"
-                    " inside the `shard_map` instead."
+                    f" {wanted.aval.shape}, but under jaxcross a step gets its rank's own shards. Make the whole step"
+                    " one `shard_map`, with nothing before or after it."
                 )
 
     def _cond(self, eqn: Any, args: list[Any]) -> list[Any]:

@@ -131,6 +131,7 @@ class Program:
         outputs: Ids of the step's flat results.
         donated: Inputs whose arrays the step may overwrite, after its last exchange at the earliest.
         segments: In an order in which they may run.
+        late: Inputs, read by no segment before the last exchange, whose values may be changed until the commit.
         traced: What it was cut from; None in a parsed program.
     """
 
@@ -142,6 +143,7 @@ class Program:
     segments: tuple[Segment, ...]
     constants: int = 0
     donated: frozenset[int] = frozenset()
+    late: frozenset[int] = field(default=frozenset(), compare=False)
     traced: Any = field(default=None, compare=False, repr=False)
 
     def compile(self, inputs: Sequence[Any] | None = None, **options: Any) -> Any:

@@ -6,21 +6,24 @@ import ast
 import re
 from typing import Any
 
-from jaxcross.program.segments import Aval, Exchange, Program, Segment
+from jaxcross.program.segments import Aval, Exchange, Program, Segment, itemsize
 
 
 def parse(text: str) -> Program:
     """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() == p.text()`.
 
     Raises:
-        ValueError: A line is not understood; says which.
+        ValueError: A line is not understood; says which. Nothing is made as large as a number in the text says.
     """
-    head: dict[str, str] = {}
+    name, found = "", set[str]()
+    numbers: dict[str, tuple[int, ...]] = {}
     segments: list[dict[str, Any]] = []
     values: list[Aval] = []
     axes: tuple[tuple[str, int], ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
         try:
+            if len(line) > _LONGEST_LINE:
+                raise ValueError(f"it has {len(line)} characters")
             if line.startswith("    "):
                 segments[-1]["exchanges"].append(_parse_exchange(line.strip()))
             elif line.startswith("value "):
@@ -38,20 +41,34 @@ def parse(text: str) -> Program:
                 })  # fmt: skip
             else:
                 key, _, rest = line.partition(" ")
-                head[key] = rest
-                if key == "axes":
+                if key == "program":
+                    name = rest
+                elif key == "axes":
                     axes = _parse_axes(rest)
-        except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"line {number} of the program is not understood: `{line}` ({error})") from error
-    missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - head.keys()
+                elif key == "constants":
+                    numbers[key] = (int(rest),)
+                elif key in ("inputs", "donated", "outputs"):
+                    numbers[key] = _parse_ranges(rest)
+                elif key:
+                    raise ValueError(f"unknown word `{key}`")
+                found.add(key)
+        except _NOT_UNDERSTOOD as error:
+            shown = line if len(line) <= 200 else f"{line[:200]}..."
+            raise ValueError(f"line {number} of the program is not understood: `{shown}` ({error})") from error
+    missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - found
     if missing:
         raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
     return Program(
-        name=head["program"], axes=axes, values=tuple(values), inputs=_parse_ranges(head["inputs"]),
-        outputs=_parse_ranges(head["outputs"]), constants=int(head["constants"]),
-        donated=frozenset(_parse_ranges(head["donated"])),
+        name=name, axes=axes, values=tuple(values), inputs=numbers["inputs"], outputs=numbers["outputs"],
+        constants=numbers["constants"][0], donated=frozenset(numbers["donated"]),
         segments=tuple(Segment(**{**s, "exchanges": tuple(s["exchanges"])}) for s in segments),
     )  # fmt: skip
+
+
+# Far more than any program has: a text's numbers and lines are checked before anything is made of their size.
+_MOST_VALUES = 1_000_000
+_LONGEST_LINE = 1_000_000
+_NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 def _parse_ranges(text: str) -> tuple[int, ...]:
@@ -60,12 +77,16 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
     out: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        out += range(int(first), int(last or first) + 1)
+        span = range(int(first), int(last or first) + 1)
+        if not span or len(out) + len(span) > _MOST_VALUES:
+            raise ValueError(f"`{part}` is no range, or there are more than {_MOST_VALUES} numbers")
+        out += span
     return tuple(out)
 
 
 _AVAL = re.compile(r"(?P<dtype>[^\[*]+)(?P<weak>\*?)\[(?P<shape>[\d,]*)\]$")
-_NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,=]+"""
+# A name in quotes can be read in no second way: else a line of many would be tried in all combinations.
+_NAME = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,='"][^\s,=]*"""
 _AXIS = re.compile(f"({_NAME})=(\\d+)(?: |$)")
 _EXCHANGE = re.compile(
     rf"(?P<op>\S+) (?P<axes>(?:(?:{_NAME})(?:,|(?= )))*) (?P<dtype>[^\[]+)\[(?P<shape>[\d, ]*)\](?P<params>.*)$"
@@ -74,10 +95,14 @@ _PARAM = re.compile(r" (\w+)=(.*?)(?= \w+=|$)")
 
 
 def _parse_axes(text: str) -> tuple[tuple[str, int], ...]:
-    found = list(_AXIS.finditer(text))
-    if "".join(match[0] for match in found) != text:
-        raise ValueError("no axes like `batch=2`")
-    return tuple((_name(match[1]), int(match[2])) for match in found)
+    found, at = [], 0
+    while at < len(text):
+        match = _AXIS.match(text, at)
+        if match is None:
+            raise ValueError("no axes like `batch=2`")
+        found.append((_name(match[1]), int(match[2])))
+        at = match.end()
+    return tuple(found)
 
 
 def _name(text: str) -> str:
@@ -89,6 +114,7 @@ def _parse_aval(text: str) -> Aval:
     if match is None:
         raise ValueError("no type like float32[8,8]")
     shape = tuple(int(n) for n in match["shape"].split(",") if n)
+    itemsize(match["dtype"])
     return Aval(shape=shape, dtype=match["dtype"], weak_type=bool(match["weak"]))
 
 
@@ -97,6 +123,9 @@ def _parse_exchange(text: str) -> Exchange:
     if match is None:
         raise ValueError("no exchange like `psum batch float32[8]`")
     params = tuple((name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"]))
+    if "".join(found[0] for found in _PARAM.finditer(match["params"])) != match["params"]:
+        raise ValueError("no parameters like ` tiled=True`")
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
     axes = tuple(map(_name, re.findall(_NAME, match["axes"])))
+    itemsize(match["dtype"])
     return Exchange(op=match["op"], axes=axes, dtype=match["dtype"], shape=shape, params=params)

@@ -15,6 +15,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.flatten import Choose, Flattener, Predicate, drop_unread
 from jaxcross.program.segments import Program, Wire
+from jaxcross.program.shard_map import is_shard_map, trace_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Traced:
         in_avals: Abstract values of the flat arguments.
         donated: Positions of flat arguments that the user gives away.
         wire: What recognises and executes exchanges.
+        late: Positions of flat arguments that are known after the step's exchanges only.
         undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
         whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
     """
@@ -43,6 +45,7 @@ class Traced:
     in_avals: tuple[Any, ...]
     donated: frozenset[int]
     wire: Wire
+    late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
     choices: tuple[int, ...] = ()
     whole: Any = field(default=None, repr=False)
@@ -69,6 +72,7 @@ def trace(
     axes: Mapping[str, int],
     wire: Wire,
     donate_argnums: Sequence[int] = (),
+    late_argnums: Sequence[int] = (),
 ) -> Traced:
     """Traces `step` once with `axes` bound. Does not wait, does not communicate.
 
@@ -79,6 +83,7 @@ def trace(
         axes: Axis name -> size.
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
+        late_argnums: Positional arguments that are known after the step's exchanges only, which do not read them.
 
     Raises:
         CutError: An argument leaf is no array, an axis name is unknown, or an exchange sits where it cannot be cut.
@@ -89,6 +94,7 @@ def trace(
     counts = [len(jax.tree.leaves(a)) for a in args]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     donated = frozenset(p for n in donate_argnums for p in range(starts[n], starts[n + 1]))
+    late = frozenset(p for n in late_argnums for p in range(starts[n], starts[n + 1]))
     avals = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else compat.aval_of(x) for x in leaves)
     box = []
 
@@ -98,20 +104,41 @@ def trace(
         box.append(tree)
         return out
 
+    whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+    blank = Traced(
+        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
+        donated=donated, wire=wire, late=late, whole=whole,
+    )  # fmt: skip
+    return _flatten(blank, ())
+
+
+def _trace_whole(
+    flat_step: Callable[..., Any], leaves: Sequence[Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
+) -> Any:
     try:
         whole = jax.make_jaxpr(flat_step, axis_env=list(axes.items()))(*leaves)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
         raise CutError(
-            f"`{step_name(step)}` uses an axis that is not bound: {error}. The axes of this step are"
+            f"`{name}` uses an axis that is not bound: {error}. The axes of this step are"
             f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
         ) from error
-    blank = Traced(
-        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
-        donated=donated, wire=wire, whole=whole,
-    )  # fmt: skip
-    return _flatten(blank, ())
+    except Exception:
+        # A `shard_map` may refuse a rank's shards: it wants global arrays, and maybe a mesh.
+        shards = trace_shards(flat_step, avals, axes, name)
+        if shards is None:
+            raise
+        return shards
+    if not is_shard_map(whole, axes):
+        return whole
+    shards = trace_shards(flat_step, avals, axes, name)
+    if shards is None:
+        raise CutError(
+            f"the `shard_map` of `{name}` does not say how its arguments are cut, and neither do a rank's own shards."
+            " Give it `in_specs` with a PartitionSpec for every argument."
+        )
+    return shards
 
 
 def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -151,7 +178,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     return Traced(
         name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
         in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
-        undecided=found[0] if found else None, choices=choices, whole=base.whole,
+        late=base.late, undecided=found[0] if found else None, choices=choices, whole=base.whole,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ A model is written once, with a field `mesh`; `Mesh()` is the serial model. See 
 """
 
 from jaxcross.tensor.collectives import copy_to, reduce_from
+from jaxcross.tensor.cost import Cost, Machine, step_cost
 from jaxcross.tensor.layers import Dense, Embedding, LayerNorm, RMSNorm, parameter
 from jaxcross.tensor.loss import cross_entropy
 from jaxcross.tensor.mesh import Mesh
@@ -25,9 +26,11 @@ __all__ = [
     "MLP",
     "Attention",
     "Block",
+    "Cost",
     "Dense",
     "Embedding",
     "LayerNorm",
+    "Machine",
     "Mesh",
     "RMSNorm",
     "Transformer",
@@ -47,5 +50,6 @@ __all__ = [
     "replica_spread",
     "shard",
     "state_specs",
+    "step_cost",
     "unshard",
 ]

@@ -41,7 +41,9 @@ def search(monkeypatch: pytest.MonkeyPatch, traced: Traced) -> Search:
     (control,) = FakeControl.group(1)
     world = SimpleNamespace(rank=0, size=2, local_size=2)
 
-    def run(seconds: dict[int, float], asked: list[int] | None = None) -> int:
+    def run(
+        seconds: dict[int, float], asked: list[int] | None = None, found: dict[str, int] | None = None
+    ) -> int:  # fmt: skip
         def race(rivals: Any, *_: Any) -> tuple[float, ...]:
             return tuple(seconds[r.pieces] for r in rivals)
 
@@ -54,7 +56,7 @@ def search(monkeypatch: pytest.MonkeyPatch, traced: Traced) -> Search:
         monkeypatch.setattr(cut_search, "_race", race)
         return cut_search.search(
             traced, [], world=world, cut=lambda n: traced.cut(n, bucket_bytes=0), build=build,
-            together=lambda _, work: work(control),
+            together=lambda _, work: work(control), found={} if found is None else found,
         ).pieces  # fmt: skip
 
     return run
@@ -73,6 +75,15 @@ def test_cuts_are_doubled_while_that_pays(search: Search, caplog: pytest.LogCapt
 def test_never_slower_than_uncut(search: Search) -> None:
     assert search({1: 3.0, 2: 3.1}) == 1
     assert search({1: 3.0, 2: 2.999}) == 1, "what scatter explains is no gain"
+
+
+def test_what_a_job_found_before_a_restart_is_taken(search: Search) -> None:
+    found: dict[str, int] = {}
+    assert search({1: 3.0, 2: 2.0, 4: 2.5}, found=found) == 2
+    assert list(found.values()) == [2]
+    asked: list[int] = []
+    assert search({}, asked, found) == 2 and asked == [2]
+    assert search({1: 1.0, 2: 2.0}, found=dict.fromkeys(found, 10**9)) == 1, "no number of pieces: measured again"
 
 
 def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_path: Any) -> None:

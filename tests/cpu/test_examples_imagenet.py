@@ -163,6 +163,13 @@ def test_options(example: ModuleType) -> None:
     assert parse(example, "--cut", "4").cut == 4
 
 
+def test_checkpoints_are_for_one_run(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(example, "--checkpoints", "here").checkpoint_every == 1000
+    with pytest.raises(SystemExit):
+        parse(example, "--checkpoints", "here", "--policy", "compare")
+    assert "would resume where the first one ended" in capsys.readouterr().err
+
+
 def test_unknown_model_lists_the_models(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(example, "--model", "vgg")

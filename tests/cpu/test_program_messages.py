@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -111,24 +110,6 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
     lines = [r.getMessage() for r in caplog.records]
     assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
     assert len(lines) == 1, "one loop, one notice"
-
-
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX itself refuses it")
-def test_shard_map_that_splits_its_arguments() -> None:
-    mesh = jax.sharding.AbstractMesh((2,), ("batch",))
-    spec = jax.sharding.PartitionSpec("batch")
-    body = jax.shard_map(
-        lambda x: lax.psum(x, "batch"), mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
-    )
-    with pytest.raises(CutError, match="^a `shard_map` at .* splits an argument of shape \\(4, 2\\) into \\(2, 2\\)"):
-        trace(lambda x: body(x), (X,), axes={}, wire=_Any())
-
-
-class _Any:
-    """Recognises every `psum`, whatever axes are bound outside."""
-
-    def recognise(self, eqn, axes):
-        return LocalRanks().recognise(eqn, AXES)
 
 
 SCRIPT = """

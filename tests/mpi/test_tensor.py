@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-TABLE = str(Path(__file__).parent.parent / "cpu")
+ROOT = Path(__file__).parents[2]
+TABLE = os.pathsep.join([str(ROOT / "tests" / "cpu"), str(ROOT)])
 
 
 def test_every_mesh_of_four_equals_vmap_and_crossover_equals_solo(mpirun: Any, quick_compiler: dict[str, str]) -> None:

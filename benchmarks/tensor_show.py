@@ -1,0 +1,108 @@
+"""What `tensor.py` found, told and drawn; and the model's word on meshes that do not fit here. Measures nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FAR = {"1-D": {"tensor": 64}, "2-D [8,8,1]": {"side": 8}, "2.5-D [4,4,4]": {"side": 4, "depth": 4}}
+# Sequences, tokens a sequence, features: b s is 12, 96 and 2.7 times h. The crossing is at 3.
+SIZES = ((96, 512, 4096), (384, 512, 2048), (16, 512, 3072))
+
+
+def far(machine: dict[str, float]) -> list[dict[str, Any]]:
+    """A layer's bytes and seconds on 64 ranks, by the model alone: the difference that one more layer makes."""
+    from jaxcross import tensor
+
+    constants, rows = tensor.Machine(**machine), []
+    for b, s, h in SIZES:
+        for name, sizes in FAR.items():
+            one, two = (
+                tensor.step_cost(tensor.Transformer(64 * h, h, n, 64, s, tensor.Mesh(**sizes)), b, s) for n in (1, 2)
+            )
+            rows.append({
+                "mesh": name, "sequences": b, "length": s, "features": h, "bs_over_h": b * s / h,
+                "received_bytes": two.received_bytes - one.received_bytes,
+                "weights_bytes": two.weights_bytes - one.weights_bytes,
+                "exchange_s": two.exchange_s(constants) - one.exchange_s(constants),
+                "s": two.seconds(constants) - one.seconds(constants),
+            })  # fmt: skip
+    return rows
+
+
+def overhead(summary: dict[str, Any]) -> float:
+    """Share of a round in which the lane that sets the pace waited for the host: dispatch and votes."""
+    return sum(summary["lost_s"][cause] for cause in ("dispatch", "votes")) / summary["period_s"]
+
+
+def speedup(found: dict[str, Any]) -> float:
+    """How much faster two jobs are in crossover."""
+    alone, together = (found["s_per_job_step"][name]["median"] for name in ("one after the other", "crossover"))
+    return alone / together
+
+
+def say(result: dict[str, Any]) -> None:
+    """The numbers as lines, and what is derived from them into the result."""
+    for ranks, part in result["scaling"].items():
+        machine = part["machine"]
+        print(f"{ranks} ranks: alpha {machine['alpha_s'] * 1e3:.2f} ms, {machine['bytes_per_s'] / 1e6:.1f} MB/s, "
+              f"{machine['operations_per_s'] / 1e9:.1f} Gflop/s a rank")  # fmt: skip
+        for row in part["rows"]:
+            row["model_over_measured"] = row["model_s"] / row["s"]["median"]
+            print(f"  {row['mesh']:5} batch {row['batch']:3} {row['s']['median']:.3f} s, model {row['model_s']:.3f} "
+                  f"({row['model_over_measured']:.2f}); {row['received_bytes'] / 1e6:.1f} MB received, "
+                  f"{row['weights_bytes'] / 1e6:.2f} MB of weights, {row['peak_live_bytes'] / 1e6:.1f} MB at most; "
+                  f"{row['segments']} segments, {row['executables']} executables")  # fmt: skip
+    found = result["crossover"]
+    found["speedup"], summary = speedup(found), found["accounts"]["one after the other"]
+    jobs = summary["jobs"]
+    found["exchange_share"] = sum(j["exchange_s"] for j in jobs) / sum(j["exchange_s"] + j["compute_s"] for j in jobs)
+    found["overhead"] = {name: overhead(account) for name, account in found["accounts"].items()}
+    print(f"crossover of two jobs: {found['speedup']:.2f} times as fast, {found['exchange_share']:.0%} of a step is "
+          f"exchange; bound / T {found['accounts']['crossover']['efficiency']:.2f}; the host costs "
+          f"{max(found['overhead'].values()):.1%}")  # fmt: skip
+    for row in result["far"]:
+        times = f"{row['exchange_s']:6.1f} s of {row['s']:6.1f} s"
+        size = f"{row['received_bytes'] / 1e6:7.0f} MB a layer"
+        print(f"model, 64 ranks, b s / h {row['bs_over_h']:5.1f}: {row['mesh']:14} {size}, {times}")
+
+
+def draw(result: dict[str, Any], path: str) -> None:
+    """Left: measured steps beside the model's. Right: bytes a layer on 64 ranks against b s / h."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from jaxcross import tensor
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    rows = [(ranks, row) for ranks, part in result["scaling"].items() for row in part["rows"]]
+    at = range(len(rows))
+    exchange = [row["model_exchange_s"] for _, row in rows]
+    compute = [row["model_s"] - row["model_exchange_s"] for _, row in rows]
+    left.bar(at, compute, 0.6, color="#8da0cb", label="model: computation")
+    left.bar(at, exchange, 0.6, bottom=compute, color="#fc8d62", label="model: exchange")
+    middle = [row["s"]["median"] for _, row in rows]
+    low = [m - row["s"]["p25"] for m, (_, row) in zip(middle, rows, strict=True)]
+    high = [row["s"]["p75"] - m for m, (_, row) in zip(middle, rows, strict=True)]
+    left.errorbar(at, middle, yerr=[low, high], fmt="k_", markersize=22, capsize=3, label="measured, quartiles")
+    left.set_xticks(at, [f"{row['mesh']}\n{ranks} ranks\nb = {row['batch']}" for ranks, row in rows])
+    left.set_ylabel("seconds a step")
+    left.set_title(f"A small GPT over links of {result['rate']}")
+    left.legend(frameon=False)
+    h, s = 1024, 64
+    batches = [16, 32, 64, 128, 256, 512, 1024]
+    for name, sizes in FAR.items():
+        mesh, values = tensor.Mesh(**sizes), []
+        usable = [b for b in batches if b % mesh.size(mesh.batch) == 0]
+        for b in usable:
+            one, two = (tensor.step_cost(tensor.Transformer(64 * h, h, n, 64, s, mesh), b, s) for n in (1, 2))
+            values.append((two.received_bytes - one.received_bytes) / 1e6)
+        right.loglog([b * s / h for b in usable], values, marker="o", markersize=3, label=name)
+    right.axvline(3, color="grey", linewidth=1, linestyle=":")
+    right.text(3.15, right.get_ylim()[0] * 1.2, "b s = 3 h", color="grey")
+    right.set_xlabel("b s / h")
+    right.set_ylabel("MB a rank receives, a layer")
+    right.set_title("64 ranks, h = 1024: the formulas")
+    right.legend(frameon=False)
+    figure.savefig(path, dpi=110)

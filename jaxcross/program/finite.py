@@ -1,0 +1,54 @@
+"""Are the values that a segment exchanged finite, and if not, which exchange made the first that is not?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.graph import exchanges_of
+from jaxcross.program.segments import Exchange, Program, Segment
+
+
+def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
+    """The first exchange of a collective segment whose results are not all finite, for people. Waits for the results.
+
+    Args:
+        program: Whose segment it is.
+        segment: A collective one.
+        results: What it made, on the host.
+    """
+    for place, value in enumerate(results):
+        if not is_finite(value):
+            exchange = _exchange_behind(program, segment, place)
+            return f"`{exchange.line()}` at {exchange.source} made values that are not finite"
+    return None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether an array holds no infinity and no NaN. One pass over it: a sum is finite only if all its terms are."""
+    if not isinstance(value.dtype, np.dtype):
+        return True  # random keys
+    array = np.asarray(value)
+    if array.dtype.kind == "V":
+        array = array.astype(np.float32)  # bfloat16 and narrower, which NumPy cannot sum at speed
+    if array.dtype.kind not in "fc":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.sum(array)
+    return bool(np.isfinite(total)) or bool(np.isfinite(array).all())  # the sum may have overflowed
+
+
+def _exchange_behind(program: Program, segment: Segment, place: int) -> Exchange:
+    """The nearest exchange that a result comes from."""
+    inner, _ = compat.open_jaxpr(segment.jaxpr)
+    maker = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    queue = [inner.outvars[place]]
+    for var in queue:  # grows while it is read
+        eqn = None if isinstance(var, compat.Literal) else maker.get(var)
+        if eqn is not None and (found := exchanges_of(eqn, program.traced)):
+            return found[min(eqn.outvars.index(var), len(found) - 1)]
+        queue += [] if eqn is None else eqn.invars
+    return segment.exchanges[0]

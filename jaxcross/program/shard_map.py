@@ -1,0 +1,118 @@
+"""A step that is a `jax.shard_map`, as written for the devices of one process, traced for one rank of many.
+
+JAX wants global arrays there, the step gets its rank's shards: so it is asked for its specs and traced with the global
+types that they make of the shards'. Flattening takes the body out of it, which is what one rank computes; under
+`check_vma=True` the exchanges that JAX inserts for gradients are part of it. Touches no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import CutError
+
+Specs = Sequence[tuple[int, Any]]  # which argument is cut by which spec
+_JITS = ("jit", "pjit")
+
+
+def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str) -> Any | None:
+    """The closed jaxpr of a flat step that is one `shard_map`, over the types of the rank's shards; else None.
+
+    Args:
+        step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, of devices, or from the context.
+        avals: Types of the rank's own shards.
+        axes: Of the ranks, outermost first.
+        name: Of the step in messages.
+
+    Raises:
+        CutError: The mesh is not that of `axes`, or the step does something beside its `shard_map`.
+    """
+    context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
+        with enter():
+            asked = _ask(step, avals, axes)
+            if asked is not None and _over_ranks(asked[0], axes):
+                mesh, specs = asked
+                _check_mesh(mesh, axes, name)
+                closed = jax.make_jaxpr(step)(*_global_types(avals, specs, mesh))
+                _check_alone(closed, name)
+                return compat.with_input_shapes(closed, [a.shape for a in avals])
+    return None
+
+
+def is_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether a jaxpr is a `shard_map` over ranks, jitted or not, and nothing else."""
+    eqns = compat.open_jaxpr(jaxpr)[0].eqns
+    if len(eqns) != 1:
+        return False
+    if eqns[0].primitive.name in _JITS:
+        return any(is_shard_map(inner, axes) for inner in compat.sub_jaxprs(eqns[0]))
+    return eqns[0].primitive.name == "shard_map" and _over_ranks(eqns[0].params["mesh"], axes)
+
+
+def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
+    """Whether a mesh is meant to be the ranks: not one of this rank's own devices along axes of their own."""
+    return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
+
+
+def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]) -> tuple[Any, Specs] | None:
+    # Whatever the specs are, lengths that are multiples of all ranks can be cut by them.
+    ranks = math.prod(axes.values())
+    divisible = [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
+    try:
+        return compat.first_shard_map(step, divisible)
+    except Exception:  # what is wrong with the step, a trace with its real arguments says better
+        return None
+
+
+def _global_types(avals: Sequence[Any], specs: Specs, mesh: Any) -> list[jax.ShapeDtypeStruct]:
+    shapes, cut = [list(a.shape) for a in avals], dict(specs)
+    for n, spec in specs:
+        for dim, named in enumerate(spec):
+            for axis in named if isinstance(named, tuple) else (named,):
+                shapes[n][dim] *= 1 if axis is None else mesh.shape[axis]
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(shape), a.dtype, weak_type=a.weak_type,
+            sharding=NamedSharding(mesh.abstract_mesh, cut.get(n, PartitionSpec())),
+        )
+        for n, (shape, a) in enumerate(zip(shapes, avals, strict=True))
+    ]  # fmt: skip
+
+
+def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
+    if list(mesh.shape.items()) != list(axes.items()):
+        raise CutError(
+            f"`{name}` is a `shard_map` over {_told(mesh.shape)}, but its axes over ranks are {_told(axes)}. Give"
+            " `crossover` the mesh's own axes, in their order, and start as many ranks."
+        )
+
+
+def _check_alone(jaxpr: Any, name: str) -> None:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name == "shard_map":
+            if set(eqn.params["newly_manual_axes"]) != set(eqn.params["mesh"].axis_names):
+                raise CutError(
+                    f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, at {compat.source_of(eqn)}, which"
+                    " does not reach over ranks. Leave out `axis_names`, and exchange along every axis by name."
+                )
+        elif eqn.primitive.name in _JITS:
+            for inner in compat.sub_jaxprs(eqn):
+                _check_alone(inner, name)
+        else:
+            raise CutError(
+                f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at {compat.source_of(eqn)}:"
+                " there JAX means global arrays, and a rank has its own shards alone. Make the whole step one"
+                " `shard_map`, with nothing before or after it."
+            )
+
+
+def _told(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"`{a}` of {n}" for a, n in axes.items())
