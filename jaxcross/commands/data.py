@@ -8,7 +8,7 @@ from typing import Any
 
 def _size(text: str) -> tuple[int, int]:
     width, cross, height = text.lower().partition("x")
-    if not (cross and width.isdigit() and height.isdigit()):
+    if not (cross and width.isdecimal() and height.isdecimal()):
         raise argparse.ArgumentTypeError(f"`{text}` is not WIDTHxHEIGHT, for example 500x375")
     return int(width), int(height)
 

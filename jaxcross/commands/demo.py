@@ -264,7 +264,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
     return int(text)
 

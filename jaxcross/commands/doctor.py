@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _TIMEOUT_S = 90.0
@@ -57,12 +58,24 @@ class Findings:
 def add_parser(subparsers: Any) -> None:
     """Add `doctor` to the command line."""
     parser = subparsers.add_parser("doctor", help="check MPI, mpi4jax, JAX and the launcher", description=__doc__)
+    parser.add_argument(
+        "--post-mortem",
+        type=Path,
+        metavar="DIR",
+        help="read the ranks' event files there: who ended first, and in what",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print the table, and return 1 if training could not work. Starts processes; about ten seconds."""
-    del args
+    """Look, print the table, and return 1 if training could not work. Starts processes; about ten seconds.
+
+    With `--post-mortem` it reads files instead.
+    """
+    if args.post_mortem is not None:
+        from jaxcross.commands import post_mortem
+
+        return post_mortem.run(args.post_mortem)
     from rich.console import Console
     from rich.table import Table
 

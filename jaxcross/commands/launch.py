@@ -1,4 +1,7 @@
-"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this environment."""
+"""`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this environment.
+
+If a rank dies, the others get the time to say what they waited for, and the command ends with a post-mortem.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,21 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+HOLD = Path(__file__).with_name("hold.py")
+HOLD_S = 40
+"""How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
+
+_STOPPED = (130, 143)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +39,19 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    parser.add_argument(
+        "--events",
+        type=Path,
+        metavar="DIR",
+        help="where ranks write down what they do (default: removed if all is well)",
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the real command, run it, and return its exit code."""
+    """Print the real command, run it, and return its exit code. If it fails, print what the ranks were in."""
     from jaxcross.world import pool
 
     program = ["-m", *args.module] if args.module else args.program
@@ -48,25 +66,72 @@ def run(args: argparse.Namespace) -> int:
     line, extra = mpirun_command(
         mpirun=mpirun,
         ranks=args.ranks,
-        program=python_program(program),
+        program=held(python_program(program)),
         root=os.geteuid() == 0,
         cores=pool.cores(),
         environ=os.environ,
     )
+    folder = args.events or os.environ.get("JAXCROSS_EVENTS")
+    if folder is not None:
+        extra["JAXCROSS_EVENTS"] = str(folder)
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        extra["PYTHONFAULTHANDLER"] = "1"  # a segmentation fault prints the Python stack
     print(printed(line, extra), flush=True)
     if args.dry_run:
         return 0
-    process = subprocess.Popen(line, env={**os.environ, **extra})
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue  # The terminal has interrupted the ranks, too; mpirun returns when they have ended.
+    events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
+    code = _finish(subprocess.Popen(line, env={**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}))
+    if code not in (0, *_STOPPED):
+        _explain(events)
+    elif folder is None:
+        shutil.rmtree(events, ignore_errors=True)
+    return code
+
+
+def _finish(process: subprocess.Popen[bytes]) -> int:
+    """Waits for `mpirun`, which passes on to the ranks what it is told; its exit code, 128 + n after signal n."""
+    before = {
+        number: signal.signal(number, lambda *_: process.terminate())
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+    }
+    try:
+        while True:
+            try:
+                code = process.wait()
+                return code if code >= 0 else 128 - code
+            except KeyboardInterrupt:
+                continue  # The terminal has interrupted the ranks, too; mpirun returns when they have ended.
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _explain(events: Path) -> None:
+    """Prints the post-mortem of ranks that left event files, and where these are; nothing of programs without."""
+    from jaxcross.commands.post_mortem import show
+    from jaxcross.report.event_files import read
+
+    try:
+        records = read(events)
+    except (OSError, ValueError):
+        with suppress(OSError):
+            events.rmdir()  # if it is empty
+        return
+    show(records, sys.stderr)
+    print(f"Again: jaxcross doctor --post-mortem {shlex.quote(str(events))}", file=sys.stderr, flush=True)
 
 
 def python_program(program: Sequence[str]) -> list[str]:
     """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank ends all of them."""
     return [sys.executable, "-m", "mpi4py", *program]
+
+
+def held(program: Sequence[str]) -> list[str]:
+    """The rank's command with its place held when it dies, so that `mpirun` does not end the others at once."""
+    if sys.platform != "linux":
+        return list(program)
+    return [sys.executable, "-I", "-S", str(HOLD), str(HOLD_S), *program]
 
 
 def mpirun_command(

@@ -128,8 +128,7 @@ class Lab:
 
     def wrap_host(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on host `h<host>`, pinned to that host's cores."""
-        if not 0 <= host < self.hosts:
-            raise ValueError(f"there is no host `{host}`: this lab has {self.hosts}, counted from 0.")
+        self._check_host(host)
         return self.wrap([f"{self._open['folder']}/enter", f"h{host}", shlex.join(command)])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -181,6 +180,30 @@ class Lab:
                 if done.returncode != 0:
                     raise OSError(f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}")
         self.rate = rate
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Takes a host off the switch, or puts it back. Connections stay; meanwhile they carry nothing.
+
+        Raises:
+            ValueError: There is no such host.
+            OSError: The kernel refused; says what it said.
+        """
+        self._check_host(host)
+        line = self.wrap(["ip", "link", "set", "dev", f"to-h{host}", "up" if up else "down"])
+        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=START_S)
+        if done.returncode != 0:
+            raise OSError(f"the link of host `h{host}` was not changed: {done.stderr.strip()}")
+
+    def dropped_packets(self) -> int:
+        """Packets that the shaped links have dropped since the lab began, in both directions. Nothing if unshaped."""
+        lines = [self.wrap(["tc", "-s", "qdisc", "show", "dev", f"to-h{host}"]) for host in range(self.hosts)]
+        lines += [self.wrap_host(host, ["tc", "-s", "qdisc", "show", "dev", "eth0"]) for host in range(self.hosts)]
+        texts = [subprocess.run(x, check=True, capture_output=True, text=True, timeout=START_S).stdout for x in lines]
+        return sum(int(n) for text in texts for n in re.findall(r"dropped (\d+)", text))
+
+    def _check_host(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"there is no host `{host}`: this lab has {self.hosts}, counted from 0.")
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
         """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits twice `seconds`.

@@ -27,6 +27,9 @@ class JobFacts:
         examples_per_step: Examples that all ranks together use in a step; None if unknown.
         final_loss: The last loss that it logged.
         metrics: Last values of whatever else it logged.
+        how: How it left: `ended`, `stopped`, `failed` or `ejected`, on all ranks after `steps` steps.
+        why: The reason, if it failed or was ejected.
+        skipped: Steps among `steps` that kept the state, because what they exchanged was not finite.
     """
 
     name: str
@@ -34,6 +37,9 @@ class JobFacts:
     examples_per_step: float | None = None
     final_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    how: str = "ended"
+    why: str = ""
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

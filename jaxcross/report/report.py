@@ -136,6 +136,9 @@ class Report:
                     "bytes_per_step": job.bytes_per_step,
                     "final_loss": job.facts.final_loss,
                     "metrics": dict(job.facts.metrics),
+                    "left": job.facts.how,
+                    "why": job.facts.why,
+                    "skipped_steps": job.facts.skipped,
                 }
                 for job in rounds.jobs
             ],
@@ -176,7 +179,7 @@ class Report:
                 link=summary["link"],
                 dropped=summary["dropped_spans"],
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"`{path}` is no report of jaxcross: {error}. Reports are written by to_json.") from error
 
     def to_chrome_trace(self, path: str | Path) -> Path:

@@ -33,6 +33,7 @@ def render(report: Report) -> Group:
     rounds = report.rounds
     with_images = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
+    with_left = any(job.facts.how != "ended" for job in rounds.jobs)
     table = Table(title=_title(report), title_justify="left", title_style="bold", show_footer=len(rounds.jobs) > 1)
     k = len(rounds.jobs)
     table.add_column("job", footer=f"all {k}")
@@ -45,11 +46,14 @@ def render(report: Report) -> Group:
     table.add_column("hidden", justify="right", footer=f"{rounds.hidden_share:.0%}")
     if with_loss:
         table.add_column("loss", justify="right")
+    if with_left:
+        table.add_column("left")
     for job in rounds.jobs:
         row = [job.facts.name, str(job.facts.steps), number(job.steps_per_s)]
         row += [number(job.examples_per_s)] if with_images else []
         row += [number(job.compute_s), number(job.exchange_s), f"{job.hidden_share:.0%}"]
         row += [number(job.facts.final_loss)] if with_loss else []
+        row += [f"{job.facts.how} at {job.facts.steps}"] if with_left else []
         table.add_row(*row)
     return Group(table, Text("\n".join(_footnotes(report))))
 
@@ -93,6 +97,11 @@ def _footnotes(report: Report) -> list[str]:
         lines.append(f"Lost {seconds(total)} a round:")
         lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
     lines.append(f"Run {seconds(rounds.wall_s)}, of which start-up and winding up {seconds(rounds.start_up_s)}.")
+    for job in report.jobs:
+        if job.skipped:
+            lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
+        if job.why:
+            lines.append(job.why.partition("\n")[0])
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines

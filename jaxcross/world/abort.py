@@ -6,7 +6,9 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -14,31 +16,73 @@ from typing import Any, NoReturn
 ABORT_GRACE_S = 4.0
 # mpirun reads ranks' output through pipes, and drops what it has not read when it is told to end them.
 _READ_S = 0.3
-_INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 
-def abort_everywhere(message: str, *, code: int = 1) -> NoReturn:
-    """Print `message` and end all ranks through MPI, or this one alone if MPI does not react within 4 s.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why a rank ends all others.
 
-    Ends them whatever happens meanwhile: a closed or blocked stderr, another interrupt, the end of the main thread.
+    Attributes:
+        reason: One sentence, which the other ranks repeat.
+        how: `failed`, `interrupted`, `terminated`, or `reported`: trouble of other ranks.
+        code: The exit code of all ranks.
+        lost: The ranks that are reported.
     """
-    code = code or 1
-    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(code,))
+
+    reason: str
+    how: str = "failed"
+    code: int = 1
+    lost: tuple[int, ...] = ()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whoever cleans up after Ctrl-C does so for it, too; the exit code is 143."""
+
+
+# Who tells the other ranks why. One process has one MPI, whose end this file is.
+_TELLERS: list[Callable[[Ending], None]] = []
+
+
+def on_abort(tell: Callable[[Ending], None]) -> None:
+    """Has `tell` called before this rank ends the others. It may wait for about a second."""
+    _TELLERS.append(tell)
+
+
+def abort_everywhere(message: str, ending: Ending) -> NoReturn:
+    """Print `message`, tell the other ranks why, and end all through MPI, or this one alone if MPI does not react.
+
+    Ends them within about 4 s whatever happens meanwhile: a closed or blocked stderr, another interrupt, the end of the
+    main thread.
+    """
+    timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(ending.code or 1,))
     timer.daemon = False  # else the interpreter might end before, successfully, where a daemon thread aborts
     with suppress(RuntimeError):  # it ends already
         timer.start()
     try:
-        _say(message)
+        say(message)
+        for tell in _TELLERS:
+            with suppress(Exception):
+                tell(ending)
         threading.Event().wait(_READ_S)
     finally:
-        from mpi4py import MPI
+        end_processes(ending.code)
 
+
+def end_processes(code: int) -> NoReturn:
+    """Ends all ranks through MPI, without a word."""
+    code = code or 1
+    from mpi4py import MPI
+
+    try:
         if MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(code)
+    finally:
         os._exit(code)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints on stderr. Does not raise."""
     with suppress(Exception):  # a closed stream must not keep the others waiting
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -50,11 +94,15 @@ def install_hooks(rank: int, size: int) -> None:
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            abort_everywhere(f"jaxcross: rank {rank} was interrupted; all {size} ranks end.", code=_INTERRUPTED)
-        _say(f"jaxcross: rank {rank} of {size} failed:")
+            ending = stop_of(rank, terminated=issubclass(kind, Terminated))
+            abort_everywhere(f"jaxcross: {ending.reason}; all {size} ranks end.", ending)
+        say(f"jaxcross: rank {rank} of {size} failed:")
         with suppress(Exception):
             previous(kind, value, trace)
-        abort_everywhere(f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.")
+        abort_everywhere(
+            f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.",
+            Ending(reason=f"rank {rank} failed with {_short(kind, value)}"),
+        )
 
     def on_thread_exception(args: Any) -> None:
         if args.exc_type is SystemExit:
@@ -62,7 +110,22 @@ def install_hooks(rank: int, size: int) -> None:
         name = args.thread.name if args.thread is not None else "?"
         lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
         text = f"jaxcross: rank {rank} of {size} failed in thread {name!r}:\n{''.join(lines)}"
-        abort_everywhere(f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.")
+        abort_everywhere(
+            f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.",
+            Ending(reason=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, args.exc_value)}"),
+        )
 
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
+
+
+def stop_of(rank: int, *, terminated: bool) -> Ending:
+    """The end that a person or a batch system wants."""
+    if terminated:
+        return Ending(reason=f"rank {rank} was told to end (SIGTERM)", how="terminated", code=TERMINATED)
+    return Ending(reason=f"rank {rank} was interrupted", how="interrupted", code=INTERRUPTED)
+
+
+def _short(kind: type[BaseException], value: BaseException | None) -> str:
+    text = str(value).strip().split("\n")[0][:300]
+    return f"{kind.__name__}: {text}" if text else kind.__name__

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.program.compile import ExecutableCache
-from jaxcross.world.abort import abort_everywhere
+from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
+from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
 from jaxcross.world.slices import ask_for_short_slices
@@ -45,6 +46,8 @@ class World:
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: What this process has compiled, shared by like jobs.
+        silence_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for never.
+        flight: What this rank is in, and its event file.
         exchanger: The one thread that makes exchanges beside computation where no runner has lanes.
     """
 
@@ -55,7 +58,9 @@ class World:
     vendor: str
     lanes: int
     pool_size: int
+    silence_s: float
     control: Control
+    flight: FlightRecorder = field(repr=False)
     executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
     exchanger: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
@@ -127,7 +132,11 @@ class World:
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
-        abort_everywhere(f"jaxcross: rank {self.rank} aborts all {self.size} ranks: {message}", code=code)
+        first = message.strip().split("\n")[0]
+        abort_everywhere(
+            f"jaxcross: rank {self.rank} aborts all {self.size} ranks: {message}",
+            Ending(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),
+        )
 
     @property
     def watchdog_s(self) -> float:

@@ -23,7 +23,7 @@ class Launch:
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """What the launcher's variables say, or None when no launcher started this process."""
     for name in _SIZES:
-        if environ.get(name, "").isdigit():
+        if environ.get(name, "").isdecimal():
             return Launch(size=int(environ[name]), variable=name)
     return None
 

@@ -40,7 +40,7 @@ def plan_pool(
     Raises:
         ExchangeError: The pool is too small and cannot be changed any more.
     """
-    variable = next((v for v in _VARIABLES if environ.get(v, "").isdigit()), None)
+    variable = next((v for v in _VARIABLES if environ.get(v, "").isdecimal()), None)
     size = effective(environ, core_count)
     if not started:
         if variable is None:
@@ -57,4 +57,4 @@ def plan_pool(
 
 def effective(environ: Mapping[str, str], core_count: int) -> int:
     """Threads that the pool has, or will have when JAX starts."""
-    return next((int(environ[v]) for v in _VARIABLES if environ.get(v, "").isdigit()), core_count)
+    return next((int(environ[v]) for v in _VARIABLES if environ.get(v, "").isdecimal()), core_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,27 +11,36 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.world import pool
-from jaxcross.world.abort import install_hooks
+from jaxcross.world import peers, pool
+from jaxcross.world.abort import install_hooks, on_abort
 from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
+from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.launcher import check_launch, read_launch, vendor_of
+from jaxcross.world.terminate import Termination
 from jaxcross.world.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
 
 # The one world of this process, as MPI is one: steps are decorated before it exists, and find it when called.
 _CURRENT: list[World] = []
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
-def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
+def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int = 1) -> World:
     """Join the MPI world. Call it before the first JAX array; waits for every rank.
 
-    From here on an exception that nobody catches ends all ranks, XLA's CPU pool is large enough for `lanes` waiting
-    exchanges, and several ranks on one node each take their own accelerator. Without a launcher the world has one rank.
+    From here on an exception that nobody catches, the end of a rank's process or its silence ends all ranks, each with
+    an error that names the rank; SIGTERM is an interrupt with exit code 143; where the variable `JAXCROSS_EVENTS` names
+    a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. XLA's CPU pool is large
+    enough for `lanes` waiting exchanges, and several ranks on one node each take their own accelerator. Without a
+    launcher the world has one rank.
     A second call returns the same world; it cannot ask for another one.
 
     Args:
         watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
+        silence_s: Seconds after which a rank whose process does not show that it lives is reported, and all ranks are
+            aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it computes.
         lanes: Exchanges that may be under way at once on a rank.
 
     Raises:
@@ -39,14 +49,18 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
     """
     if _CURRENT:
         started = _CURRENT[0]
-        if (watchdog_s, lanes) not in ((300.0, 1), (started.watchdog_s, started.lanes)):
+        wanted = (watchdog_s, lanes, silence_s)
+        if wanted not in ((300.0, 1, 30.0), (started.watchdog_s, started.lanes, started.silence_s)):
             raise ValueError(
-                f"jaxcross is initialised already, with `watchdog_s={started.watchdog_s}` and `lanes={started.lanes}`: "
-                f"it cannot change to {watchdog_s} and {lanes}. Give them to the first call."
+                f"jaxcross is initialised already, with `watchdog_s={started.watchdog_s}` and `lanes={started.lanes}`, "
+                f"`silence_s={started.silence_s}`: it cannot change to {watchdog_s}, {lanes}, {silence_s}. Give them "
+                "to the first call."
             )
         return started
     if watchdog_s <= 0 or lanes < 1:
         raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
+    if silence_s < 0:
+        raise ValueError(f"`silence_s` is {silence_s}: give seconds, or 0 if ranks may be silent for ever.")
     launch = read_launch(os.environ)
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -70,8 +84,15 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
     _take_device(os.environ, local_rank=local_rank, local_size=local_size, accelerators=_accelerators())
 
-    watchdog = Watchdog(world.Dup(), timeout_s=watchdog_s)
+    places = world.allgather(peers.here())
+    flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))
+    termination = Termination(flight)
+    termination.install()
+    watchdog = Watchdog(
+        world.Dup(), timeout_s=watchdog_s, silence_s=silence_s, flight=flight, places=places, termination=termination
+    )
     watchdog.start()
+    on_abort(watchdog.tell)
     atexit.register(watchdog.stop)
     world_of_process = World(
         rank=rank,
@@ -81,7 +102,9 @@ def initialize(*, watchdog_s: float = 300.0, lanes: int = 1) -> World:
         vendor=vendor,
         lanes=lanes,
         pool_size=size_of_pool,
+        silence_s=silence_s,
         control=MpiControl(world.Dup(), mpi.MIN),
+        flight=flight,
         _base=world.Dup(),
         _watchdog=watchdog,
     )
@@ -142,6 +165,16 @@ def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
     )
     os.environ.update(settings)
     return pool.effective(os.environ, own_cores)
+
+
+def _flight_recorder(places: list[peers.Place], rank: int, folder: str) -> FlightRecorder:
+    flight = FlightRecorder(places, rank)
+    if folder:
+        try:
+            flight.record_to(folder)
+        except OSError as error:  # on this rank alone perhaps: no reason to end the training
+            _log.warning("rank %d does not record its events: %s", rank, error)
+    return flight
 
 
 def _accelerators() -> int:

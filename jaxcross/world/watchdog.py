@@ -1,21 +1,26 @@
-"""Who has not arrived? A thread of its own asks the other ranks while an exchange is stuck, reports, and aborts.
+"""A thread of each rank that talks to those of the others: who has not arrived, who is silent, why do all end?
 
 It talks point to point over its own communicator; such messages pass while a collective on another one is stuck.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, final
 
-from jaxcross.world.abort import abort_everywhere
+from jaxcross.world.abort import Ending, abort_everywhere, stop_of
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.guarded import GuardedComm
+from jaxcross.world.heartbeat import Heartbeat
+from jaxcross.world.notices import Notices
+from jaxcross.world.peers import Place
 from jaxcross.world.stacks import stacks
+from jaxcross.world.standing import Activity, Standing, explain, late_ranks
+from jaxcross.world.terminate import Termination
 
 Awaited = Callable[[], Mapping[int, str]]
 """The ranks that a wait is for, and why; asked when it is reported."""
@@ -23,96 +28,8 @@ Awaited = Callable[[], Mapping[int, str]]
 _QUERY, _ANSWER = 1, 2
 _ANSWER_S = 3.0
 _HOLD_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """One wait of one rank: what for, which in its sequence of waits (0: outside of it), since when (s, monotonic)."""
-
-    job: str
-    step: int
-    segment: int
-    what: str
-    number: int
-    since_s: float
-
-    def __str__(self) -> str:
-        return f"job {self.job!r}, step {self.step}, segment {self.segment} ({self.what})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How far a rank is: waits it has entered, those it is in, and whether it is about to report."""
-
-    entered: int
-    waits: tuple[Wait, ...]
-    asking: bool = False
-
-
-def explain(
-    rank: int,
-    wait: Wait,
-    waited_s: float,
-    answers: Mapping[int, Standing | None],
-    awaited: Mapping[int, str] | None = None,
-) -> str:
-    """The report of a stuck wait. Pure.
-
-    Args:
-        rank: The rank that reports.
-        wait: What it is stuck in.
-        waited_s: For how long.
-        answers: Every other rank's standing; None where none came.
-        awaited: The ranks that it waits for and why, where the order of waits does not tell.
-    """
-    lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
-    late = late_ranks(wait, answers, awaited)
-    for r in late:
-        standing = answers[r]
-        assert standing is not None
-        where = f"it is in {standing.waits[-1]}" if standing.waits else "it is in no exchange"
-        if awaited is None:
-            lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
-        else:
-            lines.append(f"  rank {r} has not arrived: {awaited[r]}; {where}.")
-    silent = [r for r, standing in answers.items() if standing is None]
-    lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in silent]
-    unlike = _unlike_waits(wait, answers)
-    if unlike:
-        lines += [f"  rank {r} waits in {other}." for r, other in unlike]
-        lines.append(
-            "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks "
-            "only, as in a shorter last batch? There the step is agreed on anew, while the others go on with it."
-        )
-    elif not late and not silent:
-        lines.append("  All ranks have arrived: MPI or the network is stuck.")
-    lines.append(
-        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation), "
-        "raise `initialize(watchdog_s=...)`."
-    )
-    return "\n".join(lines)
-
-
-def late_ranks(
-    wait: Wait, answers: Mapping[int, Standing | None], awaited: Mapping[int, str] | None = None
-) -> list[int]:
-    """Ranks that answered and are `awaited`, or have not entered this wait: all ranks enter theirs in one order."""
-    return [
-        r
-        for r, s in sorted(answers.items())
-        if s is not None and (s.entered < wait.number if awaited is None else r in awaited)
-    ]
-
-
-def _unlike_waits(wait: Wait, answers: Mapping[int, Standing | None]) -> list[tuple[int, Wait]]:
-    """Ranks whose wait of the same number is for something else, and that wait."""
-    return [
-        (rank, other)
-        for rank, standing in sorted(answers.items())
-        if standing is not None
-        for other in standing.waits
-        if other.number == wait.number > 0 and (other.what, other.segment) != (wait.what, wait.segment)
-    ]
+_LEAVE_S = 0.5
+_LEAST_CALL_S = 3.0
 
 
 @final
@@ -122,18 +39,35 @@ class Watchdog:
     Args:
         comm: A communicator that nothing else uses.
         timeout_s: Seconds after which a wait is reported and all ranks are aborted.
+        flight: Told of the waits.
+        places: The process of every rank.
+        silence_s: Seconds after which a rank that does not beat is reported; 0 for never.
+        termination: Whether the main thread must be ended from here.
     """
 
-    def __init__(self, comm: Any, *, timeout_s: float) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        comm: Any,
+        *,
+        timeout_s: float,
+        flight: FlightRecorder,
+        places: Sequence[Place] = (),
+        silence_s: float = 0.0,
+        termination: Termination | None = None,
+    ) -> None:
+        self._flight, self._termination = flight, termination
+        limit_s = max(silence_s or timeout_s, _LEAST_CALL_S)
+        self._comm = comm = GuardedComm(comm, limit_s=limit_s, on_stuck=self._give_up)
+        self._notices = Notices(comm, flight)
+        beats = silence_s > 0 and len(places) > 1
+        self._heartbeat = Heartbeat(comm, silence_s=silence_s, flight=flight, places=places) if beats else None
         self._rank: int = comm.Get_rank()
         self._others = [r for r in range(comm.Get_size()) if r != self._rank]
         self.timeout_s = timeout_s
         self._interval_s = min(0.25, timeout_s / 10)
         self._lock = threading.Lock()
         self._entered = 0
-        self._waits: dict[int, tuple[Wait, Awaited | None]] = {}
-        self._tokens = itertools.count()
+        self._waits: dict[int, tuple[Activity, Awaited | None]] = {}
         self._asking = False
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
@@ -142,6 +76,7 @@ class Watchdog:
     def start(self) -> None:
         """Begin to watch and answer. Without other ranks there is nobody to wait for, and no thread."""
         if self._others:
+            self._comm.start()
             self._thread.start()
 
     def stop(self) -> None:
@@ -149,6 +84,16 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._flight.words("left", "its script ended")
+        if self._heartbeat is not None:
+            messages, deadline = self._heartbeat.farewell(self._entered), time.monotonic() + _LEAVE_S
+            while not all(message.Test() for message in messages) and time.monotonic() < deadline:
+                threading.Event().wait(0.01)
+        self._comm.stop()
+
+    def tell(self, ending: Ending) -> None:
+        """Tells all other ranks why this one ends them. Waits a second at most."""
+        self._notices.tell(ending)
 
     def watching(
         self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
@@ -162,14 +107,15 @@ class Watchdog:
                 self._entered += 1
                 self._asked.clear()  # whoever asked before spoke of an earlier wait
             number = self._entered if awaited is None else 0
-            wait = Wait(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic())
-            token = next(self._tokens)
+            wait = Activity.now(what, job=job, step=step, segment=segment, number=number)
+            token = self._flight.begin(wait)
             self._waits[token] = wait, awaited
         return token
 
-    def leave(self, token: int) -> None:
+    def leave(self, token: int, *, failed: bool) -> None:
         with self._lock:
             del self._waits[token]
+        self._flight.end(token, failed=failed)
 
     def _standing(self) -> Standing:
         with self._lock:
@@ -177,10 +123,25 @@ class Watchdog:
             return Standing(entered=self._entered, waits=waits, asking=self._asking)
 
     def _run(self) -> None:
+        from mpi4py import MPI
+
         while not self._stop.wait(self._interval_s):
-            self._serve()
+            try:
+                self._notices.hear()
+                self._serve()
+                if self._heartbeat is not None and (loss := self._heartbeat.turn()) is not None:
+                    self._report(str(loss), loss.rank)
+            except MPI.Exception as error:
+                self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
+            if self._termination is not None and self._termination.overdue():
+                ending = stop_of(self._rank, terminated=True)
+                abort_everywhere(
+                    f"jaxcross: {ending.reason} while its main thread was busy in C; all ranks end.", ending
+                )
             with self._lock:
                 oldest = min(self._waits.values(), key=lambda pair: pair[0].since_s, default=None)
+            if oldest is not None:
+                self._check_left(oldest[0])
             if oldest is not None and time.monotonic() - oldest[0].since_s > self.timeout_s:
                 self._investigate(*oldest)
 
@@ -199,6 +160,27 @@ class Watchdog:
                     self._asked.add(asker)
             self._comm.send(self._standing(), dest=asker, tag=_ANSWER)
 
+    def _give_up(self, rank: int | None) -> None:
+        """A call of MPI does not return."""
+        if rank is None or self._heartbeat is None:
+            whom = "any rank" if rank is None else f"rank {rank}"
+            self._report(f"MPI does not come back from a message to {whom}: a rank, its host or a link is gone")
+        else:
+            self._report(str(self._heartbeat.loss(rank, self._heartbeat.silence_s)), rank)
+
+    def _check_left(self, wait: Activity) -> None:
+        """Who has left will never come: there is no need to wait for the watchdog's whole time."""
+        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.silence_s:
+            return
+        for rank, entered in self._heartbeat.left().items():
+            if entered < wait.number:
+                done = f"its script ended after {entered} of {wait.number} exchanges"
+                self._report(f"rank {rank} does not come to {wait}: {done}", rank)
+
+    def _report(self, reason: str, *lost: int) -> None:
+        text = f"jaxcross: rank {self._rank} ends all ranks while {self._flight.standing()}, because {reason}"
+        abort_everywhere(text, Ending(reason=reason, how="reported", lost=lost))
+
     def _ask(self, question: str, ranks: list[int]) -> dict[int, Standing | None]:
         from mpi4py import MPI
 
@@ -207,6 +189,7 @@ class Watchdog:
         deadline = time.monotonic() + _ANSWER_S
         status = MPI.Status()
         while any(a is None for a in answers.values()) and time.monotonic() < deadline:
+            self._notices.hear()
             self._serve()
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
@@ -215,7 +198,7 @@ class Watchdog:
         del pending  # whoever did not answer did not receive either; the abort comes next
         return answers
 
-    def _investigate(self, wait: Wait, awaited: Awaited | None) -> None:
+    def _investigate(self, wait: Activity, awaited: Awaited | None) -> None:
         """Reports and aborts, unless another rank does so, or the wait ends meanwhile.
 
         One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
@@ -229,6 +212,7 @@ class Watchdog:
         if held or any(s is not None and s.asking and r < self._rank for r, s in answers.items()):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
+                self._notices.hear()
                 self._serve()
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
@@ -239,7 +223,13 @@ class Watchdog:
         those = None if awaited is None else awaited()
         self._ask("stacks", late_ranks(wait, answers, those))
         report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers, those)
-        abort_everywhere(f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}")
+        late = (*late_ranks(wait, answers, those), *(r for r, standing in answers.items() if standing is None))
+        waited_s = time.monotonic() - wait.since_s
+        names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if late else ""
+        abort_everywhere(
+            f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
+            Ending(reason=f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}", how="reported", lost=late),
+        )
 
 
 @final
@@ -256,4 +246,4 @@ class _Watching:
         self._token = self._watchdog.enter(*self._wait)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
-        self._watchdog.leave(self._token)
+        self._watchdog.leave(self._token, failed=kind is not None)

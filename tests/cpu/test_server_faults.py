@@ -120,6 +120,27 @@ def test_an_interrupt_stops_all_ranks(staleness):
     assert run_ranks(2, work) == [[None, None]] * 2
 
 
+@pytest.mark.parametrize("staleness", [0, math.inf])
+def test_one_ranks_wish_stops_its_job_alone(staleness):
+    def endless(job, world):
+        with ParameterServer(parameters(), optax.sgd(0.01), staleness=staleness, world=world) as server:
+            while True:
+                if world.rank == 1 and job.step == 3:
+                    job.stop()
+                server.push_pull(gradient(server.params, world.rank, job.step))
+
+    def work(world):
+        runner = Runner(world)
+        endless_job = runner.add("endless", endless, world=world)
+        good = runner.add("good", train, world=world, optimizer=optax.sgd(0.1), staleness=0)
+        report = runner.run()
+        assert [job.how for job in report.jobs] == [endless_job.how, good.how] == ["stopped", "ended"]
+        return good.state
+
+    for state in run_ranks(2, work):
+        assert_close(state, synchronous(optax.sgd(0.1), 2))
+
+
 @pytest.mark.parametrize(
     ("unlike", "message"),
     [

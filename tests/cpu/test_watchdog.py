@@ -7,6 +7,8 @@ from queue import SimpleQueue
 import pytest
 
 from jaxcross.world import watchdog
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.peers import here
 from jaxcross.world.watchdog import Watchdog
 
 
@@ -50,10 +52,13 @@ def test_one_rank_reports(ranks, monkeypatch):
     draw = random.Random(ranks)
     for _ in range(6):
         boxes = [SimpleQueue() for _ in range(ranks)]
-        dogs = [Watchdog(Comm(rank, boxes), timeout_s=0.05) for rank in range(ranks)]
+        dogs = [
+            Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([here()] * ranks, rank))
+            for rank in range(ranks)
+        ]
         reports, first, over = [], threading.Event(), threading.Event()
 
-        def abort(text, reports=reports, first=first, over=over):
+        def abort(text, ending, reports=reports, first=first, over=over):
             reports.append(text)
             first.set()
             over.wait(5)

@@ -44,7 +44,7 @@ def test_servers_over_mpi(mpirun, ranks):
     ]
 
 
-@pytest.mark.parametrize(("steps", "what"), [(9, "step 2, segment -1 (parameter server)"), (1, "(end of all workers)")])
+@pytest.mark.parametrize(("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")])
 def test_the_watchdog_names_the_worker_that_is_waited_for(mpirun, steps, what):
     done = mpirun(2, STUCK.format(late="threading.Event().wait()", steps=steps), timeout=60)
     assert done.returncode != 0

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from jaxcross.commands import launch
-from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, vendor_of_mpirun
+from jaxcross.commands.launch import Mpirun, held, mpirun_command, printed, python_program, vendor_of_mpirun
 from jaxcross.world import pages
 
 MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
@@ -101,4 +101,5 @@ def test_no_mpirun(capsys, monkeypatch):
 def test_dry_run_prints_the_real_line(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     assert launch.run(parse("-n", "2", "--dry-run", "script.py")) == 0
-    assert f"/venv/bin/mpirun -n 2 {sys.executable} -m mpi4py script.py" in capsys.readouterr().out
+    rank = " ".join(held([sys.executable, "-m", "mpi4py", "script.py"]))
+    assert f"/venv/bin/mpirun -n 2 {rank}" in capsys.readouterr().out

@@ -5,8 +5,8 @@ import pytest
 from jaxcross.errors import ExchangeError
 from jaxcross.world import pool
 from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
+from jaxcross.world.standing import Activity, Standing, explain, late_ranks
 from jaxcross.world.start import device_of
-from jaxcross.world.watchdog import Standing, Wait, explain, late_ranks
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_a_rank_takes_the_device_of_its_local_rank(environ, local_rank, local_si
     assert got == expected
 
 
-WAIT = Wait(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
-OTHER = Wait(job="b", step=1, segment=0, what="vote", number=6, since_s=0.0)
+WAIT = Activity(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
+OTHER = Activity(job="b", step=1, segment=0, what="vote", number=6, since_s=0.0)
 
 
 def test_the_report_names_late_and_silent_ranks():
@@ -115,7 +115,7 @@ def test_the_report_when_everybody_is_there():
 
 
 def test_the_report_of_a_wait_that_says_for_whom_it_is():
-    pull = Wait(job="a", step=3, segment=-1, what="parameter server", number=0, since_s=0.0)
+    pull = Activity(job="a", step=3, segment=-1, what="parameter server", number=0, since_s=0.0)
     answers = {1: Standing(entered=7, waits=(pull,)), 2: Standing(entered=9, waits=()), 3: None}
     awaited = {2: "its worker is at step 1", 3: "its worker is at step 0"}
     assert late_ranks(pull, answers, awaited) == [2]
@@ -126,12 +126,12 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
 
 
 def test_the_report_when_the_ranks_wait_for_different_things():
-    agreement = Wait(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
+    agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
     answers = {1: Standing(entered=7, waits=(agreement,)), 2: Standing(entered=7, waits=(WAIT,))}
     text = explain(0, WAIT, 300.0, answers)
     assert text.startswith(
         "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).\n"
-        "  rank 1 waits in job 'a', step 3, segment -1 (agreement).\n"
+        "  rank 1 waits in job 'a', step 3 (agreement).\n"
         "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks only"
     )
     assert "All ranks have arrived" not in text

@@ -1,0 +1,114 @@
+"""What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER`. The last rank comes to harm once, in job `b`.
+
+Two jobs in crossover, of which each writes its state into FOLDER after every step, as a checkpoint does: to a new file
+that then takes the old one's place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jaxcross
+
+STEPS, AT_STEP = 8, 3
+SILENCE_S = 3.0
+FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+WORLD = jaxcross.initialize(watchdog_s=40, silence_s=SILENCE_S)
+VICTIM = WORLD.size - 1
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from jaxcross.program.execution import Execution  # noqa: E402
+
+
+def hurt() -> None:
+    """What happens to the victim."""
+    (FOLDER / "hurt").write_text(str(time.time()))
+    match FAULT:
+        case "raise":
+            raise ValueError("a fault")
+        case "memory":
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), resource.RLIM_INFINITY))
+            try:
+                np.zeros(1 << 30, np.uint8)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        case "segv":
+            ctypes.string_at(0)
+        case "block":
+            ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
+        case "exit":
+            os._exit(3)
+        case name:
+            os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
+
+
+class Injector:
+    """Waits in the victim's flight recorder for the point to come."""
+
+    def __init__(self) -> None:
+        self.done = self.armed = self.near = False
+        self.begin, self.run = WORLD.flight.begin, Execution.run
+        WORLD.flight.begin = self.watch  # type: ignore[method-assign]
+        Execution.run = lambda execution, index: self.run_segment(execution, index)  # type: ignore[method-assign]
+
+    def watch(self, activity: Any) -> int:
+        token = self.begin(activity)
+        self.near |= activity.job == "b" and activity.step == AT_STEP
+        here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
+        if activity.what == POINT and not self.done and (here or (POINT == "vote" and self.near)):
+            self.done = True
+            if FAULT in ("raise", "memory") and POINT in ("compute", "exchange"):
+                self.armed = True  # a segment fails where it runs
+            else:
+                hurt()
+        return token
+
+    def run_segment(self, execution: Execution, index: int) -> None:
+        if self.armed:
+            self.armed = False
+            hurt()
+        self.run(execution, index)
+
+
+def make_step(scale: float) -> Any:
+    def step(w, x):
+        return w + jax.lax.pmean(jnp.mean(x) * scale, "batch")
+
+    return jaxcross.crossover(step, axes="batch", donate_argnums=0)
+
+
+def train(job: Any, scale: float) -> Any:
+    step, w = make_step(scale), jnp.zeros(())
+    for x in job.batches(np.full(4, n + 1, np.float32) for n in range(STEPS)):
+        w = step(w, x)
+        with WORLD.flight.during("checkpoint", job=job.name, step=job.step):
+            new = FOLDER / f"new-{job.name}-{WORLD.rank}.npy"
+            np.save(new, np.array([job.step, scale, float(w)]))
+            new.replace(FOLDER / f"{job.name}-{WORLD.rank}.npy")
+    return w
+
+
+if WORLD.rank == VICTIM:
+    Injector()
+runner = jaxcross.Runner(WORLD)
+for name, scale in (("a", 1.0), ("b", 2.0)):
+    runner.add(name, train, scale=scale)
+try:
+    runner.run()
+except jaxcross.JobError as error:
+    steps = {job.name: job.step for job in runner.jobs}
+    print(f"rank {WORLD.rank} goes on: {steps}: {str(error).splitlines()[0]}", flush=True)
+except SystemExit:
+    print(f"rank {WORLD.rank} leaves: {[job.step for job in runner.jobs]}", flush=True)
+    raise

@@ -1,0 +1,53 @@
+"""`jaxcross doctor --post-mortem DIR`: what each rank was in when it ended, and which one ended first."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from jaxcross.report.event_files import RankRecord
+
+
+def run(folder: Path) -> int:
+    """Prints it; 1 if there is nothing to read, 0 whatever happened to the ranks. Does not communicate."""
+    from jaxcross.report.event_files import read
+
+    try:
+        records = read(folder)
+    except (OSError, ValueError) as error:
+        print(f"jaxcross doctor: {error}", file=sys.stderr)
+        return 1
+    show(records, sys.stdout)
+    return 0
+
+
+def show(records: Sequence[RankRecord], stream: TextIO) -> None:
+    """The table and the verdict."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from jaxcross.report.post_mortem import missing, verdict
+
+    end_s = max(record.last_s for record in records)
+    table = Table(title=f"post-mortem, times in seconds before {time.strftime('%F %T', time.localtime(end_s))}")
+    for column in ("rank", "process", "last sign", "was in", "since", "last words"):
+        table.add_column(column, overflow="fold")
+    for record in records:
+        where = record.where
+        words = f"{record.words}: {record.text}" if record.words else "none"
+        table.add_row(
+            str(record.rank), escape(f"{record.host} {record.pid}"), f"{end_s - record.last_s:.1f}",
+            escape(record.place), "" if where is None else f"{end_s - where.at_s:.1f}", escape(words),
+        )  # fmt: skip
+    console = Console(file=stream, soft_wrap=False)
+    console.print(table)
+    if absent := missing(records):
+        console.print(f"No file of ranks {', '.join(map(str, absent))}: they never came so far, or wrote elsewhere.")
+    if unread := sum(record.unread for record in records):
+        console.print(f"{unread} lines could not be read.")
+    console.print(escape(verdict(records)))

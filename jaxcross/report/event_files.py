@@ -1,0 +1,232 @@
+"""The ranks' event files, read after the end: what each rank was in.
+
+The files are data from wherever: every line is checked, sizes are bounded, a torn last line is normal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+VERSION = 1
+MOST_RANKS = 10_000
+MOST_BYTES = 32 << 20
+MOST_LINE_BYTES = 16 << 10
+_LONGEST_TEXT = 2000
+_LAST_S = 1e11  # the year 5138
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Something that a rank began.
+
+    Attributes:
+        what: `exchange`, `vote`, `compute`, `compile`, ...
+        job: Name of the job, or "".
+        step: Step of the job.
+        segment: Segment of its program, -1 for none.
+        number: Which in the sequence of waits that all ranks share, 0 for what is none.
+        at_s: When, in seconds of the epoch.
+    """
+
+    what: str
+    job: str
+    step: int
+    segment: int
+    number: int
+    at_s: float
+
+    def __str__(self) -> str:
+        parts = [f"job {self.job!r}"] if self.job else []
+        parts += [f"step {self.step}"] if self.job or self.step else []
+        parts += [f"segment {self.segment}"] if self.segment >= 0 else []
+        return f"{', '.join(parts)} ({self.what})" if parts else self.what
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRecord:
+    """What one rank left.
+
+    Attributes:
+        rank, size, host, pid, run: As its file says.
+        last_s: Its last sign of life, in seconds of the epoch.
+        under_way: What it had begun and not ended, by token.
+        done: What it ended last for a job.
+        entered: Waits for other ranks that it had begun.
+        words: `left`, `failed`, `terminated`, `interrupted`, `told`, `reported`; "" if it ended without a word.
+        text: Its last words.
+        standing: Where it was, in its last words.
+        lost: The ranks that they report.
+        unread: Lines that could not be read.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    run: str
+    last_s: float
+    under_way: dict[int, Begun] = field(default_factory=dict)
+    done: Begun | None = None
+    entered: int = 0
+    words: str = ""
+    text: str = ""
+    standing: str = ""
+    lost: tuple[int, ...] = ()
+    unread: int = 0
+
+    @property
+    def where(self) -> Begun | None:
+        """What it was in: what it waited in for others, or else what it began last."""
+        now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
+        return now[-1] if now else None
+
+    @property
+    def place(self) -> str:
+        """Where it was, for people."""
+        if self.words == "failed" and self.standing:
+            return self.standing  # the exception has ended what it was in
+        where = self.where
+        if where is None:
+            return "outside of any step" if self.done is None else f"outside of any step, after {self.done}"
+        if where.job:
+            return f"in {where}"
+        beside = max((b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None)
+        if beside is not None:
+            return f"in {where}, beside {beside}"
+        return f"in {where}" if self.done is None else f"in {where}, after {self.done}"
+
+    @property
+    def places(self) -> str:
+        """All that it was in: which of its threads came to harm, nobody knows of who died without a word."""
+        rest = [b for b in self.under_way.values() if b is not self.where and b.job]
+        if self.words or not rest or (self.where is not None and not self.where.job and len(rest) == 1):
+            return self.place
+        first = self.where if self.where is not None and self.where.job else None
+        listed = [str(b) for b in (first, *sorted(rest, key=lambda b: -b.at_s)) if b is not None]
+        before = "in " if first is not None else f"in {self.where}, beside "
+        return before + " and ".join(listed[:_MOST_PLACES])
+
+
+def read(folder: str | os.PathLike[str]) -> list[RankRecord]:
+    """The records of the latest run in `folder`, by rank.
+
+    Raises:
+        ValueError: There are no event files, or not of a version that this one reads; says which.
+        OSError: The folder or a file cannot be read.
+    """
+    names = [
+        (int(m[1]), name) for name in sorted(os.listdir(folder)) if (m := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name))
+    ]
+    if not names:
+        raise ValueError(
+            f"`{folder}` holds no event files (`rank-0.jsonl`, ...). Ranks write them where `JAXCROSS_EVENTS` names a "
+            "folder, or `Runner(events=...)`; `jaxcross launch` sets it."
+        )
+    if len(names) > MOST_RANKS:
+        raise ValueError(f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are read.")
+    records = [_read_rank(Path(folder) / name, rank) for rank, name in names]
+    latest = max(records, key=lambda record: record.last_s)
+    return sorted((r for r in records if r.run == latest.run and r.rank < latest.size), key=lambda r: r.rank)
+
+
+def _read_rank(path: Path, rank: int) -> RankRecord:
+    record = _read_file(path, rank, None)
+    old = path.with_suffix(".old.jsonl")
+    if old.exists():
+        try:
+            before = _read_file(old, rank, None)
+        except ValueError:
+            return record  # of another version, so of another run
+        if (before.run, before.pid, before.host) == (record.run, record.pid, record.host):
+            return _read_file(path, rank, before)
+    return record
+
+
+def _read_file(path: Path, rank: int, before: RankRecord | None) -> RankRecord:
+    """One file; `before` is what the file told that this one follows."""
+    # Neither a link to elsewhere nor a pipe that would wait for a writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+        facts = os.fstat(stream.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError(f"`{path}` is no file.")
+        header = _parse(stream.readline(MOST_LINE_BYTES)) or {}
+        if facts.st_size > MOST_BYTES:
+            stream.seek(-MOST_BYTES, os.SEEK_END)
+            stream.readline(MOST_LINE_BYTES)
+        lines = stream.read(MOST_BYTES).split(b"\n")
+    version, start_s, start_ns = header.get("jaxcross"), header.get("time"), header.get("at")
+    if (
+        version != VERSION
+        or not isinstance(start_s, int | float)
+        or not 0 <= start_s < _LAST_S
+        or not _is_int(start_ns)
+    ):
+        raise ValueError(
+            f"`{path}` does not begin as an event file of version {VERSION} does, or is of another version."
+        )
+    record = before or RankRecord(
+        rank=rank, size=max(_int(header, "size"), rank + 1), host=_text(header, "host"), pid=_int(header, "pid"),
+        run=_text(header, "run"), last_s=float(start_s),
+    )  # fmt: skip
+    record.under_way.clear()  # a file begins with what is under way
+    for n, line in enumerate(lines):
+        event = _parse(line)
+        if event is not None and _is_int(event.get("at")):
+            _take(record, event, float(start_s) + (event["at"] - start_ns) / 1e9)
+        elif n < len(lines) - 1:  # the last line is torn where the process ended within it
+            record.unread += 1
+    return record
+
+
+def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
+    record.last_s = max(record.last_s, at_s)
+    if _is_int(token := event.get("begin")):
+        begun = Begun(
+            what=_text(event, "what"), job=_text(event, "job"), step=_int(event, "step"),
+            segment=_int(event, "segment"), number=_int(event, "number"), at_s=at_s,
+        )  # fmt: skip
+        record.under_way[token] = begun
+        record.entered = max(record.entered, begun.number)
+    elif _is_int(token := event.get("end")):
+        ended = record.under_way.pop(token, None)
+        if ended is not None and ended.job:
+            record.done = ended
+    elif "words" in event:
+        record.words, record.text = _text(event, "words"), _text(event, "text")
+        record.standing = _text(event, "standing")
+        lost = event.get("lost")
+        record.lost = tuple(r for r in lost if _is_int(r)) if isinstance(lost, list) else ()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if len(line) > MOST_LINE_BYTES:
+        return None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _int(event: Mapping[str, Any], name: str) -> int:
+    value = event.get(name)
+    return value if _is_int(value) else 0
+
+
+def _text(event: Mapping[str, Any], name: str) -> str:
+    value = event.get(name)
+    if not isinstance(value, str):
+        return ""
+    return "".join(c if c.isprintable() else " " for c in value[:_LONGEST_TEXT])

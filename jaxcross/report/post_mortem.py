@@ -1,0 +1,84 @@
+"""Which rank ended first, where it was, and what the others did then. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from jaxcross.report.event_files import MOST_RANKS, RankRecord
+
+_BEAT_S = 2.0
+"""Signs of life come about once a second: who was seen so much later has ended later."""
+
+_SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
+
+
+def verdict(records: Sequence[RankRecord]) -> str:
+    """Which rank ended first, where it was, and what the others did then. Pure."""
+    if all(record.words == "left" for record in records) and len(records) == records[0].size:
+        return "All ranks ended by themselves: their scripts came to their ends."
+    first, why = _first(records)
+    if not first:
+        return f"{why} {_waiting(records, ())}".strip()
+    where = defaultdict(list)
+    for record in first:
+        where[record.places].append(record.rank)
+    at = "; ".join(f"{_ranks(ranks) + ' ' if len(where) > 1 else ''}{place}" for place, ranks in where.items())
+    others = _waiting(records, [record.rank for record in first])
+    return f"{_ranks(r.rank for r in first).capitalize()} {why}, {at}. {others}".strip()
+
+
+def missing(records: Sequence[RankRecord]) -> list[int]:
+    """Ranks of the run that left no file."""
+    return sorted(set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records})
+
+
+def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
+    by_rank = {record.rank: record for record in records}
+    spoken = sorted((r for r in records if r.words), key=lambda r: r.last_s)
+    for record in spoken:
+        if record.words == "failed":
+            return [record], f"ended first ({record.text})"
+    silent = [r for r in records if not r.words]
+    for record in spoken:
+        if record.words == "reported" and record.lost:
+            lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
+            if all(not r.words for r in lost) and "is gone" in record.text:
+                return lost, _SILENTLY
+            return lost, f"stopped first (rank {record.rank}: {record.text})"
+    waiting = max((r.entered for r in silent if r.where is not None and r.where.number), default=0)
+    left = [r for r in spoken if r.words == "left" and r.entered < waiting]
+    if left:
+        return left, "left first (its script ended)" if len(left) == 1 else "left first (their scripts ended)"
+    if silent and len(silent) < len(records):
+        return silent, _SILENTLY
+    for record in spoken:
+        if record.words in ("terminated", "interrupted", "reported"):
+            return [record], f"ended first ({record.text})"
+    if not silent:
+        return [], "No rank says why it ended."
+    behind = [r for r in silent if r.entered == min(s.entered for s in silent)]
+    if len(behind) < len(silent):
+        return behind, "had not come to where the others waited"
+    early = [r for r in silent if r.last_s < max(s.last_s for s in silent) - _BEAT_S]
+    if early:
+        return early, _SILENTLY
+    return [], (
+        "All ranks ended without a word within a second or two, in the same place: a launcher that ends all when one "
+        "dies leaves no more than that. Its own message may name the first; `jaxcross launch` lets the others speak."
+    )
+
+
+def _waiting(records: Sequence[RankRecord], but: Iterable[int]) -> str:
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for record in records:
+        where = record.where
+        if record.rank not in but:
+            places[f"waited {record.place}" if where and where.number else f"stood {record.place}"].append(record.rank)
+    text = "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in sorted(places.items()))
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

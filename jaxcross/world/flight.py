@@ -1,0 +1,178 @@
+"""The flight recorder: what this rank is in, written down as it happens, so that a file tells it after `kill -9`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import final
+
+from jaxcross.world.peers import Place
+from jaxcross.world.standing import Activity
+
+_log = logging.getLogger(__name__)
+_quoted = lru_cache(4096)(json.dumps)
+
+VERSION = 1
+LIMIT_BYTES = 8 << 20
+"""Two files of this size are kept, so that a rank never fills a disk."""
+
+_LONGEST_TEXT = 2000
+
+
+@final
+class FlightRecorder:
+    """What this rank is in right now and, in a folder, a line for each beginning and end. Safe from several threads.
+
+    A line leaves the process by one unbuffered write: whatever ends the process loses none. Nothing here waits for
+    other ranks, and a disk that fails ends the recording, not the training.
+
+    Args:
+        places: The process of every rank.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, places: Sequence[Place], rank: int) -> None:
+        self._places, self._rank = places, rank
+        self._tokens = itertools.count(1)
+        self._open: dict[int, Activity] = {}
+        self._last: Activity | None = None  # of a job
+        self._file = self._previous = -1
+        self._path = Path()
+        self._written_bytes = 0
+        self._rotating = threading.Lock()
+        self._spoken = False
+        self._left_by = threading.local()  # what the last exception in a thread left
+
+    def record_to(self, folder: str | os.PathLike[str]) -> None:
+        """From now on writes to `rank-K.jsonl` in `folder`, which is made if need be.
+
+        Raises:
+            OSError: The file cannot be made.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"rank-{self._rank}.jsonl"
+        if path != self._path:
+            self._path = path
+            self._start_file()
+
+    def begin(self, activity: Activity) -> int:
+        """Notes that this rank begins something; what to give to `end`."""
+        token = next(self._tokens)
+        self._open[token] = activity
+        if self._file >= 0:
+            self._write(_begun(token, activity, time.monotonic_ns()))
+        return token
+
+    def end(self, token: int, *, failed: bool = False) -> None:
+        """Notes the end of what `begin` began, or that an exception left it."""
+        activity = self._open.pop(token)
+        if failed:
+            self._left_by.activity = activity
+        if activity.job:
+            self._last = activity
+        if self._file >= 0:
+            self._write(f'{{"end":{token},"at":{time.monotonic_ns()}}}\n')
+
+    @contextmanager
+    def during(self, what: str, *, job: str = "", step: int = 0, segment: int = -1) -> Iterator[None]:
+        """A context that this rank is in."""
+        token = self.begin(Activity.now(what, job=job, step=step, segment=segment))
+        try:
+            yield
+        except BaseException:
+            self.end(token, failed=True)
+            raise
+        self.end(token)
+
+    def beat(self) -> None:
+        """Notes that this rank lives."""
+        if self._file >= 0:
+            self._write(f'{{"beat":1,"at":{time.monotonic_ns()}}}\n')
+
+    def note(self, text: str, *, job: str = "", step: int = 0) -> None:
+        """Notes a fact for whoever reads the file."""
+        self._tell(note=text[:_LONGEST_TEXT], job=job, step=step)
+
+    def words(self, how: str, text: str, lost: Sequence[int] = ()) -> str:
+        """This rank's last words; returns where it is, or what the exception has left that it ends by.
+
+        Args:
+            how: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end, by another rank), or
+                `reported` (trouble of other ranks).
+            text: Why.
+            lost: The ranks that it reports.
+        """
+        left_by: Activity | None = getattr(self._left_by, "activity", None)
+        standing = f"in {left_by}" if how == "failed" and left_by is not None else self.standing()
+        if not self._spoken:  # the first reason is the reason
+            self._spoken = True
+            self._tell(words=how, text=text[:_LONGEST_TEXT], lost=list(lost), standing=standing)
+        return standing
+
+    def standing(self) -> str:
+        """Where this rank is, for people: `in` what it waits in for others, or else what it began last."""
+        now = list(self._open.copy().values())
+        if not now:
+            return "outside of any step" if self._last is None else f"outside of any step, after {self._last}"
+        first = next((activity for activity in reversed(now) if activity.number), now[-1])
+        if first.job:
+            return f"in {first}"
+        beside = next((activity for activity in reversed(now) if activity.job), None)
+        if beside is not None:
+            return f"in {first.what}, beside {beside}"
+        return f"in {first.what}" if self._last is None else f"in {first.what}, after {self._last}"
+
+    def _tell(self, **facts: object) -> None:
+        if self._file >= 0:
+            self._write(json.dumps({**facts, "at": time.monotonic_ns()}) + "\n")
+
+    def _write(self, line: str) -> None:
+        try:
+            self._written_bytes += os.write(self._file, line.encode())
+            if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
+                try:
+                    self._start_file()
+                finally:
+                    self._rotating.release()
+        except OSError as error:
+            self._file = -1
+            _log.warning("rank %d records its events no longer: %s", self._rank, error)
+
+    def _start_file(self) -> None:
+        """A new file, which begins with what is under way; the one that it follows is kept, the one before is not."""
+        now_ns, own, first = time.monotonic_ns(), self._places[self._rank], self._places[0]
+        header = {
+            "jaxcross": VERSION, "run": f"{first.host} {first.pid} {first.started}", "rank": self._rank,
+            "size": len(self._places), "host": own.host, "pid": own.pid, "time": time.time(), "at": now_ns,
+        }  # fmt: skip
+        under_way = sorted(self._open.copy().items())
+        lines = [json.dumps(header) + "\n", *(_begun(token, activity, now_ns) for token, activity in under_way)]
+        text = "".join(lines).encode()
+        new = self._path.with_suffix(".new")
+        new.unlink(missing_ok=True)  # of an earlier run that ended here
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
+        os.write(file, text)
+        if self._path.exists():
+            os.replace(self._path, self._path.with_suffix(".old.jsonl"))
+        os.replace(new, self._path)
+        # Another thread may write to the file that was current a moment ago: it stays open until the next change.
+        stale, self._previous, self._file = self._previous, self._file, file
+        self._written_bytes = len(text)
+        if stale >= 0:
+            os.close(stale)
+
+
+def _begun(token: int, activity: Activity, now_ns: int) -> str:
+    """A line of JSON. Written by hand, since `json.dumps` takes as long as everything else together."""
+    return (
+        f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.what)},"job":{_quoted(activity.job)},'
+        f'"step":{activity.step},"segment":{activity.segment},"number":{activity.number}}}\n'
+    )

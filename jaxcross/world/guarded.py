@@ -1,0 +1,84 @@
+"""A communicator whose calls are watched by a thread that makes none: a send to a rank that has died may never return.
+
+MPICH over TCP tries for ever. Whoever waits in such a call cannot tell that it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+_LONGEST_BETWEEN_S = 1.0
+
+
+@final
+class GuardedComm:
+    """What the watchdog uses of an mpi4py communicator, each call bounded in time.
+
+    Args:
+        comm: A communicator that nothing else uses.
+        limit_s: How long a call may last.
+        on_stuck: Called with the rank that the call is for, None for any, once a call lasts longer.
+    """
+
+    def __init__(self, comm: Any, *, limit_s: float, on_stuck: Callable[[int | None], None]) -> None:
+        self._comm, self._limit_s, self._on_stuck = comm, limit_s, on_stuck
+        self._calls: dict[int, int | None] = {}
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxcross-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; waits for it."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def isend(self, value: Any, dest: int, tag: int) -> Any:
+        with self._calling(dest):
+            return self._comm.isend(value, dest=dest, tag=tag)
+
+    def send(self, value: Any, dest: int, tag: int) -> None:
+        with self._calling(dest):
+            self._comm.send(value, dest=dest, tag=tag)
+
+    def iprobe(self, source: int, tag: int, status: Any) -> bool:
+        with self._calling(None):
+            return self._comm.iprobe(source=source, tag=tag, status=status)
+
+    def recv(self, source: int, tag: int) -> Any:
+        with self._calling(source):
+            return self._comm.recv(source=source, tag=tag)
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return self._comm.Get_rank()
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self._comm.Get_size()
+
+    @contextmanager
+    def _calling(self, rank: int | None) -> Iterator[None]:
+        number = next(self._numbers)
+        self._calls[number] = rank
+        try:
+            yield
+        finally:
+            del self._calls[number]
+
+    def _watch(self) -> None:
+        # Counted are this thread's own turns: a process that was stopped in a call is not blamed for that time.
+        between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
+        lasting: dict[int, float] = {}
+        while not self._stop.wait(between_s):
+            lasting = {number: lasting.get(number, -between_s) + between_s for number in self._calls.copy()}
+            for number, seconds in lasting.items():
+                if seconds > self._limit_s:
+                    self._on_stuck(self._calls.get(number))
+                    return

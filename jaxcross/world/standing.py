@@ -1,0 +1,115 @@
+"""What a rank is in, and what can be told from what several ranks say of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """Something that a rank is in.
+
+    Attributes:
+        job: Name of the job, or "" for what belongs to none.
+        step: Step of the job, from 1; 0 before the first one.
+        segment: Index of the segment in its program, -1 for none.
+        what: `exchange`, `vote`, `compute`, `compile`, ...
+        number: Which in the sequence of waits that all ranks share; 0 for what is no such wait.
+        since_s: Since when, in this rank's `time.monotonic`.
+    """
+
+    job: str
+    step: int
+    segment: int
+    what: str
+    number: int
+    since_s: float
+
+    @classmethod
+    def now(cls, what: str, *, job: str = "", step: int = 0, segment: int = -1, number: int = 0) -> Self:
+        """What begins now."""
+        return cls(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic())
+
+    def __str__(self) -> str:
+        parts = [f"job {self.job!r}"] if self.job else []
+        parts += [f"step {self.step}"] if self.job or self.step else []
+        parts += [f"segment {self.segment}"] if self.segment >= 0 else []
+        return f"{', '.join(parts)} ({self.what})" if parts else self.what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a rank is: waits it has entered, those it is in, and whether it is about to report."""
+
+    entered: int
+    waits: tuple[Activity, ...]
+    asking: bool = False
+
+
+def explain(
+    rank: int,
+    wait: Activity,
+    waited_s: float,
+    answers: Mapping[int, Standing | None],
+    awaited: Mapping[int, str] | None = None,
+) -> str:
+    """The report of a stuck wait. Pure.
+
+    Args:
+        rank: The rank that reports.
+        wait: What it is stuck in.
+        waited_s: For how long.
+        answers: Every other rank's standing; None where none came.
+        awaited: The ranks that it waits for and why, where the order of waits does not tell.
+    """
+    lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
+    late = late_ranks(wait, answers, awaited)
+    for r in late:
+        standing = answers[r]
+        assert standing is not None
+        where = f"it is in {standing.waits[-1]}" if standing.waits else "it is in no exchange"
+        if awaited is None:
+            lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
+        else:
+            lines.append(f"  rank {r} has not arrived: {awaited[r]}; {where}.")
+    silent = [r for r, standing in answers.items() if standing is None]
+    lines += [f"  rank {r} does not answer: it has ended, or its interpreter is blocked." for r in silent]
+    unlike = _unlike_waits(wait, answers)
+    if unlike:
+        lines += [f"  rank {r} waits in {other}." for r, other in unlike]
+        lines.append(
+            "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks "
+            "only, as in a shorter last batch? There the step is agreed on anew, while the others go on with it."
+        )
+    elif not late and not silent:
+        lines.append("  All ranks have arrived: MPI or the network is stuck.")
+    lines.append(
+        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation), "
+        "raise `initialize(watchdog_s=...)`."
+    )
+    return "\n".join(lines)
+
+
+def late_ranks(
+    wait: Activity, answers: Mapping[int, Standing | None], awaited: Mapping[int, str] | None = None
+) -> list[int]:
+    """Ranks that answered and are `awaited`, or have not entered this wait: all ranks enter theirs in one order."""
+    return [
+        r
+        for r, s in sorted(answers.items())
+        if s is not None and (s.entered < wait.number if awaited is None else r in awaited)
+    ]
+
+
+def _unlike_waits(wait: Activity, answers: Mapping[int, Standing | None]) -> list[tuple[int, Activity]]:
+    """Ranks whose wait of the same number is for something else, and that wait."""
+    return [
+        (rank, other)
+        for rank, standing in sorted(answers.items())
+        if standing is not None
+        for other in standing.waits
+        if other.number == wait.number > 0 and (other.what, other.segment) != (wait.what, wait.segment)
+    ]

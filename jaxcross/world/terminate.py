@@ -1,0 +1,83 @@
+"""SIGTERM, with which batch systems end a job: as Ctrl-C, whoever waits for what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any, final
+
+from jaxcross.world.abort import Terminated
+from jaxcross.world.flight import FlightRecorder
+
+# A batch system signals every process of a job, and `mpirun` passes on what it gets.
+_ONE_S = 2.0
+_REACT_S = 5.0
+
+
+@final
+class Termination:
+    """Turns SIGTERM into `Terminated` in the main thread, and knows if that thread does not come to it.
+
+    Args:
+        flight: Where it is noted.
+    """
+
+    def __init__(self, flight: FlightRecorder) -> None:
+        self._flight = flight
+        self._handled_s = 0.0
+        self._came_s = 0.0
+        self._pipe = -1
+        self._forking = threading.local()
+
+    def install(self) -> None:
+        """Installs the handler, unless somebody else has, or this is not the main thread."""
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        ):
+            return
+        signal.signal(signal.SIGTERM, self._handle)
+        # Python runs a handler when the main thread is back from C. What it writes to a pipe is there at once.
+        self._pipe, end = os.pipe()
+        os.set_blocking(self._pipe, False)
+        os.set_blocking(end, False)
+        others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        if others != -1:
+            signal.set_wakeup_fd(others)
+        # Workers of a data loader end by SIGTERM, too, and would write to the pipe of their parent. Until they have
+        # forgotten it, the signal waits.
+        os.register_at_fork(before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget)
+
+    def overdue(self) -> bool:
+        """Whether SIGTERM came 5 s ago and the main thread, in C all the time, has not seen it. Does not wait."""
+        if self._pipe < 0:
+            return False
+        with suppress(BlockingIOError):
+            if signal.SIGTERM in os.read(self._pipe, 4096):
+                self._came_s = self._came_s or time.monotonic()
+        return self._came_s > 0 and self._handled_s == 0 and time.monotonic() - self._came_s > _REACT_S
+
+    def _hold_back(self) -> None:
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _let_through(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _forget(self) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if self._handle in (handler, getattr(handler, "handler", None)):  # during a run it is held back
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+        self._let_through()
+
+    def _handle(self, number: int, frame: Any) -> None:
+        del number, frame
+        now_s = time.monotonic()
+        if self._handled_s and now_s - self._handled_s < _ONE_S:
+            return
+        self._handled_s = now_s
+        self._flight.note("SIGTERM")
+        raise Terminated

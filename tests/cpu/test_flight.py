@@ -1,0 +1,98 @@
+"""What a rank writes down of itself, read back as after its end."""
+
+import json
+import logging
+import os
+
+import pytest
+
+from jaxcross.report.event_files import read
+from jaxcross.world import flight as flight_module
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.peers import here
+from jaxcross.world.standing import Activity
+
+
+@pytest.fixture
+def flight(tmp_path):
+    recorder = FlightRecorder([here()], 0)
+    recorder.record_to(tmp_path / "events")
+    return recorder
+
+
+def compute(step, segment=0):
+    return Activity.now("compute", job="a", step=step, segment=segment)
+
+
+def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
+    token = flight.begin(compute(1))
+    flight.end(token)
+    flight.begin(Activity.now("exchange", job='"b"\n', step=2, segment=1, number=7))
+    (record,) = read(tmp_path / "events")
+    assert str(record.where) == "job '\"b\" ', step 2, segment 1 (exchange)", "read as text of one line"
+    assert (record.entered, str(record.done), record.words) == (7, "job 'a', step 1, segment 0 (compute)", "")
+    assert (record.rank, record.size, record.pid, record.unread) == (0, 1, os.getpid(), 0)
+
+
+def test_two_files_of_bounded_size_keep_what_is_under_way(flight, tmp_path, monkeypatch):
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    flight.begin(Activity.now("vote", number=1))
+    for step in range(500):
+        flight.end(flight.begin(compute(step)))
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "events").iterdir()}
+    assert set(sizes) == {"rank-0.jsonl", "rank-0.old.jsonl"}
+    assert all(size < 3500 for size in sizes.values())
+    (record,) = read(tmp_path / "events")
+    assert [b.what for b in record.under_way.values()] == ["vote"]
+    assert record.done is not None and record.done.step == 499
+    assert record.unread == 0
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(flight, caplog):
+    os.close(flight._file)
+    with caplog.at_level(logging.WARNING):
+        token = flight.begin(compute(1))
+        flight.end(token)
+    assert [r.message.split(":")[0] for r in caplog.records] == ["rank 0 records its events no longer"]
+    assert flight.standing() == "outside of any step, after job 'a', step 1, segment 0 (compute)"
+
+
+def test_where_a_rank_is():
+    flight = FlightRecorder([here()], 0)
+    assert flight.standing() == "outside of any step"
+    token = flight.begin(compute(1))
+    vote = flight.begin(Activity.now("vote", number=3))
+    assert flight.standing() == "in vote, beside job 'a', step 1, segment 0 (compute)"
+    flight.end(token)
+    assert flight.standing() == "in vote, after job 'a', step 1, segment 0 (compute)"
+    flight.end(vote)
+    with flight.during("checkpoint", job="a", step=1):
+        assert flight.standing() == "in job 'a', step 1 (checkpoint)"
+
+
+def test_the_first_last_words_count_and_name_what_an_exception_left(flight, tmp_path):
+    with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
+        raise ValueError("x")
+    assert flight.words("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
+    flight.words("left", "its script ended")
+    (record,) = read(tmp_path / "events")
+    assert (record.words, record.place, record.unread) == ("failed", "in job 'a', step 1 (compile)", 0)
+
+
+def test_notes_and_beats_are_lines(flight, tmp_path):
+    flight.beat()
+    flight.note("done: ended", job="a", step=3)
+    lines = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [set(line) for line in lines[1:]] == [{"beat", "at"}, {"note", "job", "step", "at"}]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        FlightRecorder([here()], 0).record_to(tmp_path / "file" / "events")
+
+
+def test_what_an_earlier_run_left_makes_room(tmp_path):
+    for _ in range(2):
+        FlightRecorder([here()], 0).record_to(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.jsonl", "rank-0.old.jsonl"]

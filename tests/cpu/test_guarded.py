@@ -1,0 +1,45 @@
+"""A call of MPI that does not return is found by a thread that makes none."""
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from jaxcross.world.guarded import GuardedComm
+
+
+class Comm:
+    """Its messages to rank 3 never leave."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def isend(self, value, dest, tag):
+        if dest == 3:
+            self.over.wait(60)
+        return (value, dest, tag)
+
+    def recv(self, source, tag):
+        raise ValueError("torn")
+
+
+def test_the_rank_is_told_that_does_not_take_a_message():
+    comm, stuck = Comm(), SimpleQueue()
+    guarded = GuardedComm(comm, limit_s=0.05, on_stuck=stuck.put)
+    guarded.start()
+    assert guarded.isend("a", dest=1, tag=7) == ("a", 1, 7)
+    thread = threading.Thread(target=guarded.isend, args=("b", 3, 7))
+    thread.start()
+    assert stuck.get(timeout=60) == 3
+    comm.over.set()
+    thread.join()
+    guarded.stop()
+    assert stuck.empty()
+
+
+def test_calls_that_return_or_raise_are_forgotten():
+    guarded = GuardedComm(Comm(), limit_s=60, on_stuck=lambda rank: None)
+    guarded.isend("a", dest=1, tag=7)
+    with pytest.raises(ValueError, match="torn"):
+        guarded.recv(source=1, tag=7)
+    assert guarded._calls == {}

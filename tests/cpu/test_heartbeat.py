@@ -1,0 +1,192 @@
+"""Who is silent, whose process is gone, and what is said of them; ranks are threads, or processes that do nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcross.world import heartbeat
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.heartbeat import Heartbeat, Loss, Silence, neighbours
+from jaxcross.world.peers import Place, here, state
+
+
+@given(st.integers(2, 100).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))))
+def test_the_ring(rank_and_size):
+    rank, size = rank_and_size
+    around = neighbours(rank, size)
+    assert rank not in around and len(around) == min(2, size - 1)
+    assert all(rank in neighbours(other, size) for other in around)
+
+
+def test_silence_is_counted_by_ticks():
+    silence = Silence([1, 3], silence_s=3, tick_s=2)
+    assert silence.tick(1) == silence.tick(1) == silence.tick(1) == []
+    silence.heard(3, "in vote")
+    assert silence.tick(1) == [1]
+    assert (silence.seconds, silence.standings) == ({1: 4, 3: 1}, {1: "", 3: "in vote"})
+
+
+def test_who_was_asleep_itself_blames_nobody():
+    silence = Silence([1], silence_s=30, tick_s=2)
+    assert silence.tick(3600) == []
+    assert silence.seconds == {1: 2}
+
+
+def test_who_has_left_is_not_waited_for():
+    silence = Silence([1], silence_s=3, tick_s=2)
+    silence.left(1, 7)
+    assert silence.tick(2) == silence.tick(2) == []
+    silence.heard(1, "late")
+    assert silence.gone == {1: 7}
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ("gone", "rank 2 is gone: its process 7 on host `h` ended without a word (killed, crashed, out of memory)."),
+        ("stopped", "rank 2 is silent for 31 s: its process 7 on host `h` is stopped (by SIGSTOP or a debugger)."),
+        ("running", "rank 2 is silent for 31 s: its process 7 on host `h` is there, but its interpreter does nothing"),
+        ("unknown", "rank 2 is silent for 31 s: its process 7 on host `h`, that host, or the link to it does"),
+    ],
+)  # fmt: skip
+def test_what_is_said(found, text):
+    place = Place(host="h", machine="m", pid=7, started=1)
+    said = str(Loss(rank=2, place=place, found=found, silent_s=31, standing="in vote"))
+    assert said.startswith(text)
+    assert "It was last heard 31 s ago, in vote." in said
+    assert ("initialize(silence_s=...)" in said) == (found != "gone")
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", "import signal; print(flush=True); signal.pause()"], stdout=-1)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def place_of(process):
+    own = here()
+    started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return Place(host=own.host, machine=own.machine, pid=process.pid, started=started)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_what_the_kernel_says(child):
+    own, other = here(), place_of(child)
+    assert state(own, own) == state(other, own) == "running"
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert state(other, own) == "stopped"
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert state(other, own) == "gone", "dead, though nobody has asked for its exit code"
+    child.wait()
+    assert state(other, own) == "gone"
+
+
+def test_what_cannot_be_known():
+    own = here()
+    reused = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
+    assert state(reused, own) == "gone"
+    for elsewhere in ({"host": "other"}, {"machine": "another container"}, {"machine": ""}, {"started": -1}):
+        facts = {"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started} | elsewhere
+        assert state(Place(**facts), own) == "unknown"
+
+
+class Comm:
+    """As much of a communicator as beats need, between objects of one thread."""
+
+    def __init__(self, rank, boxes):
+        self.rank, self.boxes, self.kept, self.arrives = rank, boxes, [], True
+
+    def Get_rank(self):  # noqa: N802
+        return self.rank
+
+    def isend(self, value, dest, tag):
+        if self.arrives:
+            self.boxes[dest].put((self.rank, value))
+        return self
+
+    def Test(self):  # noqa: N802
+        return self.arrives
+
+    def iprobe(self, source, tag, status):
+        while not self.boxes[self.rank].empty():
+            self.kept.append(self.boxes[self.rank].get())
+        if self.kept:
+            status.Set_source(self.kept[0][0])
+        return bool(self.kept)
+
+    def recv(self, source, tag):
+        return self.kept.pop(0)[1]
+
+
+@pytest.fixture
+def ring(monkeypatch):
+    """Heartbeats of three ranks under a clock of the test's own, their processes as given."""
+
+    def make(places, silence_s=10.0):
+        now = [0.0]
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+        boxes = [SimpleQueue() for _ in places]
+        comms = [Comm(rank, boxes) for rank in range(len(places))]
+        beats = [
+            Heartbeat(comm, silence_s=silence_s, flight=FlightRecorder(places, comm.rank), places=places)
+            for comm in comms
+        ]
+
+        def turn(*ranks):
+            now[0] += 1.0
+            return {rank: loss for rank in ranks if (loss := beats[rank].turn()) is not None}
+
+        return comms, beats, turn
+
+    return make
+
+
+def test_a_rank_that_goes_silent_is_found_by_both_neighbours(ring):
+    _, _, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(4)])
+    for _ in range(30):
+        assert turn(0, 1, 2, 3) == {}
+    found = [turn(0, 1, 3) for _ in range(12)]
+    assert found[:9] == [{}] * 9
+    losses = [loss for turns in found for loss in turns.values()]
+    assert {(loss.rank, loss.found, loss.standing) for loss in losses} == {(2, "unknown", "outside of any step")}
+    assert {rank for turns in found for rank in turns} == {1, 3}
+
+
+def test_a_process_that_is_gone_is_found_at_the_second_look(ring):
+    own = here()
+    dead = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
+    _, _, turn = ring([own, dead])
+    assert turn(0) == {}
+    assert turn(0)[0].found == "gone"
+
+
+def test_a_process_that_has_said_good_bye_may_be_gone(ring):
+    own = here()
+    dead = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
+    _, beats, turn = ring([own, dead])
+    beats[1].farewell(5)
+    assert turn(0) == turn(0) == {}
+    assert beats[0].left() == {1: 5}
+
+
+def test_beats_do_not_pile_up_before_a_rank_that_takes_none(ring):
+    comms, _, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)])
+    comms[0].arrives = False
+    sent = []
+    comms[0].isend = lambda value, dest, tag: sent.append(dest) or comms[0]
+    for _ in range(5):
+        turn(0)
+    assert sent == [1, 2]

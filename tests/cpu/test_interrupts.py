@@ -1,0 +1,88 @@
+"""Interrupts wait while a run is in progress, wherever its main thread is; a forked child has none of that."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxcross.world.abort import Terminated
+from jaxcross.world.interrupts import held_back
+
+
+@pytest.fixture
+def terminated():
+    def handle(number, frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_they_are_kept_in_order_and_raised_again_afterwards(terminated):
+    with held_back() as kept:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [type(error) for error in kept] == [KeyboardInterrupt, Terminated]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_handler_that_raises_nothing_is_called_as_ever():
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        with held_back() as kept:
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [signal.SIGTERM] and not kept
+
+
+FORK = """
+import os, select, signal
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.interrupts import held_back
+from jaxcross.world.peers import here
+from jaxcross.world.terminate import Termination
+Termination(FlightRecorder([here()], 0)).install()
+for number in (signal.SIGTERM, signal.SIGINT):
+    with held_back() as kept:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(writer, b"!")  # a signal that comes while a process forks may be lost
+                while True: select.select((), (), (), 0.05)
+            except KeyboardInterrupt: os._exit(7)
+        os.read(reader, 1)
+        os.kill(child, number)
+        print(os.waitpid(child, 0)[1], len(kept))
+"""
+
+
+def test_a_forked_child_ends_by_them():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [f"{int(signal.SIGTERM)} 0", f"{7 << 8} 0"]
+
+
+SOON = """
+import os, signal, threading, jaxcross
+world = jaxcross.initialize()
+def at_once(job):
+    os.kill(os.getpid(), signal.{name})  # the main thread has hardly begun to wait
+    while True: job.together("turn", lambda _: None)
+runner = jaxcross.Runner(world)
+job = runner.add("a", at_once)
+try: runner.run()
+except BaseException as error: print(type(error).__name__, job.how, job.error)
+"""
+
+
+@pytest.mark.parametrize(("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")])
+def test_one_that_comes_while_the_run_begins_stops_it_cleanly(name, raised):
+    line = [sys.executable, "-c", SOON.format(name=name)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == f"{raised} stopped None\n", done.stdout + done.stderr

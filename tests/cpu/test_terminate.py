@@ -1,0 +1,49 @@
+"""SIGTERM is an interrupt of the main thread, once for all that come together, and none of a data loader's workers'."""
+
+import signal
+import subprocess
+import sys
+
+START = """
+import os, signal
+from jaxcross.world.abort import Terminated
+from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.peers import here
+from jaxcross.world.terminate import Termination
+termination = Termination(FlightRecorder([here()], 0))
+"""
+
+
+def run(code):
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_interrupts_the_main_thread_once():
+    assert run(
+        "termination.install()\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "except Terminated as error: print(isinstance(error, KeyboardInterrupt))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint('again', termination.overdue())"
+    ) == "True\nagain False\n"  # fmt: skip
+
+
+def test_a_process_that_is_forked_ends_by_it_as_ever():
+    assert run(
+        "termination.install()\n"
+        "child = os.fork()\n"
+        "if child == 0: signal.pause()\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]), termination.overdue(), termination._came_s)\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    ) == f"{int(signal.SIGTERM)} False 0.0\nset()\n"  # fmt: skip
+
+
+def test_a_handler_of_the_user_stays():
+    assert run(
+        "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\ntermination.install()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(termination.overdue())"
+    ) == "mine\nFalse\n"  # fmt: skip

@@ -1,0 +1,134 @@
+"""Every fault of one rank ends as the table says: each is named on every rank, and no checkpoint is damaged."""
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import faults
+
+from jaxcross.report.event_files import read
+from jaxcross.report.post_mortem import verdict
+
+USUAL = (("raise", "compile", 2), ("kill", "exchange", 3), ("stop", "compute", 2), ("term", "vote", 2))
+START = "import os, signal, sys, threading\nfrom jaxcross.world import initialize\nworld = initialize({})\n"
+WAIT = (
+    "from mpi4py import MPI\n"
+    "with world.watching(job='a', step=3, segment=1, what='psum'):\n    MPI.COMM_WORLD.Dup().Barrier()\n"
+)
+HURT = "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIG{})\n"
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """Several at once: most of their time they wait."""
+    cases = [faults.Case(fault=fault, point=point, ranks=ranks) for fault, point, ranks in USUAL]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return {(r.case.fault, r.case.point): r for r in pool.map(faults.run_case, cases)}
+
+
+@pytest.mark.parametrize(("fault", "point"), [(fault, point) for fault, point, _ in USUAL])
+def test_a_fault_at_a_point(usual, fault, point):
+    result = usual[fault, point]
+    assert result.problems == (), result.output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", faults.table(2), ids=lambda case: f"{case.fault}-{case.point}")
+def test_every_fault_at_every_point(case):
+    result = faults.run_case(case)
+    assert result.problems == (), result.output
+
+
+def test_the_check_finds_what_is_wrong():
+    """The table's own check, which must be able to fail."""
+    kill, stops = (faults.Case(fault=fault, point="exchange", ranks=2) for fault in ("kill", "term"))
+    leaves = faults.Case(fault="raise", point="compute", ranks=2)
+    good = "jaxcross: rank 0 ends all ranks while in job 'b', step 3, segment 1 (exchange), because rank 1 is gone"
+    said = "Rank 1 ended first, in job 'b', step 3, segment 1 (exchange)."
+    assert list(faults.check(kill, 1, good, said)) == []
+    assert len(list(faults.check(kill, 0, "", ""))) == 3
+    assert len(list(faults.check(kill, 1, good.replace("step 3", "some step"), said))) == 1
+    assert len(list(faults.check(leaves, 1, "", ""))) == 3
+    assert len(list(faults.check(stops, 143, "rank 0 leaves: [3]\nrank 1 leaves: [4]", ""))) == 1
+
+
+def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
+    code = START.format("silence_s=5") + HURT.format("KILL") + WAIT
+    done = mpirun(2, code, timeout=60, env={"JAXCROSS_EVENTS": str(tmp_path)})
+    assert done.returncode != 0
+    text = verdict(read(tmp_path))
+    assert text.startswith("Rank 1 ") and "Rank 0 waited in job 'a', step 3, segment 1 (psum)." in text
+
+
+def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
+    code = START.format("silence_s=1") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
+    done = mpirun(2, code, timeout=60)
+    assert done.returncode != 0
+    said = "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after 0 of 1 exchanges"
+    assert said in done.stderr
+
+
+def test_an_exception_is_told_by_every_rank(mpirun):
+    code = START.format("") + "if world.rank == 1:\n    raise ValueError('no more data')\n" + WAIT
+    done = mpirun(3, code, timeout=60)
+    for rank in (0, 2):
+        words = f"jaxcross: rank {rank} of 3 ends while "
+        assert "because rank 1 failed with ValueError: no more data, outside of any step" in done.stderr.split(words)[1]
+
+
+def test_a_stop_outside_of_a_run_ends_all_with_its_code(mpirun):
+    code = START.format("") + HURT.format("TERM") + WAIT
+    done = mpirun(2, code, timeout=60)
+    assert "jaxcross: rank 1 was told to end (SIGTERM); all 2 ranks end." in done.stderr
+    assert "because rank 1 was told to end (SIGTERM)" in done.stderr
+    assert done.returncode == 143
+
+
+@pytest.mark.exhaustive
+def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun):
+    code = START.format("") + (
+        "if world.rank == 1:\n    import ctypes\n    mutex = (ctypes.c_char * 64)()\n"
+        "    lock = ctypes.CDLL(None).pthread_mutex_lock\n"
+        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    lock(mutex), lock(mutex)\n"
+        + WAIT
+    )
+    done = mpirun(2, code, timeout=60)
+    assert "while its main thread was busy in C" in done.stderr
+    assert done.returncode == 143
+
+
+def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
+    code = (
+        "import threading, jaxcross\nworld = jaxcross.initialize()\n"
+        "def wait(job):\n    print('up', flush=True)\n    while not job.together('turn', lambda _: None): pass\n"
+        "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    line = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        "--events",
+        str(tmp_path / "events"),
+        str(script),
+    ]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "up\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        output = process.stdout.read()
+        assert process.wait(60) == 143, output
+    assert "post-mortem" not in output
+    records = read(tmp_path / "events")
+    assert [record.words for record in records] == ["terminated"] * 2
+    assert not any(faults.lives(record.pid) for record in records)

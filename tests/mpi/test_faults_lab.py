@@ -1,0 +1,96 @@
+"""A link that loses packets, or is gone, in the middle of exchanges between two hosts."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxcross.commands.launch import find_mpirun, held
+from jaxcross.lab import Lab, available
+from jaxcross.report.event_files import read
+
+REASON = available()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+RANK = """
+import sys
+from pathlib import Path
+import numpy as np
+import jaxcross
+world = jaxcross.initialize(silence_s=float(sys.argv[1]))
+from mpi4py import MPI
+comm, over = MPI.COMM_WORLD.Dup(), False
+sent, total = np.ones(250_000, np.float32), np.empty(250_000, np.float32)
+step = 0
+while not over:
+    step += 1
+    with world.watching(job="a", step=step, segment=1, what="exchange"):
+        comm.Allreduce(sent, total)
+        over = comm.allreduce(Path(sys.argv[2]).exists(), MPI.MAX)
+    assert (total == 2).all()
+    if world.rank == 0:
+        print("up", flush=True)
+print("done", flush=True)
+"""
+
+
+def start(lab, silence_s, tmp_path, wrapped=list):
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    rank = wrapped([sys.executable, "-c", RANK, str(silence_s), str(tmp_path / "over")])
+    process = subprocess.Popen(
+        lab.wrap([mpirun.path, "-n", "2", *rank]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**lab.environment(), "JAXCROSS_EVENTS": str(tmp_path / "events")},
+    )  # fmt: skip
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline() == "up\n", process.stderr.read()
+    return process
+
+
+def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
+    with Lab(hosts=2) as lab:
+        process = start(lab, 2.0, tmp_path)
+        lab.set_link(1, up=False)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    records = read(tmp_path / "events")
+    assert [record.words for record in records] == ["reported"] * 2, stderr
+    for record, other in zip(records, (1, 0), strict=True):
+        assert record.lost == (other,)
+        assert record.text.startswith(f"rank {other} is silent for 2 s: its process "), record.text
+        assert f"on host `h{other}`, that host, or the link to it does not answer." in record.text
+        assert record.place.startswith("in job 'a', step ")
+    assert "jaxcross: rank 0 ends all ranks while in job 'a', step " in stderr
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
+    """MPICH tells the other side nothing: its exchange waits, and a message to the dead never returns."""
+    with Lab(hosts=2) as lab:
+        process = start(lab, 2.0, tmp_path, held)
+        (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
+        # The number that the lab has given it: seen from there.
+        subprocess.run(lab.wrap(["kill", "-KILL", str(victim.pid)]), check=True)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    first, second = read(tmp_path / "events")
+    assert (first.words, first.lost, second.words) == ("reported", (1,), ""), stderr
+    assert "jaxcross: rank 0 ends all ranks while in job 'a', step " in stderr
+
+
+@pytest.mark.exhaustive
+def test_lost_packets_make_an_exchange_late_and_nothing_else(tmp_path):
+    with Lab(hosts=2) as lab:
+        process = start(lab, 30.0, tmp_path)
+        before = lab.dropped_packets()
+        lab.set_rate("300kbit")
+        lost = threading.Event()
+        while lab.dropped_packets() < before + 10:
+            lost.wait(0.1)
+        lab.set_rate("500mbit")
+        (tmp_path / "over").touch()
+        stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr
+    assert stdout.count("done\n") == 2

@@ -1,0 +1,42 @@
+"""`jaxcross` opens no port: messages between ranks are MPI's. Only a lab, whose hosts are its own, has sockets."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jaxcross"
+NETWORK = {
+    "asyncio",
+    "ftplib",
+    "http",
+    "multiprocessing",
+    "smtplib",
+    "socket",
+    "socketserver",
+    "ssl",
+    "urllib.request",
+    "xmlrpc",
+}
+
+
+def imported(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_knows_a_network(path):
+    if path.parent.name != "lab":
+        names = set(imported(path.read_text()))
+        assert not [name for name in names for network in NETWORK if f"{name}.".startswith(f"{network}.")]
+
+
+def test_the_reader_sees_imports_inside_functions():
+    assert set(imported("def f():\n    from http.server import HTTPServer\n    import socket as s")) == {
+        "http.server",
+        "socket",
+    }

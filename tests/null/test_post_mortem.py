@@ -1,0 +1,221 @@
+"""What is told of ranks by the files that they left: by hand-made files, and by whatever else a folder may hold."""
+
+import json
+import os
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcross import cli
+from jaxcross.report import event_files
+from jaxcross.report.event_files import read
+from jaxcross.report.post_mortem import missing, verdict
+
+RUN = "h0 1 1"
+
+
+def header(rank, size=4, **other):
+    return {"jaxcross": 1, "run": RUN, "rank": rank, "size": size, "host": "h0", "pid": 100 + rank, "time": 1e9,
+            "at": 0, **other}  # fmt: skip
+
+
+def begin(token, at_s, what, job="", step=0, segment=-1, number=0):
+    return {"begin": token, "at": int(at_s * 1e9), "what": what, "job": job, "step": step, "segment": segment,
+            "number": number}  # fmt: skip
+
+
+def end(token, at_s):
+    return {"end": token, "at": int(at_s * 1e9)}
+
+
+def beat(at_s):
+    return {"beat": 1, "at": int(at_s * 1e9)}
+
+
+def words(how, at_s, text="", lost=(), standing=""):
+    return {"words": how, "at": int(at_s * 1e9), "text": text, "lost": list(lost), "standing": standing}
+
+
+def write(folder, rank, *events, size=4, name="rank-{}.jsonl", **other):
+    lines = [json.dumps(line) for line in (header(rank, size, **other), *events)]
+    (folder / name.format(rank)).write_text("\n".join(lines) + "\n")
+
+
+EXCHANGE = {"what": "exchange", "job": "b", "step": 14, "segment": 3}
+
+
+def test_who_is_reported_gone_ended_first(tmp_path):
+    gone = "rank 2 is gone: its process 102 on host `h0` ended without a word."
+    for rank in (0, 1, 3):
+        say = words("reported", 12, gone, [2]) if rank == 1 else words("told", 12.1, gone)
+        write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=5), say)
+    write(tmp_path, 2, begin(1, 9, **EXCHANGE | {"what": "compute", "segment": 2}), beat(10.5))
+    assert verdict(read(tmp_path)) == (
+        "Rank 2 ended first, without a word (killed, crashed, or out of memory), in job 'b', step 14, segment 2 "
+        "(compute). Ranks 0, 1, 3 waited in job 'b', step 14, segment 3 (exchange)."
+    )
+
+
+def test_under_a_launcher_that_ends_all_the_one_that_did_not_come_is_named(tmp_path):
+    for rank in range(4):
+        late = rank == 2
+        first = begin(1, 9, "vote", number=7), end(1, 9.1)
+        write(
+            tmp_path, rank, *first, begin(2, 10, "compute", "b", 14, 2) if late else begin(2, 10, **EXCHANGE, number=8)
+        )
+    assert verdict(read(tmp_path)) == (
+        "Rank 2 had not come to where the others waited, in job 'b', step 14, segment 2 (compute). Ranks 0, 1, 3 "
+        "waited in job 'b', step 14, segment 3 (exchange)."
+    )
+
+
+def test_signs_of_life_tell_who_was_first_in_one_exchange(tmp_path):
+    for rank in range(4):
+        write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(11 if rank == 3 else 20))
+    assert verdict(read(tmp_path)).startswith("Rank 3 ended first, without a word")
+
+
+def test_nothing_is_made_up_where_nothing_is_known(tmp_path):
+    for rank in range(4):
+        write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(20))
+    text = verdict(read(tmp_path))
+    assert text.startswith("All ranks ended without a word within a second or two, in the same place")
+    assert text.endswith("Ranks 0, 1, 2, 3 waited in job 'b', step 14, segment 3 (exchange).")
+
+
+def test_an_exception_is_quoted_with_its_place(tmp_path):
+    place = "in job 'b', step 14, segment 3 (exchange)"
+    for rank in range(3):
+        write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), words("told", 11, "because of rank 3"))
+    write(tmp_path, 3, words("failed", 10.5, "rank 3 failed with ValueError: x", standing=place))
+    assert verdict(read(tmp_path)).startswith(
+        f"Rank 3 ended first (rank 3 failed with ValueError: x), {place}. Ranks 0,"
+    )
+
+
+def test_a_rank_that_left_too_early(tmp_path):
+    write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), beat(20), size=2)
+    write(tmp_path, 1, begin(1, 9, "vote", number=7), end(1, 9.1), words("left", 9.2, "its script ended"), size=2)
+    assert verdict(read(tmp_path)).startswith(
+        "Rank 1 left first (its script ended), outside of any step. Rank 0 waited"
+    )
+
+
+def test_a_good_end_and_a_stop(tmp_path):
+    for rank in range(2):
+        write(tmp_path, rank, words("left", 5), size=2)
+    assert verdict(read(tmp_path)) == "All ranks ended by themselves: their scripts came to their ends."
+    for rank in range(2):
+        write(tmp_path, rank, words("terminated", 5 + rank, "SIGTERM"), size=2)
+    assert verdict(read(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
+
+
+def test_the_place_of_a_rank_without_a_segment_under_way(tmp_path):
+    write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), end(1, 2), begin(2, 3, "vote", number=1), size=1)
+    assert read(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
+    write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
+    assert read(tmp_path)[0].place == "in vote, beside job 'a', step 3, segment 0 (compute)"
+
+
+def test_of_a_rank_that_died_all_is_named_that_it_was_in(tmp_path):
+    exchange, write_out = begin(1, 1, "exchange", "a", 4, 1, number=9), begin(2, 2, "checkpoint", "b", 3)
+    write(tmp_path, 0, exchange, write_out, beat(3), size=2)
+    write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
+    assert ", in job 'a', step 4, segment 1 (exchange) and job 'b', step 3 (checkpoint). " in verdict(read(tmp_path))
+    write(tmp_path, 0, begin(1, 1, "vote", number=9), write_out, begin(3, 1, "compute", "a", 5, 0), beat(3), size=2)
+    beside = "in vote, beside job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
+    assert f", {beside}. " in verdict(read(tmp_path))
+
+
+def test_a_torn_last_line_is_normal_and_others_are_counted(tmp_path):
+    write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), size=1)
+    with (tmp_path / "rank-0.jsonl").open("a") as stream:
+        stream.write('nonsense\n[]\n{"begin":2,"at":"x"}\n{"begin":3,"at":1100')
+    (record,) = read(tmp_path)
+    assert (record.unread, list(record.under_way)) == (3, [1])
+
+
+def test_a_file_that_follows_another_one(tmp_path):
+    write(
+        tmp_path, 0, begin(1, 1, "vote", number=41), begin(2, 2, "compute", "a", 1, 0), size=1, name="rank-{}.old.jsonl"
+    )
+    write(tmp_path, 0, begin(1, 1, "vote", number=41), beat(9), size=1)
+    (record,) = read(tmp_path)
+    assert (list(record.under_way), record.entered, record.last_s) == ([1], 41, 1e9 + 9)
+
+
+def test_files_of_another_run_are_left_out(tmp_path):
+    write(tmp_path, 0, begin(1, 1, "vote", number=1), size=2)
+    write(tmp_path, 0, begin(1, 1, "vote", number=99), size=2, name="rank-{}.old.jsonl", pid=7)
+    write(tmp_path, 1, beat(1), size=2, run="h0 9 9", time=5e8)
+    (record,) = records = read(tmp_path)
+    assert (record.rank, record.entered, missing(records)) == (0, 1, [1])
+
+
+def test_a_folder_without_event_files_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"`{tmp_path}` holds no event files"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"[]\n", b'{"jaxcross": 2, "time": 1, "at": 1}\n', b'{"jaxcross":1,"time":NaN,"at":0}\n']
+)
+def test_another_version_is_refused(tmp_path, first):
+    (tmp_path / "rank-0.jsonl").write_bytes(first)
+    with pytest.raises(ValueError, match="does not begin as an event file of version 1 does"):
+        read(tmp_path)
+
+
+def test_neither_links_nor_pipes_are_read(tmp_path):
+    os.mkfifo(tmp_path / "rank-0.jsonl")
+    with pytest.raises(ValueError, match="is no file"):
+        read(tmp_path)
+    (tmp_path / "rank-0.jsonl").unlink()
+    (tmp_path / "rank-0.jsonl").symlink_to("/etc/hostname")
+    with pytest.raises(OSError, match="symbolic link"):
+        read(tmp_path)
+
+
+def test_of_a_huge_file_the_end_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_files, "MOST_BYTES", 2000)
+    write(tmp_path, 0, *(begin(n, n, "vote", number=n) for n in range(1, 1000)), size=1)
+    (record,) = read(tmp_path)
+    assert record.entered == 999
+    assert len(record.under_way) < 30
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+names = st.sampled_from(
+    ["begin", "end", "at", "what", "job", "step", "segment", "number", "words", "text", "lost", "beat"]
+)
+lines = st.dictionaries(names, values, max_size=6).map(lambda d: json.dumps(d).encode()) | st.binary(max_size=40)
+
+
+@settings(max_examples=80, deadline=None)
+@given(head=st.fixed_dictionaries({}, optional=dict.fromkeys(header(0), values)), events=st.lists(lines, max_size=6))
+def test_whatever_a_file_holds(tmp_path_factory, head, events):
+    folder = tmp_path_factory.mktemp("fuzz")
+    text = json.dumps({**header(0), **head}).encode()
+    (folder / "rank-0.jsonl").write_bytes(b"\n".join([text, *events]))
+    with suppress(ValueError):  # a header that is none
+        records = read(folder)
+        assert verdict(records)
+        assert missing(records) == list(range(1, min(records[0].size, event_files.MOST_RANKS)))
+
+
+def test_the_command(tmp_path, capsys):
+    write(
+        tmp_path, 0, begin(1, 10, "exchange", "[red]b", 14, 3, number=8), words("failed", 11, "no \x1b[2J luck"), size=2
+    )
+    assert cli.main(["doctor", "--post-mortem", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Rank 0 ended first (no [2J luck), in job '[red]b', step 14, segment 3 (exchange)." in shown
+    assert "No file of ranks 1:" in shown
+    assert cli.main(["doctor", "--post-mortem", str(tmp_path / "none")]) == 1
+    assert "jaxcross doctor: " in capsys.readouterr().err
