@@ -27,7 +27,10 @@ def decode(jpeg: bytes) -> np.ndarray:
     image = None
     if jpeg:
         flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-        image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
+        try:
+            image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
+        except cv2.error as error:  # more pixels than OpenCV allows, say
+            raise ValueError(f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}") from error
     if image is None:
         raise ValueError(f"A record's `image` of {len(jpeg)} bytes cannot be decoded.")
     return image

@@ -156,8 +156,11 @@ class Batches(Iterator[Batch]):
         if differ:
             what = ", ".join(f"`{name}` {state.get(name)!r} (here {own[name]!r})" for name in differ)
             raise ValueError(f"This data state belongs to another stream: it has {what}. Open it with those values.")
+        step = state.get("step")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"This data state has `step` {step!r}, which is no number of batches.")
         self.close()
-        self.step = int(state["step"])
+        self.step = step
 
 
 def _batches(stream: Stream, *, epochs: int | None, threads: int, start_step: int) -> Batches:

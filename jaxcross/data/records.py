@@ -60,7 +60,7 @@ def find_folder(data_dir: str | Path) -> Path:
             f"`{root}` is not a TFDS data set: there is no `{INFO_FILE}` in it, in a version folder, or in "
             f"`{NAME}/<version>`. {REMEDY}"
         )
-    return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part.isdigit()])
+    return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part.isdecimal()])
 
 
 def open_records(data_dir: str | Path, split: str = "train") -> Records:

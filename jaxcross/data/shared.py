@@ -65,6 +65,18 @@ class SharedDecode:
             self._readers.append(reader)
         return reader
 
+    def _moved(self) -> None:
+        """A reader went elsewhere. Where all of them are ahead of what is kept, decoding for all goes on there: jobs
+        that resume from a checkpoint would else decode each for itself, to the end.
+        """
+        with self._decoding, self._lock:
+            first = min((reader.step for reader in self._readers), default=0)
+            if first > self._first + len(self._kept):
+                self._batches.close()
+                self._batches = self._batches.at(first)
+                self._kept.clear()
+                self._first = first
+
     def _leave(self, reader: SharedReader) -> None:
         with self._lock:
             if reader in self._readers:
@@ -169,6 +181,7 @@ class SharedReader(Iterator[Batch]):
         """As `Batches.set_state`."""
         self.own.set_state(state)
         self.step = self.own.step
+        self._shared._moved()
 
 
 def _frozen(batch: Batch) -> Batch:

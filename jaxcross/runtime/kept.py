@@ -29,6 +29,11 @@ class Kept:
         self._results: Any = None
         self._results_step = 0
 
+    @property
+    def step(self) -> int:
+        """After how many steps `state` is the job's."""
+        return self._state_step
+
     def give(self, state: Any, step: int) -> None:
         """The job's function says: this is the state after `step` steps."""
         self.state, self._state_step = state, step
@@ -56,7 +61,7 @@ def matching(state: Any, results: Any) -> Any:
     structure, shapes and element types; all of it if none has, or several have.
     """
     if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != jax.tree.structure(state):
-        alike = [part for part in results if _form(part) == _form(state)]
+        alike = [part for part in results if form(part) == form(state)]
         return alike[0] if len(alike) == 1 else results
     return results
 
@@ -76,7 +81,8 @@ def _deleted(tree: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
-def _form(tree: Any) -> Any:
+def form(tree: Any) -> tuple[Any, list[Any]]:
+    """Structure, and shapes and types, of what holds the same state."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [_kind(leaf) for leaf in leaves]
 

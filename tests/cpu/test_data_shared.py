@@ -81,6 +81,22 @@ def test_a_reader_resumes_from_its_state(folder: Path) -> None:
     assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(batches, alone, strict=True))
 
 
+def test_readers_that_resume_share_again(folder: Path) -> None:
+    def stream() -> Batches:
+        return train_batches(folder, batch_size=4, image_size=8, steps=STEPS)
+
+    shared = SharedDecode(stream())
+    readers = [shared.reader(), shared.reader()]
+    for reader, step in zip(readers, (2, 3), strict=True):
+        reader.set_state(stream().at(step).get_state())
+    rest = [list(readers[0]), list(readers[1])]
+    alone = list(stream())
+    for batches, step in zip(rest, (2, 3), strict=True):
+        assert len(batches) == STEPS - step
+        assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(batches, alone[step:], strict=True))
+    assert (shared.decoded, shared.redecoded) == (STEPS - 2, 0)
+
+
 def test_batches_are_read_only() -> None:
     batch = next(SharedDecode(Numbers(3)).reader())
     with pytest.raises(ValueError, match="read-only"):

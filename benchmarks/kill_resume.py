@@ -1,0 +1,111 @@
+"""Does training that is killed at any moment, and started again, end in the bits of training that was never killed?
+
+    python benchmarks/kill_resume.py [--trials N] [--ranks N ...] [--seed N] [--json FILE] [--smoke]
+
+Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion, or at a random moment
+of a write; or SIGINT at a step), lets the launcher end the others, and starts all again, until the run is through.
+States, steps and losses of all ranks are compared with those of a run that keeps no checkpoints, and that nobody ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from workloads import parser, write_json
+
+from jaxcross.commands.launch import find_mpirun, mpirun_command
+from jaxcross.world import pool
+
+WORKER = Path(__file__).with_name("kill_resume_worker.py")
+KILLS = 4  # at most, in one trial
+
+
+def start(folder: Path, ranks: int, kill: dict[str, Any] | None) -> int:
+    """Runs the worker on so many ranks, to its end or the launcher's; the exit code."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / f"compiled-{ranks}")}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environ = {**os.environ, **cache, "KILL": json.dumps(kill or {})}
+    line, extra = [sys.executable, str(WORKER), str(folder)], {}
+    if ranks > 1:
+        mpirun = find_mpirun()
+        if mpirun is None:
+            raise SystemExit("no `mpirun`: `--ranks 1` needs none")
+        line, extra = mpirun_command(
+            mpirun=mpirun, ranks=ranks, program=line, root=os.geteuid() == 0, cores=pool.cores(), environ=environ
+        )
+    with (folder / "log.txt").open("a") as log:
+        log.write(f"--- {environ['KILL']}\n")
+        log.flush()
+        return subprocess.run(
+            line, env={**extra, **environ}, timeout=300, stdout=log, stderr=log, check=False
+        ).returncode
+
+
+def finals(folder: Path, ranks: int) -> list[Any]:
+    return [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def a_kill(rng: random.Random, ranks: int) -> dict[str, Any]:
+    at = rng.choice(["step", "step", "sync", "sync", "write", "delete", "interrupt"])
+    most = {"step": 40, "sync": 60, "write": 6, "delete": 5, "interrupt": 40}[at]
+    delay_s = 0.0 if at in ("sync", "step", "interrupt") else rng.uniform(0, 0.06)
+    return {"rank": rng.randrange(ranks), "at": at, "count": rng.randint(1, most), "delay_s": delay_s}
+
+
+def trial(folder: Path, ranks: int, seed: int, expected: list[Any]) -> dict[str, Any]:
+    """Kills and starts again until it is through."""
+    rng = random.Random(seed)
+    kills = [a_kill(rng, ranks) for _ in range(rng.randint(1, KILLS))]
+    folder.mkdir()
+    died = []
+    for kill in [*kills, None]:
+        code = start(folder, ranks, kill)
+        if code == 0:
+            break
+        if kill is None:
+            raise SystemExit(f"a run that nobody killed failed: see {folder / 'log.txt'}")
+        died.append(kill)
+    same = True
+    for mine, theirs in zip(finals(folder, ranks), expected, strict=True):
+        for job, end in mine.items():
+            same &= (end["digest"], end["step"]) == (theirs[job]["digest"], theirs[job]["step"])
+            same &= all(theirs[job]["history"][step] == loss for step, loss in end["history"].items())
+    return {"ranks": ranks, "seed": seed, "kills": died, "equal": same}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--trials", type=int, default=25, help="for each number of ranks")
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--seed", type=int, default=0, help="of the first trial")
+    args = options.parse_args()
+    trials = 1 if args.smoke else args.trials
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as text:
+        work = Path(text)
+        for ranks in args.ranks:
+            never = work / f"never-{ranks}"
+            never.mkdir()
+            if start(never, ranks, {"rank": -1, "at": "reference"}):
+                raise SystemExit((never / "log.txt").read_text())
+            expected = finals(never, ranks)
+            for seed in range(args.seed, args.seed + trials):
+                rows.append(trial(work / f"{ranks}-{seed}", ranks, seed, expected))
+                print(json.dumps(rows[-1]), flush=True)
+    survived = sum(row["equal"] for row in rows)
+    kills = sum(len(row["kills"]) for row in rows)
+    print(f"{survived} of {len(rows)} trials, killed {kills} times in all, ended in the same bits")
+    write_json(args.json, __doc__, {"trials": len(rows), "survived": survived, "kills": kills, "rows": rows})
+    if survived < len(rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

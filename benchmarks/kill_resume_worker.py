@@ -1,0 +1,156 @@
+"""One rank of benchmarks/kill_resume.py: two jobs with checkpoints, which may kill themselves at a given moment.
+
+    KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py FOLDER
+
+One job has residuals of its own on every rank (top-k) and reads Grain's iterator; the other has dropout and reads a
+generator. Steps, saves, files forced to disk, deletions and moments inside orbax's writing can be the last thing done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcross
+from jaxcross.checkpoint import arrays, folders
+
+WORLD = jaxcross.initialize(watchdog_s=120)
+STEPS, EVERY, KEEP = 24, 3, 2
+
+
+class Killer:
+    """Ends this process, the `count`-th time that something of one kind is done or `delay_s` later: without a word or,
+    where it is an `interrupt` at a step, as Ctrl-C would.
+    """
+
+    def __init__(self, text: str) -> None:
+        plan = json.loads(text)
+        mine = plan.get("rank") == WORLD.rank
+        self.lock = threading.Lock()
+        self.reference = plan.get("at") == "reference"
+        self.at, self.left, self.delay_s = plan.get("at") if mine else None, plan.get("count"), plan.get("delay_s", 0.0)
+
+    def reached(self, what: str) -> None:
+        if what != self.at and (what, self.at) != ("step", "interrupt"):
+            return
+        with self.lock:  # jobs are threads
+            self.left -= 1
+            now = self.left == 0
+        if now and self.delay_s:
+            threading.Timer(self.delay_s, self.die).start()
+        elif now:
+            self.die()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT if self.at == "interrupt" else signal.SIGKILL)
+
+    def around(self, owner: Any, name: str, what: str) -> Any:
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.reached(what)
+            return function(*args, **kwargs)
+
+        return mock.patch.object(owner, name, wrapped)
+
+
+def network(tx: optax.GradientTransformation, dropout: float) -> tuple[Callable[..., Any], Any]:
+    @jaxcross.crossover(axes="batch", donate_argnums=0)
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, key = state
+        key, used = jax.random.split(key)
+        used = jax.random.fold_in(used, jax.lax.axis_index("batch"))
+
+        def loss_of(params: Any) -> jax.Array:
+            hidden = jnp.tanh(batch["x"] @ params["w1"])
+            hidden *= jax.random.bernoulli(used, 1 - dropout, hidden.shape)
+            return jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, key), {"loss": jax.lax.pmean(loss, "batch")}
+
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {"w1": jax.random.normal(keys[0], (8, 16)), "w2": jax.random.normal(keys[1], (16, 1))}
+    return step, (params, tx.init(params), keys[2])
+
+
+def batch_of(seed: Any) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([WORLD.rank, int(seed)])
+    return {"x": rng.normal(size=(4, 8)).astype(np.float32), "y": rng.normal(size=(4, 1)).astype(np.float32)}
+
+
+def from_grain() -> Any:
+    return grain.MapDataset.range(STEPS + 8).shuffle(seed=3).map(batch_of).to_iter_dataset()
+
+
+def from_generator() -> Iterator[Any]:
+    rng = np.random.default_rng(5)
+    while True:
+        yield batch_of(rng.integers(10**6))
+
+
+def train(job: Any, made: Any, data: Any, killer: Killer) -> Any:
+    step, state = made
+    # Residuals differ, the rest is equal: the checkpoint finds out which is which.
+    state = job.restore(state, mode="local")
+    for batch in job.batches(data, STEPS):
+        killer.reached("step")
+        state, metrics = step(state, batch)
+        job.log(metrics)
+        if job.step % EVERY == 0:
+            job.save(state)
+    return state
+
+
+def digest(state: Any) -> str:
+    content = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        content.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return content.hexdigest()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would have made it deaf
+    folder = Path(sys.argv[1])
+    killer = Killer(os.environ.get("KILL", "{}"))
+    compressed = optax.chain(jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9))
+    plain = optax.chain(jaxcross.exchange.mean(axis_name="batch"), optax.adam(0.01))
+    checkpoints = None if killer.reference else jaxcross.Checkpoints(folder / "checkpoints", keep=KEEP)
+    runner = jaxcross.Runner(WORLD, checkpoints=checkpoints)
+    jobs = [
+        runner.add("top-k", train, made=network(compressed, 0.0), data=from_grain(), killer=killer),
+        runner.add("dropout", train, made=network(plain, 0.5), data=from_generator(), killer=killer),
+    ]
+    with (
+        killer.around(folders, "_sync", "sync"),
+        killer.around(folders.Folders, "delete", "delete"),
+        killer.around(arrays, "write", "write"),
+    ):
+        runner.run()
+    told = {
+        job.name: {
+            "digest": digest(job.state), "step": job.step, "history": {s: m["loss"].hex() for s, m in job.history}
+        }
+        for job in jobs
+    }  # fmt: skip
+    (folder / f"final-{WORLD.rank}.json").write_text(json.dumps(told))
+
+
+main()

@@ -1,0 +1,86 @@
+"""Named arrays on disk, in orbax's own format. The only file that knows orbax.
+
+Every rank is a JAX process of its own and uses orbax for itself; that ranks belong together is the keeper's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxcross.checkpoint.leaves import Form
+from jaxcross.checkpoint.part import UnusableError
+
+# Of the types of one byte, those that tensorstore has a name for; of others, the bytes are stored.
+_NAMED = frozenset(
+    {"bool", "int8", "uint8", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2",
+     "float8_e5m2fnuz"}
+)  # fmt: skip
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the arrays into `folder`, which must not exist; arrays without elements are left out. Waits."""
+    import orbax.checkpoint as ocp
+
+    stored = {name: _stored(array) for name, array in arrays.items() if array.size}
+    if stored:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder, args=ocp.args.PyTreeSave(stored))
+
+
+def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
+    """The arrays of these names, if they have these types and shapes. Waits; allocates nothing before it knows that.
+
+    Raises:
+        UnusableError: They have not, or orbax cannot read them.
+    """
+    empty = {name: np.empty(form.shape, np.dtype(form.dtype)) for name, form in forms.items() if 0 in form.shape}
+    wanted = {name: form for name, form in forms.items() if name not in empty}
+    try:
+        return empty | (_read(folder, wanted) if wanted else {})
+    except UnusableError:
+        raise
+    except Exception as error:  # whatever orbax and tensorstore meet in files that are not what they should be
+        first = str(error).partition("\n")[0]
+        raise UnusableError(f"`{folder}` cannot be read by orbax: {type(error).__name__}: {first}") from error
+
+
+def _read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        known: Any = checkpointer.metadata(folder).item_metadata
+        if known is None or set(known) != set(forms):
+            raise UnusableError(f"`{folder}` holds other arrays than its part names")
+        for name, form in forms.items():
+            _check_size(folder, name, form, known[name])
+        whole = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in forms}
+        arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=whole))
+    return {name: _as_saved(folder, name, form, arrays[name]) for name, form in forms.items()}
+
+
+def _check_size(folder: Path, name: str, form: Form, known: Any) -> None:
+    chunk = getattr(known.storage, "chunk_shape", None) or form.shape
+    sizes = (tuple(known.shape), str(known.dtype), len(chunk), all(map(int.__le__, chunk, form.shape)))
+    if sizes != (form.shape, _type_on_disk(form.dtype), len(form.shape), True):
+        raise UnusableError(
+            f"`{folder}` holds `{name}` as {known.dtype}{list(known.shape)} in pieces of {chunk}, not {form}"
+        )
+
+
+def _type_on_disk(dtype: str) -> str:
+    return "uint8" if np.dtype(dtype).itemsize == 1 and dtype not in _NAMED else dtype
+
+
+def _stored(array: np.ndarray) -> np.ndarray:
+    return array.view(_type_on_disk(array.dtype.name))
+
+
+def _as_saved(folder: Path, name: str, form: Form, array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    if array.shape != form.shape or array.dtype.name != _type_on_disk(form.dtype):
+        raise UnusableError(f"`{folder}` holds `{name}` as {array.dtype}{list(array.shape)}, not {form}")
+    return array.view(np.dtype(form.dtype))

@@ -1,0 +1,182 @@
+"""Where the parts of one job's checkpoints lie on one rank's file system. Does not communicate.
+
+    <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part without it is none
+                                   state/        its arrays, by orbax
+
+The token tells two attempts at the same step apart: no rank ever writes into a folder that another attempt began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+from jaxcross.checkpoint.part import MAX_BYTES, Part, UnusableError, parse, to_text
+
+_NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
+_CHUNK_BYTES = 2**22
+
+
+def folder_name(job: str) -> str:
+    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for each job."""
+    name = quote(job, safe=" =,+")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    if len(name) <= 200:
+        return name
+    return f"{name[:160]}~{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+
+
+def checkpoint_name(step: int, token: str) -> str:
+    """Of all checkpoints of a job, the newest comes last in alphabetical order."""
+    return f"{step:012d}-{token}"
+
+
+def step_of(name: str) -> int:
+    """The step that a checkpoint's name speaks of."""
+    return int(name.partition("-")[0])
+
+
+class Folders:
+    """One rank's view of one job's checkpoints.
+
+    Args:
+        path: The job's folder; need not exist.
+        rank: Whose parts this rank writes and reads.
+        ranks: Of how many, in this run.
+    """
+
+    def __init__(self, path: Path, *, rank: int, ranks: int) -> None:
+        self.path, self._rank, self._ranks = path, rank, ranks
+
+    def names(self) -> list[str]:
+        """Checkpoints of which anything is there, oldest first."""
+        if not self.path.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.path) if _NAME.fullmatch(entry.name) and entry.is_dir())
+
+    def part_path(self, name: str) -> Path:
+        """The folder of this rank's part."""
+        return self.path / name / f"rank-{self._rank:04d}"
+
+    def arrays_path(self, name: str) -> Path:
+        """The folder of the part's arrays."""
+        return self.part_path(name) / "state"
+
+    def read(self, name: str) -> Part:
+        """What this rank's part says of itself.
+
+        Raises:
+            UnusableError: It is incomplete or damaged.
+            UnknownFormatError: It was written by another version.
+        """
+        file = self.part_path(name) / "part.json"
+        if file.is_symlink() or not file.is_file():
+            raise UnusableError(f"`{file}` is missing: it was not written to its end")
+        if file.stat().st_size > MAX_BYTES:
+            raise UnusableError(f"`{file}` is {file.stat().st_size} bytes long, more than any part")
+        try:
+            part = parse(file.read_bytes().decode())
+        except (UnusableError, UnicodeDecodeError) as error:
+            raise UnusableError(f"`{file}` {error}") from None
+        if (part.rank, part.step) != (self._rank, step_of(name)):
+            raise UnusableError(f"`{file}` speaks of rank {part.rank} and step {part.step}")
+        return part
+
+    def commit(self, name: str, part: Part) -> None:
+        """Completes this rank's part, whose arrays have been written. Waits for the disk."""
+        folder = self.part_path(name)
+        for file in _files(self.arrays_path(name)):
+            _sync(file)
+        write_text(folder / "part.json", to_text(part))
+        for path in (folder.parent, self.path):
+            _sync(path)
+
+    def check_files(self, name: str, files: Mapping[str, tuple[int, str]]) -> None:
+        """Makes sure that the part's files of arrays are those that were written, byte by byte.
+
+        Raises:
+            UnusableError: They are not.
+        """
+        folder = self.arrays_path(name)
+        found = {str(file.relative_to(folder)): file for file in _files(folder)}
+        for path in sorted({*files, *found}):
+            file = found.get(path)
+            if file is None:
+                raise UnusableError(f"`{folder / path}` is missing")
+            if path not in files:
+                raise UnusableError(f"`{file}` is not a part of it")
+            size = file.stat().st_size
+            if size != files[path][0]:
+                raise UnusableError(f"`{file}` has {size} bytes, not {files[path][0]}")
+            if _digest(file) != files[path][1]:
+                raise UnusableError(f"`{file}` has other bytes than were written")
+
+    def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
+        """Size and digest of each of the part's files of arrays."""
+        folder = self.arrays_path(name)
+        return {str(file.relative_to(folder)): (file.stat().st_size, _digest(file)) for file in _files(folder)}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have. Others' remain."""
+        for name in names:
+            folder = self.path / name
+            parts = list(folder.glob("rank-*")) if self._rank == 0 else []
+            for part in [self.part_path(name), *(p for p in parts if _number(p) >= self._ranks)]:
+                (part / "part.json").unlink(missing_ok=True)  # first: half a part must not look whole
+                shutil.rmtree(part, ignore_errors=True)
+            try:
+                folder.rmdir()
+            except OSError:
+                continue  # another rank's part is still there, or the folder is gone already
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in full or not at all. Waits for the disk."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    _sync(draft)
+    draft.replace(path)
+    _sync(path.parent)
+
+
+def _number(part: Path) -> int:
+    digits = part.name.removeprefix("rank-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files, at any depth.
+
+    Raises:
+        UnusableError: Something is neither a file nor a folder: a link could lead anywhere.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(Path(entry.path))
+        elif entry.is_file(follow_symlinks=False):
+            yield Path(entry.path)
+        else:
+            raise UnusableError(f"`{entry.path}` is neither a file nor a folder")
+
+
+def _digest(file: Path) -> str:
+    content = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            content.update(chunk)
+    return content.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""What one rank says of one checkpoint, as JSON that is parsed like data from a stranger: no field is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from jaxcross.checkpoint.leaves import KINDS, Form, numeric
+
+FORMAT = 1
+MAX_BYTES = 64 * 2**20  # of a part's text: half a million leaves
+_MAX_ELEMENTS = 2**48
+_TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
+
+
+class UnusableError(Exception):
+    """A checkpoint is not there in full, or not as it was written: the one before it is to be used."""
+
+
+class UnknownFormatError(Exception):
+    """A checkpoint is whole, but written by another version of jaxcross."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A leaf of a checkpoint: its form, its digest, and whether all ranks had the same (rank 0 holds it for all)."""
+
+    form: Form
+    digest: str
+    common: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's part.
+
+    Attributes:
+        job: The job's name.
+        step: Its steps when it was saved.
+        rank: Whose part.
+        ranks: Of how many.
+        leaves: By path: all leaves of this rank's state.
+        files: By path in the part's folder: size in bytes and digest of each file that holds arrays.
+        places: Where this rank's data stood; see `jaxcross.runtime.place`.
+        cuts: Which cut was found fastest for which program.
+        environment: What else decides the last bits of results: versions, device, threads.
+    """
+
+    job: str
+    step: int
+    rank: int
+    ranks: int
+    leaves: Mapping[str, Saved]
+    files: Mapping[str, tuple[int, str]]
+    places: tuple[tuple[int, str | None], ...]
+    cuts: Mapping[str, int]
+    environment: Mapping[str, str]
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        return {path: saved.form for path, saved in self.leaves.items()}
+
+    @property
+    def apart(self) -> list[str]:
+        """Paths of the leaves that differed between ranks."""
+        return [path for path, saved in self.leaves.items() if not saved.common]
+
+
+def to_text(part: Part) -> str:
+    """The part as JSON, with its own digest."""
+    body = {"format": FORMAT, **asdict(part)}
+    return json.dumps({**body, "digest": _digest(body)}, indent=1)
+
+
+def parse(text: str) -> Part:
+    """The part that `to_text` wrote.
+
+    Raises:
+        UnusableError: It is anything else.
+        UnknownFormatError: It is whole, and of another version.
+    """
+    try:
+        body = json.loads(text)
+        claimed = body.pop("digest")
+        whole = claimed == _digest(body)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise UnusableError(f"is no such text ({type(error).__name__}: {error})") from None
+    if not whole:
+        raise UnusableError("does not have the digest that it had when it was written")
+    if body.pop("format", None) != FORMAT:
+        raise UnknownFormatError
+    try:
+        return _part(body)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnusableError(f"makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _part(body: dict[str, Any]) -> Part:
+    if set(body) != {field.name for field in fields(Part)}:
+        raise ValueError(f"it has the fields {sorted(body)}")
+    step, rank, ranks = (_count(body[name]) for name in ("step", "rank", "ranks"))
+    if rank >= ranks:
+        raise ValueError(f"rank {rank} of {ranks}")
+    return Part(
+        job=_text(body["job"]),
+        step=step,
+        rank=rank,
+        ranks=ranks,
+        leaves={_text(path): _saved(**saved) for path, saved in body["leaves"].items()},
+        files={_text(path): (_count(size), _text(digest)) for path, (size, digest) in body["files"].items()},
+        places=tuple((_count(taken), None if state is None else _text(state)) for taken, state in body["places"]),
+        cuts={_text(key): _count(pieces) for key, pieces in body["cuts"].items()},
+        environment={_text(key): _text(value) for key, value in body["environment"].items()},
+    )
+
+
+def _saved(*, form: Any, digest: Any, common: Any) -> Saved:
+    return Saved(form=_form(**form), digest=_text(digest), common=_flag(common))
+
+
+def _form(*, kind: Any, dtype: Any, shape: Any, weak: Any, impl: Any) -> Form:
+    if kind not in KINDS or not _TYPE.fullmatch(dtype) or not numeric(np.dtype(dtype)):
+        raise ValueError(f"a leaf of kind {kind!r} and type {dtype!r}")
+    sizes = tuple(_count(size) for size in shape)
+    if len(sizes) > 64 or math.prod(size or 1 for size in sizes) > _MAX_ELEMENTS:
+        raise ValueError(f"a leaf of shape {sizes}")
+    return Form(kind=kind, dtype=dtype, shape=sizes, weak=_flag(weak), impl=_text(impl))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value

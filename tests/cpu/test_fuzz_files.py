@@ -1,0 +1,141 @@
+"""Files and states that come from elsewhere: read, refused with a clear error, or ignored where that loses nothing."""
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from jaxcross import cut_search
+from jaxcross.data.augment import decode, eval_image
+from jaxcross.data.batches import Batches
+from jaxcross.data.records import INFO_FILE, NAME, find_folder, open_records
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,
+)  # fmt: skip
+FILES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode())
+
+
+def quick(examples):
+    """A few examples, each in whatever time it takes."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """What keeps the cuts that were found, in a folder that is not there yet."""
+    monkeypatch.setattr(cut_search, "compilation_cache_dir", lambda: tmp_path / "cache")
+    return cut_search._Book("key")
+
+
+@quick(60)
+@given(FILES | JSON.map(lambda value: json.dumps({"key": value}).encode()))
+@example(b'{"key": true}')
+@example(b'{"key": 1e400}')
+@example(b"[" * 100_000)
+@example(b'{"key": 3}')
+def test_a_damaged_book_of_cuts_is_measured_again(book, content):
+    book._file.parent.mkdir(exist_ok=True)
+    book._file.write_bytes(content)
+    assert book.read() in (None, 1, 2, 4, 8, 16)
+    assert type(book.read()) in (type(None), int)
+    book.write(4)
+    assert book.read() == 4
+
+
+def test_a_book_of_cuts_that_is_no_file_or_too_large_is_left_alone(book, monkeypatch, caplog):
+    book._file.mkdir(parents=True)
+    assert book.read() is None
+    book.write(4)
+    assert caplog.messages[0].startswith("The cut that was found cannot be kept in `")
+    book._file.rmdir()
+    book.write(4)
+    monkeypatch.setattr(cut_search, "_LARGEST_BYTES", 3)
+    assert book.read() is None
+
+
+@quick(30)
+@given(st.lists(st.text("0123456789.²٣xv-", min_size=1, max_size=6), max_size=4))
+@example(["1.²"])
+def test_the_newest_version_is_found_whatever_else_lies_there(tmp_path_factory, names):
+    root = tmp_path_factory.mktemp("data")
+    names = [name for name in names if name not in (".", "..")]
+    for name in (*names, "5.1.0"):
+        (root / NAME / name).mkdir(parents=True, exist_ok=True)
+        (root / NAME / name / INFO_FILE).write_text("{}")
+    assert find_folder(root).parent == root / NAME
+
+
+@quick(15)
+@given(FILES)
+@example(b'{"name": "imagenet2012", "version": "5.1.0", "fileFormat": "array_record", "splits": [{"name": "train"}]}')
+def test_a_damaged_manifest_is_refused(tmp_path_factory, content):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / INFO_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"TFDS cannot read the data set in|The data set in `|is not a TFDS data set"):
+        open_records(folder)
+
+
+def picture():
+    return cv2.imencode(".jpg", np.full((20, 30, 3), 90, np.uint8))[1].tobytes()
+
+
+@quick(60)
+@given(st.data())
+def test_a_damaged_picture_is_decoded_or_refused(data):
+    jpeg = bytearray(picture())
+    for _ in range(data.draw(st.integers(1, 8))):
+        jpeg[data.draw(st.integers(0, len(jpeg) - 1))] = data.draw(st.integers(0, 255))
+    jpeg = bytes(jpeg[: data.draw(st.integers(0, len(jpeg)))])
+    try:
+        decode(jpeg)
+    except ValueError as error:
+        why = str(error)
+    else:
+        why = ""
+        assert eval_image(jpeg, 8).shape == (8, 8, 3)
+    assert why == "" or "cannot be decoded" in why
+
+
+def test_a_picture_that_says_it_is_enormous_is_refused():
+    jpeg = bytearray(picture())
+    at = jpeg.index(b"\xff\xc0") + 5  # height and width in the frame's header
+    jpeg[at : at + 4] = b"\xff\xdc\xff\xdc"
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        decode(bytes(jpeg))
+
+
+class NoStream:
+    """What a position is compared with."""
+
+    batch_size = image_size = 1
+    rank = seed = 0
+    size = 1
+    train = True
+    split = "train"
+    records = property(lambda self: self)
+
+    def __len__(self):
+        return 7
+
+
+@quick(60)
+@given(st.dictionaries(st.sampled_from(["step", "rank", "batch_size", "x"]), JSON, max_size=3))
+@example({"step": -1})
+@example({"step": True})
+def test_a_position_in_the_data_is_of_this_stream_or_refused(changes):
+    batches = Batches(NoStream(), threads=1)
+    state = batches.get_state() | changes
+    try:
+        batches.set_state(state)
+    except ValueError as error:
+        assert batches.step == 0
+        why = str(error)
+    else:
+        why = ""
+        assert batches.step == state["step"] >= 0
+    assert why == "" or "This data state" in why
