@@ -2,6 +2,7 @@
 
     crossover        a train step -> the same step over MPI, cut into compute and collective segments
     Runner           several jobs, taking turns on this rank's device
+    Checkpoints      exact resume: a run that was killed goes on as if it had not been
     exchange         gradient exchanges as optax transformations
     tensor           layers of one model cut over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
@@ -18,6 +19,7 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 
 if TYPE_CHECKING:
     from jaxcross import exchange, tensor
+    from jaxcross.checkpoint import Checkpoints
     from jaxcross.runner import Job, Runner, run
     from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
     from jaxcross.server import ParameterServer
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer", "RoundRobin", "Runner",
-    "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run", "tensor",
+    "Checkpoints", "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer", "RoundRobin",
+    "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run", "tensor",
 ]  # fmt: skip
 
 _HOMES = {
-    "Job": "runner", "ParameterServer": "server", "RoundRobin": "runtime.policy", "Runner": "runner",
+    "Checkpoints": "checkpoint", "Job": "runner", "ParameterServer": "server", "RoundRobin": "runtime.policy",
+    "Runner": "runner",
     "Sequential": "runtime.policy", "Weighted": "runtime.policy", "World": "world",
     "crossover": "step", "current": "world", "initialize": "world", "run": "runner",
 }  # fmt: skip

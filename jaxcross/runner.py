@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
+from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.report import JobFacts, Recorder, Report
+from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
+from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.job import JobContext, runner_active
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
+from jaxcross.runtime.remote import Offers
+from jaxcross.runtime.resumption import Resumption
+from jaxcross.runtime.seat import NonFinite
 from jaxcross.world import World, current
+from jaxcross.world.abort import TERMINATED
 
 
 class Runner:
@@ -30,6 +42,12 @@ class Runner:
         instruments: Told of spans and notes while it runs.
         depth: Compute segments on the device at once; 2 keep it busy between segments.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
+        chaos: For tests: a seed by which the run's threads are late now and then, differently on each rank. Results
+            are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment names the seed.
+        events: A folder where each rank writes down what it does, for `jaxcross doctor --post-mortem`; else what the
+            variable `JAXCROSS_EVENTS` says.
+        checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same on every rank, but
+            for the directory.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -46,17 +64,28 @@ class Runner:
         instruments: Iterable[Instrument] = (),
         depth: int = 2,
         link: Link | str | None = None,
+        chaos: int | None = None,
+        events: str | os.PathLike[str] | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"`depth` is {depth}: a compute lane needs room for at least 1 segment")
         self.world = world if world is not None else current()
         self.policy = policy if policy is not None else RoundRobin()
-        self.depth, self.link = depth, link
+        self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
+        self.depth, self.link, self.checkpoints = depth, link, checkpoints
         self.jobs: list[JobContext] = []
         self.report: Report | None = None
         self._recorder = Recorder()
-        self._listeners = Listeners((self._recorder, *instruments))
+        if events is not None:
+            self.world.flight.record_to(events)
+        self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *instruments))
         self._used = False
+        self._driver: Driver | None = None
+        self._lock = threading.RLock()  # jobs may be added by several threads
+        self._offers = Offers()
+        self._session: Session | None = None
+        self._submitted: set[str] = set()  # names of jobs that not all ranks have heard of
 
     def __enter__(self) -> Self:
         return self
@@ -69,21 +98,73 @@ class Runner:
     def add(self, name: str, fn: Callable[..., Any], /, **kwargs: Any) -> JobContext:
         """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will receive as `job`.
 
+        During the run it may be called too, in any thread and on every rank, in any order: the job joins, between two
+        steps of the others, once every rank has added it. Never waits.
+
+        Raises:
+            ValueError: The name is empty or taken.
+            TypeError: `fn` cannot be called.
+            JobError: The run is over.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"`{name!r}` is no name for a job: use a text that is not empty")
+        if not callable(fn):
+            raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, not `{type(fn).__name__}`")
+        with self._lock:
+            self._check_name(name)
+            job = JobContext(name, fn, kwargs, listeners=self._listeners, world=self.world)
+            if self._used:
+                driver = self._driver
+                attach = partial(job.attach, resumption=self._resumption(job))
+                seat = None if driver is None else driver.join(name, job.thread, attach)
+                if seat is None:
+                    raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
+            self.jobs.append(job)
+        return job
+
+    def offer(self, name: str, fn: Callable[..., Any]) -> None:
+        """Lets rank 0 make jobs of `fn` during the run: `submit(name, job=..., **arguments)`. On every rank alike.
+
         Raises:
             ValueError: The name is empty or taken.
             TypeError: `fn` cannot be called.
         """
-        if self._used:
-            raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"`{name!r}` is no name for a job: use a text that is not empty")
-        if any(job.name == name for job in self.jobs):
+        self._offers.add(name, fn)
+
+    def submit(self, offer: str, /, *, job: str, **arguments: Any) -> None:
+        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function that `offer` names.
+
+        In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the arguments; never code.
+
+        Raises:
+            ValueError: Nothing of that name is offered, the job's name is empty or taken, the arguments are too long.
+            TypeError: The arguments are not what JSON can say.
+            JobError: The run has not begun or is over, or this is another rank.
+        """
+        if self.world.rank != 0:
+            raise JobError(
+                f"Job `{job}` was submitted on rank {self.world.rank}. Submit on rank 0; to add a job on every rank, "
+                "use `runner.add`."
+            )
+        if not isinstance(job, str) or not job:
+            raise ValueError(f"`{job!r}` is no name for a job: use a text that is not empty")
+        text = self._offers.request(offer, job, arguments)
+        with self._lock:
+            self._check_name(job)
+            if self._driver is None or not self._driver.submit(text):
+                raise JobError(f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs.")
+            self._submitted.add(job)
+
+    def _check_name(self, name: str) -> None:
+        if name in self._submitted or any(job.name == name for job in self.jobs):
             raise ValueError(f"There is a job `{name}` already. Reports and errors need one name for each job.")
-        if not callable(fn):
-            raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, not `{type(fn).__name__}`")
-        job = JobContext(name, fn, kwargs, listeners=self._listeners, world=self.world)
-        self.jobs.append(job)
-        return job
+
+    def _hear(self, text: str) -> None:
+        """A submission has reached this rank, as all others."""
+        name, fn, arguments = self._offers.resolve(text, self.world.rank)
+        with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
+            self._submitted.discard(name)
+            self.add(name, fn, **arguments)
 
     def run(self) -> Report:
         """Runs all jobs to their end; waits for it, and for all ranks.
@@ -93,9 +174,12 @@ class Runner:
 
         Raises:
             JobError: It has run, or another run is in progress, this call being in one of its jobs perhaps.
-            JobError, ExchangeError: Jobs failed: raised on every rank after the others have ended, the first one with
-                notes on further ones. `report` then holds what was measured.
-            KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step.
+            JobError, ExchangeError: Jobs failed, or were added and never joined because some rank did not add them:
+                raised on every rank after the others have ended, the first one with notes on further ones. `report`
+                then holds what was measured.
+            KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step. On
+                that rank alone if all jobs were over.
+            SystemExit: The same, with exit code 143, after SIGTERM on any rank.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         if not self.jobs:
@@ -107,19 +191,21 @@ class Runner:
         if runner_active(self.world):
             raise JobError(
                 "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
-                "its runner before it runs (`runner.add(name, fn)`), or run them after it. A job calls its step itself."
+                "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
             )
         if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(self.jobs):
             raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(self.jobs)} jobs")
-        self._used = True
-        self._agree()
         link = self.link if isinstance(self.link, Link) else None
-        driver = Driver(
-            world=self.world, jobs=[(job.name, job.thread) for job in self.jobs], policy=self.policy, depth=self.depth,
-            listeners=self._listeners, link=link,
-        )  # fmt: skip
-        for number, job in enumerate(self.jobs):
-            job.attach(driver, number)
+        with self._lock:  # who adds a job meanwhile waits until it can join
+            self._used, jobs = True, tuple(self.jobs)
+            self._agree(jobs)
+            self._session = self._open(jobs)
+            driver = self._driver = Driver(
+                world=self.world, jobs=[(job.name, job.thread) for job in jobs], policy=self.policy, depth=self.depth,
+                listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
+            )  # fmt: skip
+            for number, job in enumerate(jobs):
+                job.attach(driver, driver.seats[number], self._resumption(job))
         start_ns = time.monotonic_ns()
         interrupt: KeyboardInterrupt | None = None
         try:
@@ -129,30 +215,56 @@ class Runner:
         end_ns = time.monotonic_ns()
         for job in self.jobs:
             job.close()
+        self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
+        if self._session is not None:
+            for job in self.jobs:
+                job.save_left()
+            self._session.close()
         with self.world.watching(job="", step=0, segment=-1, what="report"):
+            left_out = self._left_out(driver)
             self.report = self._report(start_ns, end_ns)
         if interrupt is not None:
-            raise interrupt
-        self._raise_errors()
+            raise self._exit(interrupt, driver.terminated)
+        if driver.late is not None:  # on this rank alone, which no other one waits for any more
+            raise driver.late
+        self._raise_errors(left_out)
         return self.report
 
-    def _agree(self) -> None:
+    def _agree(self, jobs: Sequence[JobContext]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
-        mine = json.dumps({"jobs": [job.name for job in self.jobs], "policy": repr(self.policy)})
+        kept = self.checkpoints and (self.checkpoints.every, self.checkpoints.keep)
+        mine = json.dumps({"jobs": [job.name for job in jobs], "policy": repr(self.policy), "checkpoints": kept})
         with self.world.watching(job="", step=0, segment=-1, what="start of the run"):
             texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the same jobs in the "
-                    "same order, with the same policy, on every rank."
+                    "same order, with the same policy and checkpoints, on every rank."
                 )
+
+    def _open(self, jobs: Sequence[JobContext]) -> Session | None:
+        """Opens the checkpoints. Waits for all ranks."""
+        if self.checkpoints is None:
+            return None
+        with self.world.watching(job="", step=0, segment=-1, what="opening the checkpoints"):
+            names = [job.name for job in jobs]
+            return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
+
+    def _resumption(self, job: JobContext) -> Resumption | None:
+        if (session := self._session) is None:
+            return None
+
+        def note(text: str) -> None:
+            self._listeners.note(job=job.name, kind="status", step=job.step, value=text)
+
+        return Resumption(session.keeper(job.name, note), job.cuts, session.every)
 
     def _report(self, start_ns: int, end_ns: int) -> Report:
         devices = jax.local_devices()
         return Report.build(
             self._recorder.spans(),
-            jobs=[_facts(job) for job in self.jobs],
+            jobs=[_facts(job) for job in self.jobs if job.how != "left out"],
             rank=self.world.rank,
             size=self.world.size,
             start_ns=start_ns,
@@ -164,8 +276,38 @@ class Runner:
             control=self.world.control if self.world.size > 1 else None,
         )
 
-    def _raise_errors(self) -> None:
-        errors = [job.error for job in self.jobs if job.error is not None]
+    def _left_out(self, driver: Driver) -> JobError | None:
+        """What to say of jobs that never joined; the same on every rank. Waits for all ranks."""
+        names = [*driver.left_out, *sorted(self._submitted)]
+        texts = self.world.control.allgather_text(json.dumps(names)) if self.world.size > 1 else [json.dumps(names)]
+        ranks: dict[str, list[str]] = {}
+        for rank, text in enumerate(texts):
+            for name in json.loads(text):
+                ranks.setdefault(name, []).append(str(rank))
+        if not ranks:
+            return None
+        what = ", ".join(f"`{name}` (rank {', '.join(where)} of {self.world.size})" for name, where in ranks.items())
+        error = JobError(
+            f"Jobs were added during the run but not on every rank, or when it was ending, and never joined: {what}. "
+            "Add a job on all ranks while another one still has to wait for them, for example in a job's function."
+        )
+        for job in self.jobs:
+            if job.how == "left out":
+                job.error = error
+        return error
+
+    def _exit(self, interrupt: KeyboardInterrupt, terminated: bool) -> BaseException:
+        """What all ranks raise after a stop. Waits for them: none ends the process while another one still saves."""
+        with self.world.watching(job="", step=0, segment=-1, what="end of the run"):
+            some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
+            self.world.flight.words(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
+            # The first that leaves with an exit code ends all: not before each has written its last words.
+            self.world.control.allreduce_min(np.zeros(1, np.int64))
+        return SystemExit(TERMINATED) if some else interrupt
+
+    def _raise_errors(self, left_out: JobError | None) -> None:
+        errors = [job.error for job in self.jobs if job.error is not None and job.how not in ("ejected", "left out")]
+        errors += [left_out] if left_out is not None else []
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"Also: {other}")
@@ -186,6 +328,8 @@ class Job:
         state: The initial state, checked to be equal on all ranks.
         batches: This rank's batches.
         steps: Ends after so many steps, or with the shortest rank's data.
+        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`, `raise`, `skip` or
+            `eject`; see `JobContext.nonfinite`.
     """
 
     def __init__(
@@ -196,6 +340,7 @@ class Job:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
+        nonfinite: NonFinite = "ignore",
     ) -> None:
         if not callable(step):
             raise TypeError(f"Job `{name}` needs a step function, not `{type(step).__name__}`")
@@ -203,9 +348,12 @@ class Job:
             raise ValueError(f"Job `{name}`: `steps` is {steps}, below 0")
         self.name, self.state, self.step = name, state, 0
         self._function, self._batches, self._steps = step, batches, steps
+        self._nonfinite: NonFinite = nonfinite
 
     def _run(self, job: JobContext) -> Any:
-        self.state = job.restore(self.state)
+        job.nonfinite = self._nonfinite
+        self.state, every = job.restore(self.state), job.save_every
+        self.step = job.step
         for batch in job.batches(self._batches, self._steps):
             result = self._function(self.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
@@ -213,6 +361,8 @@ class Job:
             self.state, metrics = result
             job.state, self.step = self.state, self.step + 1
             job.log(metrics)
+            if every is not None and self.step % every == 0:
+                job.save(self.state)
         return self.state
 
 
@@ -224,13 +374,17 @@ def run(
     instruments: Iterable[Instrument] = (),
     depth: int = 2,
     link: Link | str | None = None,
+    events: str | os.PathLike[str] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
 
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
-    with Runner(world, policy, instruments=instruments, depth=depth, link=link) as runner:
+    with Runner(
+        world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints
+    ) as runner:
         for job in jobs:
             runner.add(job.name, job._run)
         return runner.run()
@@ -243,5 +397,6 @@ def _facts(job: JobContext) -> JobFacts:
             metrics.update({key: float(v) for key, v in values.items() if isinstance(v, int | float)})
     loss = metrics.pop("loss", None)
     return JobFacts(
-        name=job.name, steps=job.step, examples_per_step=job.examples_per_step, final_loss=loss, metrics=metrics
-    )
+        name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss, metrics=metrics,
+        how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
+    )  # fmt: skip

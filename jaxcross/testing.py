@@ -114,7 +114,11 @@ class FakeWorld:
 
     def __init__(self, control: FakeControl) -> None:
         self.control, self.rank, self.size = control, control.rank, control.size
+        self.vendor, self.pool_size = "threads", 1
         self.watched: list[tuple[str, int, int, str]] = []
+        from jaxcross.world import flight, peers  # the world needs JAX, and much of this kit does not
+
+        self.flight = flight.FlightRecorder([peers.here()] * self.size, self.rank)
 
     def mailbox(self) -> FakeMailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks."""
@@ -132,7 +136,7 @@ class FakeWorld:
         self.watched.append((job, step, segment, what))
         return nullcontext()
 
-    def abort(self, message: str) -> NoReturn:
+    def abort(self, message: str, *, code: int = 1) -> NoReturn:  # noqa: ARG002
         self.control.leave()
         raise Aborted(message)
 
@@ -225,6 +229,7 @@ class FakeExecution:
     def __init__(self, compiled: FakeCompiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
         self._env: dict[int, Any] = dict(zip(compiled.program.inputs, inputs, strict=True))
+        self._watches = False
 
     def run(self, index: int) -> None:
         segment = self._compiled.program.segments[index]
@@ -243,6 +248,25 @@ class FakeExecution:
 
     def wait_outputs(self, index: int) -> None:
         """Everything here is computed when it is dispatched."""
+
+    def watch(self) -> FakeExecution:
+        self._watches = True
+        return self
+
+    def nonfinite(self, index: int) -> str | None:
+        segment = self._compiled.program.segments[index]
+        if not self._watches or np.isfinite(self._env[segment.outputs[0]]).all():
+            return None
+        return f"`{segment.exchanges[0].line()}` made values that are not finite"
+
+    @property
+    def skippable(self) -> bool:
+        return True
+
+    def skip(self) -> None:
+        """The step's first input comes back."""
+        state = self._env[self._compiled.program.inputs[0]]
+        self.outputs = lambda: state
 
     def zero_inputs(self, index: int) -> None:
         for v in self._compiled.program.segments[index].inputs:

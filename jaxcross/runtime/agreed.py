@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Literal
 
 from jaxcross.runtime.policy import Policy, Turns
-from jaxcross.runtime.vote import JobVerdict, Verdict
+from jaxcross.runtime.vote import JobVerdict, Verdict, Wish
 
-SlotKind = Literal["exchange", "vote", "compare", "sync", "done"]
-OutcomeKind = Literal["committed", "admitted", "ended", "stopped", "compare", "sync", "batches"]
+SlotKind = Literal["exchange", "vote", "compare", "sync", "gather", "done"]
+OutcomeKind = Literal[
+    "committed", "skipped", "admitted", "ended", "stopped", "compare", "sync", "batches", "paused", "resumed"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The next thing on the exchange lane.
 
-    `job` of a vote is the job whose turn it is where no exchange remains: then a rank may take its time (`lazy`).
+    `job` of a vote is the job whose turn it is where no exchange remains, -1 if all are paused: then a rank may take
+    its time (`lazy`).
     """
 
     kind: SlotKind
@@ -50,10 +54,25 @@ class Stream:
 
 @dataclass(slots=True)
 class SharedJob:
-    """What all ranks know of a job."""
+    """What all ranks know of a job.
 
-    step: int = 0  # committed steps
-    remaining: deque[int] | None = None  # exchanges of the admitted step that are still to be made
+    Attributes:
+        row: Its place in the ballot. A job that joins gets the place of one that has left.
+        step: Committed steps.
+        remaining: Exchanges of the admitted step that are still to be made.
+        started: The policy has let it run.
+        held: It begins no step for now: it is paused, or the policy lets others go first.
+        stop: Somebody wished that it stops.
+        finished: It makes no step any more; its reasons are still to be compared.
+    """
+
+    row: int
+    step: int = 0
+    remaining: deque[int] | None = None
+    started: bool = False
+    held: bool = True
+    paused: bool = False
+    stop: bool = False
     finished: bool = False
     streams: dict[int, Stream] = field(default_factory=dict)
 
@@ -65,18 +84,59 @@ class Agreed:
     """Merges the jobs' exchanges, one at a time, and places the votes between them."""
 
     def __init__(self, jobs: int, policy: Policy) -> None:
-        self.jobs = [SharedJob() for _ in range(jobs)]
+        self.jobs: dict[int, SharedJob] = {}  # those that have not left, by number, in ascending order
+        self.count = 0  # jobs that there ever were
+        self.rows = 0  # places in the ballot
         self.policy = policy
-        self.turns = Turns(policy, jobs)  # in bytes
+        self.turns = Turns(policy, 0)  # in bytes
         self.commit: int | None = None  # the job whose step's last exchange was just made
         self.voted = False  # since the last exchange
         self.stopping = False
         self.opening = _OPENING_VOTES  # votes that may still wait for every job's first step before the first exchange
-        self.queue: deque[Slot] = deque()  # comparisons and syncs: they go before everything but a commit
-        self.running = policy.running([False] * jobs)  # the unfinished jobs that the policy lets run now
+        self.queue: deque[Slot] = deque()  # comparisons, syncs, texts: they go before everything but a commit
+        self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
+        self._free: list[int] = []  # rows of jobs that have left, a heap
+        self._of_row: dict[int, int] = {}
         self._next: Slot | None = None  # until something changes
         self._before: Verdict | None = None
-        self._unheard = set(range(jobs))  # jobs whose row of the verdict was not acted upon
+        self._unheard: set[int] = set()  # jobs whose row of the verdict was not acted upon
+        for _ in range(jobs):
+            self._add()
+        self._choose()
+
+    def join(self) -> int:
+        """A job comes in, between two votes: its number."""
+        number = self._add()
+        self._choose()
+        return number
+
+    def _add(self) -> int:
+        number, self.count = self.count, self.count + 1
+        if self._free:
+            row = heappop(self._free)
+        else:
+            row, self.rows = self.rows, self.rows + 1
+        self.jobs[number], self._of_row[row] = SharedJob(row), number
+        self.turns.add(number)
+        self._unheard.add(number)
+        return number
+
+    def leave(self, number: int) -> SharedJob:
+        """The job is over, and nothing is to be said about it any more."""
+        job = self.jobs.pop(number)
+        heappush(self._free, job.row)
+        del self._of_row[job.row]
+        self.turns.remove(number)
+        self._unheard.discard(number)
+        self._choose()
+        return job
+
+    def _choose(self) -> None:
+        able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
+        self.running, self._next = self.policy.running(able) if able else (), None
+        for number, job in self.jobs.items():
+            job.held = number not in self.running
+            job.started |= not job.held
 
     def slot(self) -> Slot:
         """The next slot of the exchange lane, on every rank."""
@@ -89,12 +149,13 @@ class Agreed:
             return Slot("vote")
         if self.queue:
             return self.queue[0]
-        running = self.running
-        if not running:
+        if not self.jobs:
             return Slot("done")
-        job = self.turns.next(running)
-        idle = not self.jobs[job].remaining
-        pending = [n for n in running if self.jobs[n].remaining] if idle else [job]
+        running = self.running
+        job = self.turns.next(running) if running else -1
+        idle = job < 0 or not self.jobs[job].remaining
+        # A job that is paused in the middle of a step, or that others may precede now, makes that step's exchanges.
+        pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
             return Slot("vote", job, lazy=True)
         if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
@@ -120,7 +181,7 @@ class Agreed:
             self.commit = job
 
     def queued_done(self) -> Slot:
-        """The comparison or sync at the head of the queue is over."""
+        """The comparison, sync or gathering of texts at the head of the queue is over."""
         self._next = None
         return self.queue.popleft()
 
@@ -129,20 +190,34 @@ class Agreed:
         "end", "sync" or "batch". Asked only of jobs that wait at the same point on all ranks, hence equal on all.
         """
         committing, self.commit, self.voted, self._next = self.commit, None, True, None
-        if self.opening and any(job.remaining for job in self.jobs):
+        if self.opening and any(job.remaining for job in self.jobs.values()):
             self.opening -= 1
         self.stopping |= verdict.stop
+        if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
+            self.queue.append(Slot("gather"))
         # Of a job that nobody says anything new about, everything was decided.
-        self._unheard.update(range(len(self.jobs)) if self._before is None else verdict.news(self._before))
+        news = [self._of_row[row] for row in verdict.news(self._before) if row in self._of_row]
+        self._unheard.update(news)
         self._before = verdict
-        outcomes: list[Outcome] = []
-        for number in self.running:
-            if number in self._unheard or self.stopping:
-                outcomes += self._hear(number, verdict.job(number), number == committing, called)
-        if self.stopping:  # jobs whose turn to start has not come
-            outcomes += self._stop_others()
+        outcomes = self._hear_wishes(verdict, news)
+        for number, job in self.jobs.items():
+            if (number in self._unheard or self.stopping or job.stop) and not job.finished:
+                outcomes += self._hear(number, verdict.job(job.row), number == committing, called)
         if any(outcome.kind in ("compare", "ended", "stopped") for outcome in outcomes):
-            self.running = self.policy.running([job.finished for job in self.jobs])
+            self._choose()
+        return outcomes
+
+    def _hear_wishes(self, verdict: Verdict, jobs: Sequence[int]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for number in jobs:
+            job = self.jobs[number]
+            wish = verdict.job(job.row).wish
+            job.stop |= wish is Wish.STOP
+            if not job.finished and wish is (Wish.RESUME if job.paused else Wish.PAUSE):
+                job.paused = not job.paused
+                outcomes.append(Outcome("paused" if job.paused else "resumed", number))
+        if outcomes:
+            self._choose()
         return outcomes
 
     def _hear(
@@ -154,21 +229,27 @@ class Agreed:
         if job.remaining:
             return outcomes
         self._unheard.discard(number)
+        if not said.good and not said.settled:
+            # Some rank is still to receive what the last committed step made: no other rank has the state before it.
+            self._unheard.add(number)
+            return outcomes
         if not said.good or (said.waiting and not said.agreed):
             job.remaining, job.finished = None, True
             self.queue.append(Slot("compare", number))
             return [*outcomes, Outcome("compare", number)]
         if committing:
             job.step, job.remaining = job.step + 1, None
-            outcomes.append(Outcome("committed", number))
+            outcomes.append(Outcome("committed" if said.finite else "skipped", number))
         what = called(number) if said.waiting else None
         if what == "end":
             job.finished = True
             outcomes.append(Outcome("ended", number))
-        elif self.stopping and said.waiting:
+        elif (self.stopping or job.stop) and (said.waiting or not job.started):
             # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
+        elif job.held:
+            self._unheard.add(number)  # what it waits for is for later
         elif what == "sync":
             self.queue.append(Slot("sync", number))
             outcomes.append(Outcome("sync", number))
@@ -176,12 +257,6 @@ class Agreed:
             job.remaining = deque(what)
             outcomes.append(Outcome("admitted", number))
         return outcomes
-
-    def _stop_others(self) -> list[Outcome]:
-        others = [n for n, job in enumerate(self.jobs) if not job.finished and n not in self.running]
-        for number in others:
-            self.jobs[number].finished = True
-        return [Outcome("stopped", number) for number in others]
 
     @staticmethod
     def _hear_of_batches(job: SharedJob, said: JobVerdict) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
-from jaxcross.errors import ExchangeError, InternalError, JobError
+from jaxcross.errors import InternalError, JobError
 from jaxcross.runtime import messages as m
+from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.events import Listeners
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.interleaver import Interleaver
@@ -23,72 +24,10 @@ from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import Policy
-
-
-class Stopped(BaseException):
-    """Unwinds a job's function after a person asked all jobs to stop. Never leaves its thread."""
-
-
-class Execution(Protocol):
-    """One step of one job in flight; see `jaxcross.program.execution.Execution`."""
-
-    def run(self, index: int) -> None: ...
-    def wait_inputs(self, index: int) -> None: ...
-    def wait_outputs(self, index: int) -> None: ...
-    def zero_inputs(self, index: int) -> None: ...
-    def outputs(self) -> Any: ...
-
-
-class RunWorld(Protocol):
-    """What a run needs of the world."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def control(self) -> Any: ...
-    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]: ...
-    def abort(self, message: str) -> NoReturn: ...
-
-
-class Call:
-    """One call of a step on this rank, with what the lanes note of it.
-
-    Attributes:
-        ends_ns: When each finished segment's outputs were there.
-    """
-
-    __slots__ = ("called_ns", "ends_ns", "execution", "name", "number", "outline")
-
-    def __init__(self, name: str, number: int, outline: Outline, execution: Execution, called_ns: int) -> None:
-        self.name, self.number, self.outline, self.execution = name, number, outline, execution
-        self.called_ns = called_ns
-        self.ends_ns: dict[int, int] = {}
-
-    def ready_ns(self, segment: int, start_ns: int) -> int:
-        """When the inputs of a segment that began at `start_ns` were there. An end that its lane has not noted yet is
-        not earlier than that by more than a thread's delay.
-        """
-        ends = (self.ends_ns.get(n, start_ns) for n in self.outline.needs[segment])
-        return min(max(ends, default=self.called_ns), start_ns)
-
-
-class Seat:
-    """What the driver holds for one job."""
-
-    def __init__(self, number: int, name: str, thread: Callable[[], threading.Thread]) -> None:
-        self.number, self.name = number, name
-        self.make_thread = thread
-        self.thread: threading.Thread | None = None
-        self.answers: SimpleQueue[m.Instruction] = SimpleQueue()
-        self.call: Call | None = None
-        self.calls = 0
-        self.sync: Callable[[Any], Any] | None = None
-        self.sync_result: tuple[Any, BaseException | None] = (None, None)
-        self.cause: BaseException | None = None  # the first thing that went wrong on this rank
-        self.error: JobError | ExchangeError | None = None
-        self.how: str | None = None
+from jaxcross.runtime.seat import Call, Execution, NonFinite, RunWorld, Seat, Stopped
+from jaxcross.runtime.vote import Wish
+from jaxcross.world.abort import INTERRUPTED, TERMINATED, Terminated
+from jaxcross.world.interrupts import held_back
 
 
 class Driver:
@@ -101,7 +40,14 @@ class Driver:
         depth: Compute segments on the device at once.
         listeners: Told of every span.
         link: An emulated link, if any.
+        chaos: Makes all threads late now and then, for tests.
+        on_text: Called on every rank, in one order, with each text that some rank submitted. May call `join`.
         clock_ns: `time.monotonic_ns`, or a test's.
+
+    Attributes:
+        seats: Of the jobs that joined and whose threads have not ended.
+        left_out: After the run: names of the jobs that were added here and never joined.
+        late: After the run: an interrupt of this rank that no vote has heard of any more.
     """
 
     def __init__(
@@ -113,23 +59,36 @@ class Driver:
         depth: int = 2,
         listeners: Listeners | None = None,
         link: Link | None = None,
+        chaos: Chaos | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.world, self.clock_ns, self.link = world, clock_ns, link
+        self._chaos = chaos
         self.listeners = listeners or Listeners()
-        self.seats = [Seat(number, name, thread) for number, (name, thread) in enumerate(jobs)]
+        self.seats = {number: Seat(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)}
+        self.left_out: tuple[str, ...] = ()
+        self._joining: dict[str, Seat] = {}
+        self._threads: list[threading.Thread] = []  # of jobs; some have ended
+        self._on_text = on_text
+        self._heard: list[str] = []
+        self._early: list[m.Event] | None = []  # what came before the run began
         self._interleaver = Interleaver(len(jobs), policy, depth)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        self._interrupts = 0
+        self._held: deque[KeyboardInterrupt] = deque()  # interrupts that nobody has asked for yet
+        self._interrupt: KeyboardInterrupt | None = None  # the first one
+        self.terminated = False  # by SIGTERM, on this rank
+        self.late: KeyboardInterrupt | None = None
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
 
-    @property
-    def stopping(self) -> bool:
-        """Whether all ranks know that a person asked all jobs to stop."""
-        return self._interleaver.agreed.stopping
+    def stopping(self, job: int) -> bool:
+        """Whether all ranks know that somebody asked the job, or all jobs, to stop."""
+        agreed = self._interleaver.agreed
+        shared = agreed.jobs.get(job)
+        return agreed.stopping or (shared is not None and shared.stop)
 
     def run(self) -> None:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
@@ -138,44 +97,71 @@ class Driver:
             KeyboardInterrupt: On every rank, after a clean end, if a person interrupted any of them.
             InternalError: A lane broke; only where no other rank waits (else all ranks are aborted).
         """
-        self._compute.start()
-        self._exchange.start()
-        self.post(m.RunStarted())
-        self._wait_for(self._over.is_set, self._over.wait)
-        if self._fatal is None:
-            for seat in self.seats:
-                thread = seat.thread
-                if thread is not None:
-                    self._wait_for(lambda t=thread: not t.is_alive(), thread.join)
-        self._exchange.close()
-        self._compute.close()
+        with held_back() as self._held:
+            self._run()
         if self._fatal is not None:
             raise self._fatal
         if self._interleaver.agreed.stopping:
             raise KeyboardInterrupt
+        self.late = self._interrupt or (self._held[0] if self._held else None)
+
+    def _run(self) -> None:
+        self._compute.start()
+        self._exchange.start()
+        with self._lock:
+            early, self._early = self._early or [], None
+        for event in (m.RunStarted(), *early):
+            self.post(event)
+        self._wait_for(self._over.is_set, self._over.wait)
+        if self._fatal is None:
+            for thread in self._threads:
+                self._wait_for(lambda t=thread: not t.is_alive(), thread.join)
+        self._exchange.close()
+        self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], Any]) -> None:
         while not over():
-            try:
-                wait(0.2)  # comes back now and then, so that the main thread sees signals
-            except KeyboardInterrupt:
-                self._interrupts += 1
-                if self._interrupts > 1:
-                    self.world.abort("interrupted twice")
-                for seat in self.seats:
-                    self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
-                self.post(m.StopRequested())
+            wait(0.2)  # comes back now and then, for interrupts
+            while self._held:
+                self._interrupted(self._held.popleft())
+
+    def _interrupted(self, interrupt: KeyboardInterrupt) -> None:
+        self.terminated |= isinstance(interrupt, Terminated)
+        if self._interrupt is not None:
+            self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
+        self._interrupt = interrupt
+        for seat in tuple(self.seats.values()):
+            self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
+        self.post(m.StopRequested())
 
     # Events and instructions.
 
+    def queue(self) -> SimpleQueue[Any]:
+        """A queue for one of the run's threads."""
+        return SimpleQueue() if self._chaos is None else LateQueue(self._chaos)
+
     def post(self, event: m.Event) -> None:
         """Hands an event to the interleaver and its instructions to their threads. Never waits for work."""
+        if self._chaos is not None:
+            self._chaos.pause()
         try:
             with self._lock:
-                for instruction in self._interleaver.handle(event):
-                    self._route(instruction)
+                heard = self._follow(event)
+            for text in heard:
+                self._on_text(text)
         except Exception as error:
             self.die(error)
+
+    def _follow(self, event: m.Event) -> list[str]:
+        if self._early is not None:
+            self._early.append(event)
+            return []
+        for instruction in self._interleaver.handle(event):
+            self._route(instruction)
+        if not self._heard:
+            return self._heard
+        heard, self._heard = self._heard, []
+        return heard
 
     def _route(self, instruction: m.Instruction) -> None:
         match instruction:
@@ -183,22 +169,41 @@ class Driver:
                 self._compute.put(instruction, self._call(job, number))
             case m.RunExchange(job, number, _, _, _):
                 self._exchange.put(instruction, self._call(job, number))
-            case m.CastVote() | m.CompareTexts() | m.RunSync() | m.BePatient() | m.Finish():
+            case m.CastVote() | m.CompareTexts() | m.GatherNews() | m.RunSync() | m.BePatient():
                 self._exchange.put(instruction, None)
             case m.StepReturned(job) | m.BatchGranted(job) | m.SyncReturned(job) | m.Raised(job):
                 self.seats[job].answers.put(instruction)
-            case m.JobFinished(job, how, texts):
+            case m.JobFinished(job, how, step, texts):
                 seat = self.seats[job]
                 seat.how = how
-                if how == "failed":
-                    seat.error = explain(seat.name, self._interleaver.step(job), texts)
+                if texts:
+                    seat.error = explain(seat.name, step, texts)
                     seat.error.__cause__ = seat.cause
+                seat.left.set()
+                if seat.thread is None:
+                    del self.seats[job]
                 kind, value = ("done", how) if how == "ended" else ("status", str(seat.error or how))
-                self.listeners.note(job=seat.name, kind=kind, step=self._interleaver.step(job), value=value)
+                self.listeners.note(job=seat.name, kind=kind, step=step, value=value)
             case m.StartJob(job):
                 seat = self.seats[job]
                 seat.thread = seat.make_thread()
+                self._threads = [*(t for t in self._threads if t.is_alive()), seat.thread]
                 seat.thread.start()
+            case m.SkipStep(job, number):
+                self._call(job, number).execution.skip()
+            case m.JobJoined(job, name):
+                seat = self.seats[job] = self._joining.pop(name)
+                seat.number = job
+                self.listeners.note(job=name, kind="status", value="joined")
+            case m.JobPaused(job, paused):
+                seat = self.seats[job]
+                seat.paused = paused
+                self.listeners.note(job=seat.name, kind="status", value="paused" if paused else "goes on")
+            case m.TextHeard(text):
+                self._heard.append(text)
+            case m.Finish(left_out):
+                self.left_out = left_out
+                self._exchange.put(instruction, None)
             case _:
                 raise InternalError(f"the driver cannot follow {instruction!r}")
 
@@ -208,18 +213,53 @@ class Driver:
             raise InternalError(f"job `{self.seats[job].name}` has no call {number}")
         return call
 
+    # For the runner, and whoever holds a job: in any thread.
+
+    def join(
+        self, name: str, thread: Callable[[], threading.Thread], attach: Callable[[Driver, Seat], None]
+    ) -> Seat | None:
+        """Adds a job while the run goes on; None if it is over. Does not wait: it joins once all ranks have added it.
+
+        Args:
+            name: Of the job.
+            thread: How to make its thread.
+            attach: Told of its seat before it joins.
+        """
+        seat = Seat(-1, name, thread, self.queue())
+        with self._lock:
+            if self._interleaver.finished or self._fatal is not None:
+                return None
+            self._joining[name] = seat
+            attach(self, seat)
+            self.post(m.JobAdded(name))
+        return seat
+
+    def submit(self, text: str) -> bool:
+        """Lets all ranks hear the text; false if the run is over. Does not wait."""
+        with self._lock:
+            if self._interleaver.finished or self._fatal is not None:
+                return False
+            self.post(m.TextSubmitted(text))
+        return True
+
+    def wish(self, seat: Seat, wish: Wish) -> None:
+        """Tells all ranks, in the next vote, what somebody wishes for a job. Does not wait."""
+        with self._lock:
+            self.post(m.JobWished(seat.number, seat.name, wish))
+
     # For job threads.
 
-    def call(self, job: int, outline: Outline, execution: Execution) -> Any:
+    def call(self, job: int, outline: Outline, execution: Execution, nonfinite: NonFinite = "ignore") -> Any:
         """Runs one step: its results, perhaps not computed yet. Waits until its last segment was dispatched."""
         seat = self.seats[job]
         seat.calls += 1
-        seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns())
+        seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns(), nonfinite)
         try:
             answer = self._ask(seat, m.StepCalled(job, outline))
         finally:
             seat.call = None
         assert isinstance(answer, m.StepReturned)
+        seat.skipped += answer.skipped
         return execution.outputs()
 
     def want_batch(self, job: int, stream: int, index: int) -> bool:
@@ -232,7 +272,9 @@ class Driver:
         """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises what it does."""
         seat = self.seats[job]
         seat.sync = work
-        self._ask(seat, m.SyncWanted(job, label))
+        answer = self._ask(seat, m.SyncWanted(job, label))
+        assert isinstance(answer, m.SyncReturned)
+        seat.sole = answer.sole
         result, error = seat.sync_result
         seat.sync, seat.sync_result = None, (None, None)
         if error is not None:
@@ -250,29 +292,45 @@ class Driver:
             raise seat.error
         raise Stopped
 
+    def resumed(self, job: int, step: int) -> None:
+        """The job goes on after `step` steps of another run: spans and errors count from there."""
+        self.post(m.StepsRestored(job, step))
+
     def job_returned(self, job: int) -> None:
         """The job's function returned."""
         self.post(m.JobReturned(job))
 
     def job_raised(self, job: int, error: BaseException, where: str) -> None:
         """The job's function, or its data, raised."""
-        seat = self.seats[job]
-        if seat.how is None and seat.cause is None:
+        seat = self.seats.get(job)
+        if seat is not None and seat.how is None and seat.cause is None:
             seat.cause = error
         self.post(m.JobRaised(job, f"{where}: {describe(error)}"))
 
+    def vacate(self, job: int) -> None:
+        """The job is over on all ranks, and its thread ends."""
+        self.seats.pop(job, None)
+
     # For lanes.
 
-    def segment_failed(self, instruction: m.Dispatch | m.RunExchange, call: Call, error: Exception) -> None:
+    def segment_failed(
+        self, instruction: m.Dispatch | m.RunExchange, call: Call, error: Exception, *, ejects: bool = False
+    ) -> None:
         """A segment raised: the job learns it once all ranks have agreed what to do about it."""
         job, segment = instruction.job, instruction.segment
-        if self.seats[job].cause is None:
-            self.seats[job].cause = error
+        seat = self.seats.get(job)
+        if seat is not None and seat.cause is None:
+            seat.cause = error
         what: str = call.outline.kinds[segment]
         if segment in call.outline.after_commit:
             what += f", after the commit: this rank lacks state {instruction.step}"
         text = f"in step {instruction.step}, segment {segment} ({what}): {describe(error)}"
-        self.post(m.SegmentFailed(job, instruction.call, segment, text))
+        self.post(m.SegmentFailed(job, instruction.call, segment, text, ejects))
+
+    def news(self) -> str:
+        """What this rank tells all of them about jobs that may join."""
+        with self._lock:
+            return self._interleaver.news()
 
     def over(self) -> None:
         """The exchange lane is through."""
@@ -285,6 +343,7 @@ class Driver:
             if self.world.size > 1:
                 text = "".join(traceback.format_exception(error))
                 self.world.abort(f"a lane of the runner broke\n{text}")
-            for seat in self.seats:
+            for seat in tuple(self.seats.values()):
                 seat.answers.put(m.Raised(seat.number))
+                seat.left.set()
         self._over.set()

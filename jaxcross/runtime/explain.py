@@ -20,16 +20,17 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     Args:
         job: Its name.
         step: How many of its steps are committed, on every rank.
-        texts: By rank: a kind (`failed`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and details.
+        texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and
+            details.
     """
     parts = [text.partition("\n")[::2] for text in texts]
-    failed = [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == "failed"]
-    if failed:
-        what = "; on ".join(f"rank {rank} {body}" for rank, body in failed)
-        return JobError(
-            f"Job `{job}` failed on {what}. Every rank leaves the job after step {step}, the last one that all of "
-            "them committed; other jobs go on."
-        )
+    for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
+        if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
+            what = "; on ".join(f"rank {rank} {body}" for rank, body in guilty)
+            return JobError(
+                f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "
+                "them committed; other jobs go on."
+            )
     if all(kind == "step" for kind, _ in parts):
         signatures = [body.partition("\n")[2] for _, body in parts]
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxcross.runtime import messages as m
+from jaxcross.runtime.place import START, Place, go_to, state_of
 
 _ALIGNMENT = 64
 _log = logging.getLogger("jaxcross")
@@ -45,6 +46,12 @@ class Feed(Iterator[Any]):
         steps: Ends after so many, if given.
         prepare: Called on each batch in the feed's thread, for example to put it on the device.
         ahead: How many batches may be ready before they are wanted.
+        start: Begins there; `steps` counts the batches before it, too.
+        resumable: Keeps note of the iterator's own state, for checkpoints.
+
+    Attributes:
+        place: Behind the last batch that was handed out, whatever was prepared beyond it.
+        closed: Nobody will ask for more.
     """
 
     def __init__(
@@ -57,17 +64,20 @@ class Feed(Iterator[Any]):
         steps: int | None = None,
         prepare: Callable[[Any], Any] = lambda batch: batch,
         ahead: int = 2,
+        start: Place = START,
+        resumable: bool = False,
     ) -> None:
         self._driver, self._job, self._stream = driver, job, stream
         self._data: Iterable[Any] | None = data
-        self._steps, self._prepare = steps, prepare
+        self._steps, self._prepare = None if steps is None else max(0, steps - start.taken), prepare
+        self.place, self._resumable = start, resumable
         self._free = threading.Semaphore(ahead)
-        self._batches: deque[Any] = deque()
+        self._batches: deque[tuple[Any, str | None]] = deque()
         self._taken = 0
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._wanted = False
-        self._closed = False
+        self.closed = False
         self._thread = threading.Thread(target=self._fill, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
         self._thread.start()
 
@@ -83,13 +93,14 @@ class Feed(Iterator[Any]):
             self.close()
             raise StopIteration
         self._taken += 1
-        batch = self._batches.popleft()
+        batch, state = self._batches.popleft()
+        self.place = Place(self.place.taken + 1, state)
         self._free.release()
         return batch
 
     def close(self) -> None:
         """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
-        self._closed = True
+        self.closed = True
         self._batches.clear()
         self._free.release()
 
@@ -99,21 +110,23 @@ class Feed(Iterator[Any]):
         count = 0
         try:
             source = iter(data)
+            if self._steps != 0:
+                go_to(self.place, source)
             while self._steps is None or count < self._steps:
                 self._free.acquire()
-                if self._closed:
+                if self.closed:
                     break
                 try:
                     batch = next(source)
                 except StopIteration:
                     break
-                self._batches.append(self._prepare(batch))
+                self._batches.append((self._prepare(batch), state_of(source) if self._resumable else None))
                 del batch
                 count += 1
                 self._driver.post(m.BatchPrepared(self._job, self._stream, count))
-            if not self._closed:
+            if not self.closed:
                 self._driver.post(m.StreamEnded(self._job, self._stream, count))
-            while not self._closed:
+            while not self.closed:
                 self._free.acquire()
             if self._steps is None or self._taken < self._steps:
                 self._abandon(source)

@@ -23,9 +23,12 @@ exchange waits for its producers: compute segments that neither need an exchange
 (`Outline` refuses both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict
 which *jobs* run, never which segments of a running job, so an admitted step is never held back.
 
-**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here. If it does so
-on all ranks the vote changes something: it admits, ends, grants or ejects. Otherwise a rank without news paces the
-vote by its patience.
+**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here, or once for each
+wish and each job that was added. If it does so on all ranks the vote changes something: it admits, ends, grants or
+ejects. Otherwise a rank without news paces the vote by its patience.
+
+**Membership.** A job's number is never used again, so whatever comes late from one that has left is known to be late. A
+job that was added during the run joins between two votes, once all ranks have added it (`Joiners`).
 
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
 so in the commit vote; nobody then runs the segments that would overwrite the step's input state. A rank that fails
@@ -34,17 +37,15 @@ between steps says so in any vote. In both cases all ranks compare texts in the 
 
 from __future__ import annotations
 
-from typing import Literal
-
-import numpy as np
-
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Outcome, Slot
+from jaxcross.runtime.compute_order import ComputeOrder
 from jaxcross.runtime.invariants import check_lanes
 from jaxcross.runtime.local import LocalCall, LocalJob, Point
-from jaxcross.runtime.policy import Policy, Turns
-from jaxcross.runtime.vote import Ballot, Verdict, point_hash
+from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.voice import Voice
+from jaxcross.runtime.vote import Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
 
@@ -62,17 +63,12 @@ class Interleaver:
         if jobs < 1 or depth < 1:
             raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
         self.agreed = Agreed(jobs, policy)
-        self.depth = depth
-        self._jobs = [LocalJob() for _ in range(jobs)]
-        self._turns = Turns(policy, jobs)  # on the compute lane, in nanoseconds
-        self._on_device: set[tuple[int, int, int]] = set()
-        self._ready: dict[int, int] = {}  # jobs that have a compute segment for the lane, and which
-        self._ballot = Ballot(jobs)
-        self._touched: set[int] = set()  # jobs whose part of the ballot may be out of date
+        self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
+        self._compute = ComputeOrder(jobs, policy, depth)
+        self._voice = Voice(jobs)
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
-        self._stop = False
         self._out: list[m.Instruction] = []
 
     @property
@@ -81,11 +77,28 @@ class Interleaver:
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """How many steps of the job are committed."""
+        """How many steps of a job that has not left are committed."""
         return self.agreed.jobs[job].step
+
+    def news(self) -> str:
+        """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
+        return self._voice.joiners.text()
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
         """Takes note of an event and says what follows from it. Neither waits nor communicates."""
+        job: int | None = getattr(event, "job", None)
+        if job is None or job in self._jobs:
+            self._note(event)
+        else:
+            self._note_outside(event)
+        if job in self._jobs:
+            self._look_at(job)
+        self._fill_compute_lane()
+        self._begin_slot()
+        out, self._out = tuple(self._out), []
+        return out
+
+    def _note(self, event: m.Event) -> None:
         match event:
             case m.StepCalled():
                 self._step_called(event)
@@ -93,13 +106,12 @@ class Interleaver:
                 if (current := self._jobs[job].current(call)) is not None:
                     current.dispatched.add(segment)
             case m.SegmentCompleted(job, call, segment, ns):
-                self._on_device.discard((job, call, segment))
-                self._turns.charge(job, ns)
-            case m.SegmentFailed(job, call, segment, text):
-                self._on_device.discard((job, call, segment))
-                self._fail(job, text)
-            case m.ExchangeDone(job, segment):
-                self._exchange_done(job, segment)
+                self._compute.ended((job, call, segment), ns)
+            case m.SegmentFailed(job, call, segment, text, ejects):
+                self._compute.ended((job, call, segment))
+                self._fail(job, text, ejects)
+            case m.ExchangeDone(job, segment, finite):
+                self._exchange_done(job, segment, finite)
             case m.VoteDone(verdict):
                 self._expect("vote")
                 self._vote_done(verdict)
@@ -107,15 +119,24 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.agreed.queued_done()
-                self._close(job, "failed", texts)
+                # Ranks that did not notice anything say where they wait; one that truly failed decides.
+                kinds = {text.partition("\n")[0] for text in texts}
+                self._close(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
+            case m.NewsGathered(texts):
+                self._expect("gather")
+                self.agreed.queued_done()
+                self._news_gathered(texts)
+                self._start_jobs()
             case m.SyncWanted(job, label):
                 mine = self._jobs[job]
                 mine.syncs += 1
                 self._wait_at(job, Point("sync", point_hash("sync", label, mine.syncs), label))
+            case m.StepsRestored(job, step):
+                self.agreed.jobs[job].step = step  # a number for people: nothing is decided by it
             case m.SyncDone(job):
                 self._expect("sync", job)
                 self.agreed.queued_done()
-                self._answer(job, m.SyncReturned(job))
+                self._answer(job, m.SyncReturned(job, self.agreed.count == 1))
             case m.BatchWanted(job, stream, index):
                 self._jobs[job].stream = stream
                 text = f"asked for batch {index + 1} of data {stream + 1}"
@@ -129,21 +150,33 @@ class Interleaver:
                 self._jobs[job].returned = True
             case m.JobRaised(job, text):
                 self._fail(job, text)
+            case m.JobWished(job, _, wish):
+                self._jobs[job].wishes(wish)
+                self._voice.urgent = True
+            case m.JobAdded(name):
+                self._voice.add(name)
+            case m.TextSubmitted(text):
+                self._voice.submit(text)
             case m.StopRequested():
-                self._stop = True
-                self._ballot.stop()
+                self._voice.stop()
             case m.PatienceElapsed():
                 self._begin_slot(patience_over=True)
             case m.RunStarted():
                 self._start_jobs()
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
-        if (job := getattr(event, "job", None)) is not None:
-            self._look_at(job)
-        self._fill_compute_lane()
-        self._begin_slot()
-        out, self._out = tuple(self._out), []
-        return out
+
+    def _note_outside(self, event: m.Event) -> None:
+        """Of a job that has left, or has not joined yet."""
+        match event:
+            case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
+                self._compute.ended((job, call, segment))
+            case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
+                self._out.append(m.Raised(job))
+            case m.JobWished(_, name, wish):
+                self._voice.joiners.wish(name, wish)
+            case m.ExchangeDone(job) | m.TextsCompared(job) | m.SyncDone(job):
+                raise InternalError(f"the exchange lane reports `{event}`, but there is no job {job}")
 
     # Jobs.
 
@@ -153,11 +186,24 @@ class Interleaver:
                 self._jobs[job].started = True
                 self._out.append(m.StartJob(job))
 
+    def _news_gathered(self, texts: tuple[str, ...]) -> None:
+        joined, heard = self._voice.joiners.hear(texts)
+        for name, local in joined:
+            number = self.agreed.join()
+            self._jobs[number] = local
+            self._compute.join(number)
+            self._voice.join(number, self.agreed.rows)
+            self._out.append(m.JobJoined(number, name))
+        if heard:
+            # Whoever hears them may add jobs for them, before the next slot: these join in it, if no job was left else.
+            self.agreed.queue.append(Slot("gather"))
+            self._out += [m.TextHeard(text) for text in heard]
+
     def _look_at(self, job: int) -> None:
         """Something happened to the job: its thread may go on, it may have a segment for the lane, or news."""
         self._answer_thread(job)
         self._note_ready(job)
-        self._touched.add(job)
+        self._voice.touch(job)
 
     def _step_called(self, event: m.StepCalled) -> None:
         job, mine, outline = event.job, self._jobs[event.job], event.outline
@@ -173,10 +219,6 @@ class Interleaver:
     def _wait_at(self, job: int, point: Point | None) -> None:
         mine = self._jobs[job]
         mine.waits, mine.point = True, point
-        if mine.closed and point is not None and point.kind == "end":
-            mine.waits, mine.point = False, None  # the thread is gone, and was told already
-        elif mine.closed:
-            self._answer(job, m.Raised(job))
 
     def _answer(self, job: int, instruction: m.Instruction) -> None:
         mine = self._jobs[job]
@@ -195,23 +237,22 @@ class Interleaver:
         elif stream.limit is not None and mine.point.index >= stream.limit:
             self._answer(job, m.BatchGranted(job, False))
 
-    def _fail(self, job: int, text: str) -> None:
+    def _fail(self, job: int, text: str, ejects: bool = False) -> None:
         mine = self._jobs[job]
-        if mine.failed is None and not mine.closed:
-            mine.failed = text
+        if mine.failed is None:
+            mine.failed, mine.ejects = text, ejects
         if mine.call is not None:
             mine.call.waiting.clear()
 
-    def _close(self, job: int, how: Literal["ended", "failed", "stopped"], texts: tuple[str, ...] = ()) -> None:
-        mine = self._jobs[job]
+    def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
+        mine, shared = self._jobs[job], self.agreed.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        mine.closed = True
-        self._out.append(m.JobFinished(job, how, texts))
-        if mine.call is not None:
-            mine.call.waiting.clear()
+        self._out.append(m.JobFinished(job, how, shared.step, texts))
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
-        mine.waits, mine.point = False, None
+        del self._jobs[job]
+        self._compute.leave(job)
+        self._voice.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
         """Returns a complete step. Offers the end of a job whose function returned, once nothing of it can fail on the
@@ -219,29 +260,26 @@ class Interleaver:
         """
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
-            self._answer(job, m.StepReturned(job, self.step(job)))
-        if mine.returned and not any(key[0] == job for key in self._on_device):
+            self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
+        if mine.returned and not self._compute.busy(job):
             mine.returned = False
             self._wait_at(job, Point("end", point_hash("end"), "ended"))
 
     # The compute lane.
 
     def _note_ready(self, job: int) -> None:
-        segment = self._jobs[job].ready()
-        if segment is None:
-            self._ready.pop(job, None)
-        else:
-            self._ready[job] = segment
+        mine = self._jobs[job]
+        begins = mine.call is not None and (mine.call.admitted or not self.agreed.jobs[job].held)
+        self._compute.offer(job, mine.ready() if begins else None)
 
     def _fill_compute_lane(self) -> None:
-        while len(self._on_device) < self.depth and self._ready:
-            job = self._turns.next(self._ready)
-            call, segment = self._jobs[job].call, self._ready[job]
+        while (turn := self._compute.next()) is not None:
+            job, segment = turn
+            call = self._jobs[job].call
             assert call is not None
             call.waiting.remove(segment)
             call.issued.add(segment)
-            self._turns.begin(job)
-            self._on_device.add((job, call.number, segment))
+            self._compute.on_device.add((job, call.number, segment))
             # Work without exchanges happens between two steps; the others make the next one.
             step = self.step(job) + (1 if call.outline.collectives and not call.committed else 0)
             self._out.append(m.Dispatch(job, call.number, step, segment))
@@ -270,43 +308,45 @@ class Interleaver:
                 return
             instruction = m.RunExchange(slot.job, call.number, self.step(slot.job) + 1, slot.segment, zero)
         elif slot.kind == "vote":
-            urgent = self._jobs[slot.job].has_news() if slot.lazy else True
-            if not (urgent or patience_over or (self._stop and not self.agreed.stopping)):
+            urgent = not slot.lazy or self._voice.urgent or (slot.job >= 0 and self._jobs[slot.job].has_news())
+            if not (urgent or patience_over):
                 if not self._patient:
                     self._patient = True
                     self._out.append(m.BePatient(self._fruitless))
                 return
-            instruction = m.CastVote(self._say())
+            instruction = m.CastVote(self._voice.cast(self._jobs, self.agreed.jobs))
         elif slot.kind == "compare":
             instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
+        elif slot.kind == "gather":
+            instruction = m.GatherNews()
         elif slot.kind == "sync":
             instruction = m.RunSync(slot.job)
         else:
-            instruction = m.Finish()
+            instruction = m.Finish(self._voice.joiners.names)
         self._slot, self._patient = slot, False
         self._out.append(instruction)
 
-    def _say(self) -> np.ndarray:
-        for job in self._touched:
-            self._ballot.say(job, self._jobs[job].ballot())
-        self._touched.clear()
-        return self._ballot.cast()
-
-    def _exchange_done(self, job: int, segment: int) -> None:
+    def _exchange_done(self, job: int, segment: int, finite: bool) -> None:
         self._expect("exchange", job)
         call = self._jobs[job].call
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
         call.exchanged.add(segment)
+        call.finite &= finite
         nbytes = call.outline.nbytes
         self.agreed.exchange_done(job, nbytes[segment] if nbytes else 1)
 
     def _vote_done(self, verdict: Verdict) -> None:
+        running = self.agreed.running
         outcomes = self.agreed.apply(verdict, lambda job: self._jobs[job].called())
         self._fruitless = 0 if outcomes else min(self._fruitless + 1, _MOST_PATIENT)
         for outcome in outcomes:
             self._follow(outcome)
-            self._look_at(outcome.job)
+            if outcome.job in self._jobs:
+                self._look_at(outcome.job)
+        if self.agreed.running is not running:
+            for job in self._jobs:  # some may begin a step now, others not
+                self._note_ready(job)
 
     def _follow(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call
@@ -314,9 +354,13 @@ class Interleaver:
             assert call is not None
             call.admitted = True
             self._jobs[job].point = None
-        elif outcome.kind == "committed":
+        elif outcome.kind in ("committed", "skipped"):
             assert call is not None
-            call.committed = True
+            call.committed, call.skipped = True, outcome.kind == "skipped"
+            if call.skipped:
+                self._out.append(m.SkipStep(job, call.number))
+        elif outcome.kind in ("paused", "resumed"):
+            self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):
             self._close(job, outcome.kind)
         elif outcome.kind == "batches":
@@ -326,6 +370,6 @@ class Interleaver:
         """Raises InternalError if the state contradicts itself. For tests, after every event: it costs as much as
         the event did.
         """
-        check_lanes(self.depth, self._on_device, self._jobs, self.agreed)
+        check_lanes(self._compute, self._jobs, self.agreed)
         if self._out:
             raise InternalError("interleaver: instructions were left behind")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping
 
 from jaxcross.errors import InternalError
 from jaxcross.runtime.agreed import Agreed
+from jaxcross.runtime.compute_order import ComputeOrder
 from jaxcross.runtime.local import LocalJob
 
 
-def check_lanes(
-    depth: int, on_device: Collection[tuple[int, int, int]], jobs: Sequence[LocalJob], agreed: Agreed
-) -> None:
+def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: Agreed) -> None:
     """Raises InternalError if a segment ran too early, or the compute lane idles beside a ready one."""
 
     def must(holds: bool, what: str) -> None:
         if not holds:
             raise InternalError(f"interleaver: {what}")
 
+    on_device, depth = compute.on_device, compute.depth
     must(len(on_device) <= depth, f"{len(on_device)} segments on a lane of depth {depth}")
-    for job, (mine, shared) in enumerate(zip(jobs, agreed.jobs, strict=True)):
-        call = mine.call
+    must(jobs.keys() == agreed.jobs.keys(), f"jobs {list(jobs)} here, {list(agreed.jobs)} on all ranks")
+    rows = [shared.row for shared in agreed.jobs.values()]
+    must(len(set(rows)) == len(rows) <= agreed.rows, f"jobs share rows {rows} of {agreed.rows}")
+    for job, mine in jobs.items():
+        call, shared = mine.call, agreed.jobs[job]
         must(call is None or mine.waits, f"job {job} has a call that nobody waits for")
         admitted = call is not None and call.admitted
         must(not shared.remaining or admitted, f"job {job} has exchanges left of no admitted step")
@@ -35,6 +38,6 @@ def check_lanes(
             met = all(need in call.issued or need in call.exchanged for need in needs)
             must(met or mine.failed is not None, f"job {job}: segment {segment} ran before its needs")
     if len(on_device) < depth:
-        for job, mine in enumerate(jobs):
-            idle = mine.call is not None and mine.failed is None and not mine.closed and mine.call.ready() is not None
-            must(not idle, f"job {job} has a ready segment but the compute lane is not full")
+        for job, mine in jobs.items():
+            may = mine.call is not None and (mine.call.admitted or not agreed.jobs[job].held)
+            must(not may or mine.ready() is None, f"job {job} has a ready segment but the compute lane is not full")

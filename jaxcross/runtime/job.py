@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
+from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import JobError
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
-from jaxcross.runtime.driver import Driver, Stopped
+from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.kept import Kept, own_copy
 from jaxcross.runtime.lanes import LaneThread
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import point_hash
+from jaxcross.runtime.place import START
+from jaxcross.runtime.resumption import Resumption
+from jaxcross.runtime.seat import NonFinite, Seat, Stopped
+from jaxcross.runtime.vote import Wish, point_hash
 
 
 class JobThread(LaneThread):
@@ -86,7 +92,12 @@ class JobContext:
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
             a batch, times the ranks. Set it where that is not so.
-        error: Why it failed, after the run.
+        how: How it left: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
+            before that.
+        error: Why, if it failed, was ejected or left out.
+        left: Set once it has left and `state` and `history` are final: `job.left.wait()`.
+        skipped: How many of its steps kept the state; see `nonfinite`.
+        cuts: Which number of pieces `cut="auto"` found for which program, for a restart to find the same.
     """
 
     def __init__(
@@ -98,14 +109,21 @@ class JobContext:
         self.history = self._metrics.history
         self.examples_per_step: float | None = None
         self.error: Exception | None = None
+        self.how: str | None = None
+        self.left = threading.Event()
+        self.skipped = 0
+        self._unwound = False
+        self._nonfinite: NonFinite = "ignore"
+        self.cuts: dict[str, int] = {}
         self._kept = Kept()
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
         self._driver: Driver | None = None
-        self._number = -1
+        self._seat: Seat | None = None
         self._counted: str | None = None
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
         self._programs: dict[int, Program] = {}
         self._feeds: list[Feed] = []
+        self._resumption: Resumption | None = None  # if there are checkpoints
         self._strayed: JobError | None = None  # its batches were asked for in another thread
 
     # For the job's function.
@@ -117,6 +135,22 @@ class JobContext:
     @state.setter
     def state(self, state: Any) -> None:
         self._kept.give(state, self.step)
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """What becomes of a step whose exchanged values are not all finite, on some rank.
+
+        `ignore`, the default, does not look. `raise` and `eject` end the job on every rank with the state of the step
+        before; `raise` lets `run()` raise at the end, `eject` only reports it. `skip` goes on with the state as it was.
+        Set it before the first step, on every rank alike. To look costs one pass over what was exchanged, on the host.
+        """
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: NonFinite) -> None:
+        if policy not in get_args(NonFinite):
+            raise ValueError(f"Job `{self.name}`: `nonfinite` is `{policy!r}`, not one of {get_args(NonFinite)}")
+        self._nonfinite = policy
 
     def log(self, metrics: Any) -> None:
         """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed.
@@ -133,13 +167,21 @@ class JobContext:
         on one rank ends the job on all. Each rank must call `batches` in the same order. `next` waits for the ranks.
         If the loop ends before `data` and `steps` do, the thread closes the iterator (`close()`, if it has one).
 
+        After a restart from a checkpoint, the first call goes on where the job's loop stood then, and `steps` counts
+        what came before: an iterator with `get_state` and `set_state` (Grain's, `jaxcross.data`'s) is set to its place,
+        from any other the batches that were used are taken and dropped. `data` must be as it was.
+
         Raises:
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
         driver = self._running()
         if self._stray_loop():
             return iter(())
-        feed = Feed(driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=to_device)
+        feed = Feed(
+            driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=to_device,
+            start=START if self._resumption is None else self._resumption.next_place(),
+            resumable=self._resumption is not None,
+        )  # fmt: skip
         self._feeds.append(feed)
         return self._measured(feed)
 
@@ -148,6 +190,9 @@ class JobContext:
 
         Returned is a copy: the job's step may donate it, and another job start from the same `state`.
 
+        If the runner has checkpoints, and the job one that is whole, returned is what was saved there, in a tree made
+        like `state`; `step` and the first `batches` go on from there. What `mode` says is then of no concern.
+
         Args:
             state: A pytree of arrays, JAX's or NumPy's, and numbers.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
@@ -155,16 +200,32 @@ class JobContext:
 
         Raises:
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
-            TypeError: Unless `local`, on every rank: a leaf is no array and no number.
+            TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
+            JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
+        if self._resumption is not None and (found := self._resumption.restore(state, self.together)) is not None:
+            self.step = self._resumption.first_step
+            self._running().resumed(self._number, self.step)
+            self.state = found
+            return found
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
         self.state = own_copy(state)
         return self.state
 
     def save(self, state: Any) -> None:
-        """Keeps `state` as the job's. Does not wait. If the job ends early, a later committed step's replaces it."""
+        """Keeps `state` as the job's. If the job ends early, a later committed step's replaces it.
+
+        Does not wait, unless the runner has checkpoints. Then it begins one: it waits for the state's values, for all
+        ranks, which must come at the same step, and until the job's previous checkpoint is on disk; a thread off both
+        lanes writes. The state may be donated afterwards.
+
+        Raises:
+            JobError: With checkpoints, on every rank: `state` is not like the one that was restored, or a disk failed.
+        """
         self.state = state
+        if self._resumption is not None:
+            self._resumption.save(state, self.step, self.together, unfit=self._unfit())
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
@@ -193,12 +254,58 @@ class JobContext:
                 )
             )  # fmt: skip
 
+    # For whoever holds the job, in any thread of any rank; one rank's wish is enough.
+
+    def stop(self) -> None:
+        """Ends this job, on all ranks between the same two of its steps. The others go on. Does not wait.
+
+        `state` will be that of its last committed step. Its function is left where it waits next for a step or a batch.
+
+        Raises:
+            JobError: `runner.run()` has not begun.
+        """
+        self._wish(Wish.STOP)
+
+    def pause(self) -> None:
+        """Lets this job rest, on all ranks between the same two of its steps. Does not wait.
+
+        It keeps its state and takes no turn, on neither lane, until `resume`. Of a `pause` on one rank and a `resume`
+        on another at the same time, the `pause` counts. A job that trains by a `ParameterServer` takes no turns: it
+        cannot be paused.
+
+        Raises:
+            JobError: `runner.run()` has not begun.
+        """
+        self._wish(Wish.PAUSE)
+
+    def resume(self) -> None:
+        """Lets a paused job go on, on all ranks. Does not wait.
+
+        Raises:
+            JobError: `runner.run()` has not begun.
+        """
+        self._wish(Wish.RESUME)
+
+    @property
+    def paused(self) -> bool:
+        """Whether all ranks know that it is paused."""
+        return self._seat is not None and self._seat.paused
+
+    def _wish(self, wish: Wish) -> None:
+        driver, seat = self._driver, self._seat
+        if seat is None and self.how is None:
+            raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
+        if driver is not None and seat is not None:  # else it has left
+            driver.wish(seat, wish)
+
     # For `jaxcross.step`.
 
     @property
     def sole(self) -> bool:
-        """Whether it is its runner's only job, so that nothing runs beside it."""
-        return len(self._running().seats) == 1
+        """Whether it has been its runner's only job, so that nothing runs beside it; as of the latest `together`, so
+        that all ranks say the same.
+        """
+        return self._seat is not None and self._seat.sole
 
     def first_use(self, program: Program) -> bool:
         """Whether this job has not asked about `program` before. The same on every rank."""
@@ -217,11 +324,17 @@ class JobContext:
         if known is None:
             # The pair keeps `compiled` alive, hence its id unique.
             known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
-        outputs = driver.call(self._number, known[1], compiled.execution(flat_inputs))
+        execution = compiled.execution(flat_inputs)
+        if self._nonfinite != "ignore":
+            execution.watch()
+        outputs = driver.call(self._number, known[1], execution, self._nonfinite)
         if known[1].collectives:
             if self._counted is None:
                 self._counted = compiled.program.name
-            self.step += compiled.program.name == self._counted
+            if compiled.program.name == self._counted:
+                self.step += 1
+                if self._resumption is not None:
+                    self._resumption.stepped(self._feeds)
         self._kept.committed(outputs, self.step)
         return outputs
 
@@ -230,7 +343,7 @@ class JobContext:
     @property
     def stopping(self) -> bool:
         """Whether the job is to stop. Ranks learn it one after the other."""
-        return self._running().stopping
+        return self._running().stopping(self._number)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
         """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
@@ -249,43 +362,109 @@ class JobContext:
 
     # For the runner.
 
-    def attach(self, driver: Driver, number: int) -> None:
-        """The run begins: this is the driver's job `number`."""
-        self._driver, self._number = driver, number
+    @property
+    def _number(self) -> int:
+        return -1 if self._seat is None else self._seat.number
+
+    @property
+    def order(self) -> float:
+        """Its place among the jobs of the run, the same on all ranks; behind all others if it never joined."""
+        return self._number if self._number >= 0 else float("inf")
+
+    @property
+    def steps_made(self) -> int:
+        """How many of its steps it made in this run."""
+        return self.step if self._resumption is None else self.step - self._resumption.first_step
+
+    @property
+    def save_every(self) -> int | None:
+        """After how many steps the plain loop is to save, if at all."""
+        return None if self._resumption is None else self._resumption.every
+
+    def attach(self, driver: Driver, seat: Seat, resumption: Resumption | None = None) -> None:
+        """The run begins, or the job is added to it: this is its seat."""
+        self._driver, self._seat, self._resumption = driver, seat, resumption
 
     def thread(self) -> threading.Thread:
         """A new thread that will run the job."""
         return JobThread(self)
 
     def main(self) -> None:
-        """The body of the job's thread. Whatever the function raises becomes the job's failure on all ranks."""
-        driver = self._running()
+        """The body of the job's thread. Whatever the function raises becomes the job's failure on all ranks.
+
+        Waits, after the function, until the job is over on every rank.
+        """
+        driver, seat = self._running(), self._seat
+        assert seat is not None
         try:
             result = self._fn(self, **self._arguments)
             self._running()
-        except Stopped:
+            if result is not None:
+                self.state = result
+            del result
+            self._save_last(self.together)
+        except Stopped as stopped:
+            self._unwound = True
+            _forget_locals(stopped)
             driver.job_returned(self._number)
         except BaseException as error:
             driver.job_raised(self._number, self._strayed or error, f"after step {self.step}")
+            _forget_locals(error)
         else:
-            if result is not None:
-                self.state = result
             driver.job_returned(self._number)
         finally:
             for feed in self._feeds:
                 feed.close()
+        seat.left.wait()
+        self.close()
+        driver.vacate(seat.number)
 
     def close(self) -> None:
-        """The run is over: reads back what is left. Waits for the device."""
-        if self._driver is not None:
-            seat = self._driver.seats[self._number]
-            self.error = seat.error
-            if seat.how != "ended":
+        """The job is over: reads back what is left, and lets go of all but its state. Waits for the device."""
+        if self.left.is_set():
+            return
+        seat = self._seat
+        if seat is not None:
+            # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
+            how = "stopped" if self._unwound and seat.how == "ended" else seat.how
+            self.how, self.error, self.skipped = how or "left out", seat.error, seat.skipped
+            if self.error is not None:
+                _forget_locals(self.error)
+            if how != "ended":
                 self._kept.settle()
             self._kept.release()
-        error = self._metrics.settle()
-        if error is not None and self.error is None:  # of a failed step's metrics the job's own error says more
-            raise JobError(f"Job `{self.name}`: what it logged cannot be read back: {error}") from error
+        failure = self._metrics.settle()
+        if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
+            self.error = JobError(f"Job `{self.name}`: what it logged cannot be read back: {failure}")
+            self.error.__cause__ = failure
+        # The arguments hold data and steps, the steps their constants, and the feeds perhaps a batch.
+        self._driver, self._fn, self._arguments = None, _no_function, {}
+        self._outlines, self._programs, self._feeds = {}, {}, []
+        self.left.set()
+
+    def _unfit(self) -> str:
+        """Why the state cannot be resumed from, if so."""
+        if self.steps_made and self._counted is None:
+            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
+        return "" if self._kept.step == self.step else "its function neither returned nor saved its latest state"
+
+    def _save_last(self, together: Together) -> None:
+        if self._resumption is not None:
+            self._resumption.save_last(self.state, self.step, together, unfit=self._unfit())
+
+    def save_left(self) -> None:
+        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
+        if self._seat is None or self._seat.how in (None, "ended"):  # what all ranks agreed on; `how` may differ
+            return
+
+        def together(label: str, work: Callable[[Any], Any]) -> Any:
+            with self._world.watching(job=self.name, step=self.step, segment=-1, what=label):
+                return work(self._world.control)
+
+        try:
+            self._save_last(together)
+        except JobError as error:
+            _log.warning("%s", error)
 
     def _running(self) -> Driver:
         if self._driver is None:
@@ -314,7 +493,8 @@ class JobContext:
         error = self._stray("`job.batches`", "iterated")
         if error is None:
             return False
-        if self._strayed is not None or self._running().seats[self._number].how == "ended":
+        seat = self._seat
+        if self._strayed is not None or self._driver is None or seat is None or seat.how == "ended":
             raise error  # a loop around the loop, or nobody left to tell
         self._strayed = error
         return True
@@ -334,6 +514,20 @@ class JobContext:
 
 
 _END = object()
+_log = logging.getLogger("jaxcross")
+
+
+def _no_function(*_: Any, **__: Any) -> None:
+    """In place of a job's function, once it is over."""
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Lets go of what the functions held that an exception went through: a step's arrays would live as long as it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _examples(batch: Any, ranks: int) -> float | None:

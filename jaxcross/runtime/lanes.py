@@ -10,9 +10,11 @@ from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.vote import Verdict
 from jaxcross.world.slices import ask_for_short_slices
+from jaxcross.world.standing import Activity
 
 if TYPE_CHECKING:
-    from jaxcross.runtime.driver import Call, Driver
+    from jaxcross.runtime.driver import Driver
+    from jaxcross.runtime.seat import Call
 
 _FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.002, 0.05
 
@@ -61,8 +63,8 @@ class ComputeLane:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._todo: SimpleQueue[tuple[m.Dispatch, Call] | None] = SimpleQueue()
-        self._on_device: SimpleQueue[tuple[m.Dispatch, Call, int] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[m.Dispatch, Call] | None] = driver.queue()
+        self._on_device: SimpleQueue[tuple[m.Dispatch, Call, int, int] | None] = driver.queue()
         self._threads = [
             LaneThread("compute", self._dispatch_all, driver),
             LaneThread("compute-wait", self._wait_for_all, driver),
@@ -86,25 +88,31 @@ class ComputeLane:
         while (item := self._todo.get()) is not None:
             d, call = item
             dispatched_ns = driver.clock_ns()
+            token = driver.world.flight.begin(Activity.now("compute", job=call.name, step=d.step, segment=d.segment))
             try:
                 call.execution.run(d.segment)
             except Exception as error:
+                driver.world.flight.end(token, failed=True)
                 driver.segment_failed(d, call, error)
+                del item, call  # arrays must not live until the next segment comes
                 continue
-            self._on_device.put((d, call, dispatched_ns))
+            self._on_device.put((d, call, dispatched_ns, token))
             driver.post(m.SegmentDispatched(d.job, d.call, d.segment))
-            del item, call  # arrays must not live until the next segment comes
+            del item, call
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
         driver, free_ns = self._driver, 0
         while (item := self._on_device.get()) is not None:
-            d, call, dispatched_ns = item
+            d, call, dispatched_ns, token = item
             try:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
+                driver.world.flight.end(token, failed=True)
                 driver.segment_failed(d, call, error)
+                del item, call
                 continue
+            driver.world.flight.end(token)
             end_ns = driver.clock_ns()
             call.ends_ns[d.segment] = end_ns
             start_ns = max(dispatched_ns, free_ns)
@@ -125,7 +133,7 @@ class ExchangeLane:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._todo: SimpleQueue[tuple[m.Instruction, Call | None] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[m.Instruction, Call | None] | None] = driver.queue()
         self._pause = threading.Event()  # never set: a wait that is not a sleep
         self._thread = LaneThread("exchange", self._work, driver)
 
@@ -191,7 +199,13 @@ class ExchangeLane:
         call.ends_ns[segment] = end_ns
         ready_ns = call.ready_ns(segment, start_ns)
         self._span("collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label)
-        driver.post(m.ExchangeDone(x.job, segment))
+        finite = True
+        if call.nonfinite != "ignore" and not zero and (what := execution.nonfinite(segment)) is not None:
+            if call.nonfinite == "skip":
+                finite = not execution.skippable
+            else:
+                driver.segment_failed(x, call, FloatingPointError(what), ejects=call.nonfinite == "eject")
+        driver.post(m.ExchangeDone(x.job, segment, finite))
 
     def _talk(self, instruction: m.Instruction) -> None:
         driver, world = self._driver, self._driver.world
@@ -206,6 +220,10 @@ class ExchangeLane:
                 job, label = driver.seats[number].name, "compare"
                 with world.watching(job=job, step=0, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
+            case m.GatherNews():
+                job, label = "", "news"
+                with world.watching(job="", step=0, segment=-1, what="news of jobs"):
+                    event = m.NewsGathered(tuple(world.control.allgather_text(driver.news())))
             case m.RunSync(number):
                 seat = driver.seats[number]
                 job, label = seat.name, "together"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import JobBallot
+from jaxcross.runtime.vote import JobBallot, Wish
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
@@ -33,6 +33,8 @@ class LocalCall:
     exchanged: set[int] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False
+    finite: bool = True  # what was exchanged, as far as it was looked at
+    skipped: bool = False  # the step keeps its state
 
     def ready(self) -> int | None:
         """The first compute segment that may go to the lane."""
@@ -62,8 +64,9 @@ class LocalJob:
     waits: bool = False  # the thread waits for an answer
     point: Point | None = None  # and for the other ranks
     failed: str | None = None
+    ejects: bool = False  # what failed is what its policy ejects it for
     returned: bool = False  # its function returned
-    closed: bool = False  # told to raise from now on
+    wish: Wish = Wish.NONE  # not yet said to the others
     stream: int = -1
     syncs: int = 0
     prepared: dict[int, int] = field(default_factory=dict)
@@ -73,9 +76,14 @@ class LocalJob:
         """The call of that number, unless it is over."""
         return self.call if self.call is not None and self.call.number == call else None
 
+    def wishes(self, wish: Wish) -> None:
+        """Somebody here wishes so; the last one counts, but a stop is for good."""
+        if self.wish is not Wish.STOP:
+            self.wish = wish
+
     def ready(self) -> int | None:
         """The compute segment that may go to the lane next."""
-        return None if self.call is None or self.failed is not None or self.closed else self.call.ready()
+        return None if self.call is None or self.failed is not None else self.call.ready()
 
     def called(self) -> tuple[int, ...] | str:
         """What it waits for: the collective segments of the step that it called, or the kind of its point."""
@@ -102,10 +110,13 @@ class LocalJob:
             stream=self.stream,
             prepared=self.prepared.get(self.stream, 0),
             limit=self.limits.get(self.stream),
+            wish=self.wish,
+            finite=self.call is None or self.call.finite,
+            settled=self.failed is not None or self.call is None or not self.call.committed,
         )
 
     def text(self) -> str:
         """What this rank tells people of it, where ranks disagree or it failed."""
         if self.failed is not None:
-            return f"failed\n{self.failed}"
+            return f"{'ejected' if self.ejects else 'failed'}\n{self.failed}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""

@@ -12,7 +12,10 @@ from typing import Literal
 import numpy as np
 
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import Verdict
+from jaxcross.runtime.vote import Verdict, Wish
+
+Leaving = Literal["ended", "stopped", "failed", "ejected"]
+"""How a job leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,42 @@ class PatienceElapsed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class JobAdded(Event):
+    """A job of that name was added here during the run; it joins once all ranks have added it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobWished(Event):
+    """Somebody wishes that a job stops, pauses or goes on. `job` is -1 while it has not joined."""
+
+    job: int
+    name: str
+    wish: Wish
+
+
+@dataclass(frozen=True, slots=True)
+class TextSubmitted(Event):
+    """All ranks are to hear this text, each by a `TextHeard`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepCalled(Event):
     """A job's thread called a step; answered by `StepReturned` or `Raised`."""
 
     job: int
     outline: Outline
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRestored(Event):
+    """A job goes on after `step` steps that another run made; the same on every rank."""
+
+    job: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +149,23 @@ class SegmentCompleted(Event):
 @dataclass(frozen=True, slots=True)
 class SegmentFailed(Event):
     """A segment raised, when dispatched or later. A compute segment has then left the lane; an exchange is still
-    made, with zeros, and reported by `ExchangeDone`.
+    made, with zeros, and reported by `ExchangeDone`. `ejects`: it raised nothing, but its job wishes to leave for it.
     """
 
     job: int
     call: int
     segment: int
     text: str
+    ejects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDone(Event):
-    """A collective segment's outputs are there."""
+    """A collective segment's outputs are there. If they are not `finite`, the step is to keep its state."""
 
     job: int
     segment: int
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +180,13 @@ class TextsCompared(Event):
     """Every rank's text about a job, by rank."""
 
     job: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewsGathered(Event):
+    """Every rank's news of jobs that may join, by rank."""
+
     texts: tuple[str, ...]
 
 
@@ -164,6 +207,29 @@ class StartJob(Instruction):
     """Start the job's thread."""
 
     job: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobJoined(Instruction):
+    """The job of that name, added during the run, is in on all ranks. `StartJob` follows when its turn comes."""
+
+    job: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobPaused(Instruction):
+    """The job was paused on all ranks, or (not `paused`) goes on."""
+
+    job: int
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextHeard(Instruction):
+    """What some rank submitted; on all ranks in the same order."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +269,11 @@ class CompareTexts(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class GatherNews(Instruction):
+    """Exchange lane: gather every rank's news of jobs that may join, this rank's being `Interleaver.news()` by then."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunSync(Instruction):
     """Exchange lane: do what the job's thread asked for."""
 
@@ -218,15 +289,28 @@ class BePatient(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Instruction):
-    """Exchange lane: every job is finished on every rank."""
+    """Exchange lane: every job is finished on every rank. Left out are jobs that never joined."""
+
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: all of the step's segments were dispatched. `step` is the job's number of committed steps."""
+    """Answer: all of the step's segments were dispatched. `step` is the job's number of committed steps; `skipped`:
+    this one kept the state.
+    """
 
     job: int
     step: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SkipStep(Instruction):
+    """The step is committed, but is to keep its state. Comes before its segments behind the commit are dispatched."""
+
+    job: int
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +323,10 @@ class BatchGranted(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncReturned(Instruction):
-    """Answer: the communication was done."""
+    """Answer: the communication was done. `sole`: at that place in the order there had been no other job ever."""
 
     job: int
+    sole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +338,9 @@ class Raised(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Instruction):
-    """The job is over on every rank. `texts` by rank if it failed."""
+    """The job is over on every rank, after so many committed steps. `texts` by rank if it failed or was ejected."""
 
     job: int
-    how: Literal["ended", "failed", "stopped"]
+    how: Leaving
+    step: int
     texts: tuple[str, ...] = ()

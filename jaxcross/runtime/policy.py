@@ -1,8 +1,12 @@
-"""A policy says whose turn it is. It sees job numbers and what each has had: both lanes and all ranks can use it."""
+"""A policy says whose turn it is. It sees job numbers and what each has had: both lanes and all ranks can use it.
+
+A job's number is its place in the order in which jobs were added or joined; it is never given to another one.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +22,8 @@ class Policy(Protocol):
         """One word for reports."""
         ...
 
-    def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        """The unfinished jobs that may run now. Empty only if all are finished."""
+    def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        """Of the jobs that are neither over nor paused, in ascending order, those that may run now: at least one."""
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
@@ -36,14 +40,24 @@ class Turns:
     Cheng, SIGCOMM 1996, section 2).
 
     Attributes:
-        jobs: How many there are.
-        last: The job that had the previous turn.
+        jobs: Those that are there, in ascending order.
+        last: The job that had the previous turn; -1 before the first one.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
-        self.policy, self.jobs, self.last = policy, jobs, jobs - 1
+        self.policy, self.jobs, self.last = policy, list(range(jobs)), -1
         self._now = 0.0  # the lane's virtual time
-        self._had = [0.0] * jobs
+        self._had = dict.fromkeys(self.jobs, 0.0)
+
+    def add(self, job: int) -> None:
+        """The job joins; it is owed nothing of what was."""
+        insort(self.jobs, job)
+        self._had[job] = self._now
+
+    def remove(self, job: int) -> None:
+        """The job has left."""
+        self.jobs.remove(job)
+        del self._had[job]
 
     def next(self, candidates: Collection[int]) -> int:
         """The policy's choice."""
@@ -55,12 +69,13 @@ class Turns:
 
     def distance(self, job: int) -> int:
         """How far the job is from its turn when turns go round."""
-        return (job - self.last - 1) % self.jobs
+        return (bisect_left(self.jobs, job) - bisect_right(self.jobs, self.last)) % len(self.jobs)
 
     def round(self) -> Iterator[int]:
         """All jobs in the order of their turns, when turns go round."""
-        yield from range(self.last + 1, self.jobs)
-        yield from range(self.last + 1)
+        first = bisect_right(self.jobs, self.last)
+        yield from self.jobs[first:]
+        yield from self.jobs[:first]
 
     def begin(self, job: int) -> None:
         """A turn of the job begins."""
@@ -69,11 +84,8 @@ class Turns:
 
     def charge(self, job: int, amount: float) -> None:
         """What a turn took of the lane: bytes or nanoseconds, the same unit in all calls."""
-        self._had[job] += amount / self.policy.share(job)
-
-
-def _unfinished(finished: Sequence[bool]) -> tuple[int, ...]:
-    return tuple(job for job, over in enumerate(finished) if not over)
+        if job in self._had:  # its last segments may come to their end after it has left
+            self._had[job] += amount / self.policy.share(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +94,8 @@ class RoundRobin:
 
     name: str = "round-robin"
 
-    def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        return _unfinished(finished)
+    def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(jobs)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
         # Nearly always the first that is asked; the least of all distances would cost 64 jobs as much as the rest.
@@ -104,6 +116,7 @@ class Weighted:
 
     Args:
         shares: Of each job, in the order in which the jobs were added. Only their ratios count. Same on every rank.
+        joining: Of each job that joins during the run; the mean of `shares` if None.
 
     Raises:
         ValueError: A share is not a positive finite number.
@@ -111,19 +124,24 @@ class Weighted:
 
     shares: tuple[float, ...]
     name: str = "weighted"
+    joining: float | None = None
 
     def __post_init__(self) -> None:
         if not self.shares or not all(math.isfinite(share) and share > 0 for share in self.shares):
             raise ValueError(f"the shares of jobs are positive numbers, not {self.shares}")
+        if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
+            raise ValueError(f"the share of a job that joins is a positive number, not {self.joining}")
 
-    def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        return _unfinished(finished)
+    def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(jobs)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
         return min(candidates, key=lambda job: (turns.had(job), turns.distance(job)))
 
     def share(self, job: int) -> float:
-        return self.shares[job]
+        if job < len(self.shares):
+            return self.shares[job]
+        return sum(self.shares) / len(self.shares) if self.joining is None else self.joining
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +150,8 @@ class Sequential:
 
     name: str = "sequential"
 
-    def running(self, finished: Sequence[bool]) -> tuple[int, ...]:
-        return _unfinished(finished)[:1]
+    def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
         del turns

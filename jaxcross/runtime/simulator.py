@@ -18,7 +18,7 @@ from jaxcross.runtime.events import Span
 from jaxcross.runtime.interleaver import Interleaver
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import Policy
-from jaxcross.runtime.vote import tally
+from jaxcross.runtime.vote import Wish, tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,15 @@ class Fail:
     text: str
 
 
-Action = Think | Step | Prepare | Batch | Sync | Fail
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Adds a job on this rank; it joins once all ranks have added one of that name. Does not wait."""
+
+    name: str
+    script: Generator[Any, Any, None]
+
+
+Action = Think | Step | Prepare | Batch | Sync | Fail | Add
 Script = Generator[Action, Any, None]
 
 
@@ -81,7 +89,11 @@ class RankResult:
         slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)` ...
         segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
         finished: How each job ended, and the texts that the ranks compared.
-        steps: Committed steps of each job.
+        steps: Committed steps of each job, in the order of their numbers.
+        returned: The last step of each job whose results it received.
+        names: Of the jobs that joined, by number.
+        left_out: Names of jobs that never joined.
+        paused: Each job that was paused or went on, which of both, and how many slots were entered by then.
         spans: What the lanes did; job `i` is called `str(i)`.
         end_s: When the exchange lane was through.
     """
@@ -90,6 +102,10 @@ class RankResult:
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     finished: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
+    returned: dict[int, int] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    paused: list[tuple[int, bool, int]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     end_s: float = -1.0
 
@@ -97,7 +113,9 @@ class RankResult:
 class _Rank:
     def __init__(self, number: int, scripts: Sequence[Script], policy: Policy, depth: int) -> None:
         self.number = number
-        self.scripts = list(scripts)
+        self.scripts = dict(enumerate(scripts))
+        self.joining: dict[str, Script] = {}
+        self.steps: dict[int, int] = {}
         self.interleaver = Interleaver(len(scripts), policy, depth)
         self.result = RankResult()
         self.device_free_s = 0.0
@@ -117,6 +135,10 @@ class Simulation:
         vote_s: Seconds a vote, a comparison or a sync takes.
         patience_s: What the driver would wait at each level of patience.
         stop_at_s: When a person interrupts rank 0, if ever.
+        wishes: Who wishes what when: (seconds, rank, job's number, wish).
+        adds: Jobs added from outside of all jobs: (seconds, rank, name, script).
+        submits: Jobs submitted on rank 0: (seconds, name).
+        submitted: Script of such a job: of (rank, name).
         check: Whether the interleavers validate themselves after every event.
     """
 
@@ -130,11 +152,16 @@ class Simulation:
         vote_s: float = 0.0,
         patience_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
         stop_at_s: float | None = None,
+        wishes: Sequence[tuple[float, int, int, Wish]] = (),
+        adds: Sequence[tuple[float, int, str, Script]] = (),
+        submits: Sequence[tuple[float, str]] = (),
+        submitted: Callable[[int, str], Script] | None = None,
         check: bool = True,
     ) -> None:
         self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
         self._exchange_s, self._vote_s, self._patience_s = exchange_s, vote_s, patience_s
         self._check = check
+        self._script_of = submitted
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._now = 0.0
@@ -143,6 +170,12 @@ class Simulation:
             self._post(0.0, rank, m.RunStarted())
         if stop_at_s is not None:
             self._post(stop_at_s, self._ranks[0], m.StopRequested())
+        for at_s, number, job, wish in wishes:
+            self._post(at_s, self._ranks[number], m.JobWished(job, "", wish))
+        for at_s, name in submits:
+            self._at(at_s, lambda name=name: self._submit(self._ranks[0], name))
+        for at_s, number, name, script in adds:
+            self._at(at_s, lambda rank=self._ranks[number], name=name, script=script: self._add(rank, name, script))
 
     def run(self, events: int = 1_000_000) -> list[RankResult]:
         """Runs to the end, or raises InternalError if the ranks hang, disagree or need more than `events` events."""
@@ -157,7 +190,7 @@ class Simulation:
             slots = {rank.number: rank.result.slots[-3:] for rank in self._ranks}
             raise InternalError(f"ranks {stuck} {why} at {self._now} s; last slots {slots}")
         for rank in self._ranks:
-            rank.result.steps = [rank.interleaver.step(job) for job in range(len(rank.scripts))]
+            rank.result.steps = [steps for _, steps in sorted(rank.steps.items())]
         return [rank.result for rank in self._ranks]
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -165,6 +198,20 @@ class Simulation:
 
     def _post(self, time_s: float, rank: _Rank, event: m.Event) -> None:
         self._at(time_s, lambda: self._handle(rank, event))
+
+    def _add(self, rank: _Rank, name: str, script: Script) -> None:
+        if not rank.interleaver.finished:
+            rank.joining[name] = script
+            self._handle(rank, m.JobAdded(name))
+
+    def _submit(self, rank: _Rank, name: str) -> None:
+        if not rank.interleaver.finished:
+            self._handle(rank, m.TextSubmitted(name))
+
+    def _submitted(self, rank: int, name: str) -> Script:
+        if self._script_of is None:
+            raise InternalError(f"nobody said what `{name}` does")
+        return self._script_of(rank, name)
 
     def _handle(self, rank: _Rank, event: m.Event) -> None:
         instructions = rank.interleaver.handle(event)
@@ -176,7 +223,10 @@ class Simulation:
     def _follow(self, rank: _Rank, instruction: m.Instruction) -> None:
         now = self._now
         match instruction:
-            case m.StartJob(job) | m.SyncReturned(job) | m.StepReturned(job, _):
+            case m.StepReturned(job, step):
+                rank.result.returned[job] = step
+                self._at(now, lambda: self._resume(rank, job, None))
+            case m.StartJob(job) | m.SyncReturned(job):
                 self._at(now, lambda: self._resume(rank, job, None))
             case m.BatchGranted(job, more):
                 self._at(now, lambda: self._resume(rank, job, more))
@@ -194,14 +244,22 @@ class Simulation:
                 self._meet(rank, ("vote",), ballot)
             case m.CompareTexts(job, text):
                 self._meet(rank, ("compare", job), text)
+            case m.GatherNews():
+                self._meet(rank, ("gather",), rank.interleaver.news())
+            case m.TextHeard(text):
+                self._add(rank, text, self._submitted(rank.number, text))
             case m.RunSync(job):
                 self._meet(rank, ("sync", job), None)
+            case m.JobJoined(job, name):
+                rank.scripts[job], rank.result.names[job] = rank.joining.pop(name), name
+            case m.JobPaused(job, paused):
+                rank.result.paused.append((job, paused, len(rank.result.slots)))
             case m.BePatient(level):
                 self._post(now + self._patience_s(level), rank, m.PatienceElapsed())
-            case m.JobFinished(job, how, texts):
-                rank.result.finished[job] = (how, texts)
-            case m.Finish():
-                rank.result.end_s = now
+            case m.JobFinished(job, how, step, texts):
+                rank.result.finished[job], rank.steps[job] = (how, texts), step
+            case m.Finish(left_out):
+                rank.result.end_s, rank.result.left_out = now, left_out
             case _:
                 raise InternalError(f"the simulator cannot follow {instruction!r}")
 
@@ -226,6 +284,9 @@ class Simulation:
                 self._handle(rank, m.BatchWanted(job, stream, index))
             case Sync(label):
                 self._handle(rank, m.SyncWanted(job, label))
+            case Add(name, added):
+                self._add(rank, name, added)
+                self._resume(rank, job, None)
             case Fail(text):
                 rank.scripts[job].close()
                 self._handle(rank, m.JobRaised(job, text))
@@ -271,6 +332,8 @@ class Simulation:
                 other.result.spans.append(span)
             elif slot[0] == "compare":
                 event = m.TextsCompared(slot[1], tuple(payloads))
+            elif slot[0] == "gather":
+                event = m.NewsGathered(tuple(payloads))
             else:
                 event = m.SyncDone(slot[1])
             self._post(end, other, event)

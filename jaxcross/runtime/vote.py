@@ -2,7 +2,7 @@
 
 Each rank casts its `Ballot`; all receive the same `Verdict`. Every question is put so that the minimum over ranks
 answers it: "all of us?" is a bit, "any of us not?" the same bit, "are we equal?" a number and its negation, "how far
-is the slowest?" a count.
+is the slowest?" a count, "what is the strongest wish?" its rank among wishes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 _NEUTRAL = np.iinfo(np.int64).max
-_FIELDS = 8  # waiting, point, -point, good, stream, -stream, prepared, limit
-_HEADER = 1  # go on (0: some rank wants to stop)
+_FIELDS = 11  # waiting, point, -point, good, stream, -stream, prepared, limit, wish, finite, settled
+_HEADER = 4
+_GO, _HOLDS, _QUIET, _MUTE = range(_HEADER)
+
+
+class Wish(IntEnum):
+    """What somebody wishes for a job. Of several ranks' wishes the least counts: to stop before all, then to pause."""
+
+    STOP = 0
+    PAUSE = 1
+    RESUME = 2
+    NONE = 3
 
 
 def point_hash(*parts: object) -> int:
@@ -35,6 +46,9 @@ class JobBallot:
         stream: The stream of batches it reads, -1 for none.
         prepared: How many batches of that stream are or were ready on this rank.
         limit: How many batches that stream has in all, if that is known already.
+        wish: What somebody here wishes for it; said once.
+        finite: The exchanged values of its step, as far as they were looked at, are finite here.
+        settled: It does not have to receive here what a committed step makes.
     """
 
     point: int | None = None
@@ -42,24 +56,36 @@ class JobBallot:
     stream: int = -1
     prepared: int = 0
     limit: int | None = None
+    wish: Wish = Wish.NONE
+    finite: bool = True
+    settled: bool = True
 
 
 class Ballot:
-    """What one rank says: a wish to stop everything, and one row a job. Kept from vote to vote, and written only where
-    there is news: a vote costs the host what has changed, however many jobs there are.
+    """What one rank says: a few bits on the whole run, and one row a job. Kept from vote to vote, and written only
+    where there is news: a vote costs the host what has changed, however many jobs there are.
     """
 
     __slots__ = ("_rows", "_vector")
 
-    def __init__(self, jobs: int) -> None:
-        self._vector = np.ones(_HEADER + _FIELDS * jobs, np.int64)
-        self._rows = self._vector[_HEADER:].reshape(jobs, _FIELDS)
-        for job in range(jobs):
-            self.say(job, JobBallot())
+    def __init__(self, rows: int) -> None:
+        self._vector = np.ones(_HEADER, np.int64)
+        self._vector[_HOLDS] = False
+        self._rows = self._vector[_HEADER:].reshape(0, _FIELDS)
+        self.grow(rows)
 
-    def say(self, job: int, said: JobBallot) -> None:
-        """From now on this rank says so about the job."""
-        self._rows[job] = (
+    def grow(self, rows: int) -> None:
+        """Makes room for so many jobs. On all ranks between the same two votes."""
+        before = len(self._rows)
+        if rows > before:
+            self._vector = np.concatenate([self._vector, np.zeros((rows - before) * _FIELDS, np.int64)])
+            self._rows = self._vector[_HEADER:].reshape(rows, _FIELDS)
+            for row in range(before, rows):
+                self.say(row, JobBallot())
+
+    def say(self, row: int, said: JobBallot) -> None:
+        """From now on this rank says so about the job of that row."""
+        self._rows[row] = (
             said.point is not None,
             _NEUTRAL if said.point is None else said.point,
             _NEUTRAL if said.point is None else -said.point,
@@ -68,11 +94,24 @@ class Ballot:
             -said.stream,
             said.prepared,
             _NEUTRAL if said.limit is None else said.limit,
+            said.wish,
+            said.finite,
+            said.settled,
         )
 
     def stop(self) -> None:
         """From now on this rank wishes that all jobs stop."""
-        self._vector[0] = False
+        self._vector[_GO] = False
+
+    def tell(self, *, holds: bool, news: bool, speaks: bool) -> None:
+        """What this rank says about jobs that may join.
+
+        Args:
+            holds: Some wait here until all ranks have added them.
+            news: One of them was added since the last vote.
+            speaks: There is a text here that all ranks are to hear.
+        """
+        self._vector[_HOLDS], self._vector[_QUIET], self._vector[_MUTE] = holds, not news, not speaks
 
     def cast(self) -> np.ndarray:
         """The vector that the minimum is taken of, as it is now. Same length on every rank that has the same jobs."""
@@ -90,6 +129,9 @@ class JobVerdict:
         stream: The stream that every rank reads, or None if they read different ones.
         prepared: How many batches of it every rank has ready.
         limit: The least known length of it, or None.
+        wish: The strongest wish of any rank.
+        finite: No rank has found exchanged values that are not finite.
+        settled: It has received, on every rank, what its last committed step made.
     """
 
     waiting: bool
@@ -98,20 +140,29 @@ class JobVerdict:
     stream: int | None
     prepared: int
     limit: int | None
+    wish: Wish
+    finite: bool
+    settled: bool
 
 
 class Verdict:
-    """The outcome of a vote, the same on every rank: the minimum of all ranks' vectors."""
+    """The outcome of a vote, the same on every rank: the minimum of all ranks' vectors.
 
-    __slots__ = ("_rows", "stop")
+    Attributes:
+        stop: Some rank wishes that all jobs stop.
+        gather: Ranks have something to tell in words: a text, or jobs that perhaps all of them have added by now.
+    """
+
+    __slots__ = ("_rows", "gather", "stop")
 
     def __init__(self, vector: np.ndarray) -> None:
-        self.stop = not vector[0]
+        self.stop = not vector[_GO]
+        self.gather = bool(not vector[_MUTE] or (vector[_HOLDS] and not vector[_QUIET]))
         self._rows = vector[_HEADER:].reshape(-1, _FIELDS)
 
-    def job(self, job: int) -> JobVerdict:
-        """What all ranks say about one job."""
-        waiting, low, negated, good, stream, unstream, prepared, limit = self._rows[job].tolist()
+    def job(self, row: int) -> JobVerdict:
+        """What all ranks say about the job of that row."""
+        waiting, low, negated, good, stream, unstream, prepared, limit, wish, finite, settled = self._rows[row].tolist()
         return JobVerdict(
             waiting=bool(waiting),
             agreed=low == -negated,
@@ -119,10 +170,15 @@ class Verdict:
             stream=stream if stream == -unstream else None,
             prepared=prepared,
             limit=None if limit == _NEUTRAL else limit,
+            wish=Wish(wish),
+            finite=bool(finite),
+            settled=bool(settled),
         )
 
-    def news(self, before: Verdict) -> list[int]:
-        """The jobs about which it says something else than an earlier verdict."""
+    def news(self, before: Verdict | None) -> list[int]:
+        """The rows that say something else than in an earlier verdict; all of them if there were fewer in that."""
+        if before is None or len(before._rows) != len(self._rows):
+            return list(range(len(self._rows)))
         return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()
 
 

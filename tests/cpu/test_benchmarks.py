@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxcross.commands.launch import find_mpirun
 from jaxcross.lab import available
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -49,6 +50,32 @@ def test_scale(smoke):
     for part in ("decision_by_jobs", "decision_by_segments", "run_by_jobs", "run_by_segments"):
         assert len(result[part]["rows"]) == 2
         assert "slope_of_total" in result[part]
+
+
+def test_model_check(smoke):
+    rows = smoke("model_check.py")["rows"]
+    assert len(rows) == 6
+    assert all(row["explored"] and row["joint_states"] > row["states"] / 2 for row in rows)
+    assert {tuple(row["ends"]) for row in rows} == {("ended",), ("ended", "stopped"), ("failed",)}
+
+
+@pytest.mark.slow
+def test_endurance(smoke, tmp_path):
+    """Counts, not times: jobs that come and go leave nothing behind but their results."""
+    if find_mpirun() is None:
+        pytest.skip("no mpirun")
+    result = smoke("endurance.py", "--png", str(tmp_path / "counts.png"))
+    assert (tmp_path / "counts.png").stat().st_size > 10_000
+    for rank in result["raw"]:
+        for part, least in (("joins", 32), ("steps", 200)):
+            first, *_, last = rank["parts"][part]["rows"]
+            done = last["done"] - first["done"]
+            assert done >= least * 0.7
+            assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
+            assert last["communicators"] == first["communicators"] == 1
+            assert abs(last["threads"] - first["threads"]) <= 8  # of those that joined last, some may be about to end
+            objects = last["objects"] - first["objects"]
+            assert objects <= (64 * done if part == "joins" else 300)
 
 
 def test_selection(smoke):
@@ -97,6 +124,20 @@ def test_exchange_cost(smoke):
         row = result["exchange"][name]
         assert row["s"]["median"] >= 0 < row["fill"]
     assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}
+
+
+@pytest.mark.exhaustive
+def test_tensor(smoke, tmp_path):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
+    assert (tmp_path / "tensor.png").stat().st_size > 0
+    assert result["crossover"]["equal_to_the_bit"] is True
+    meshes = {ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()}
+    assert meshes == {"4": {"1-D", "2-D"}}
+    for part in result["scaling"].values():
+        assert all(row["received_bytes"] > 0 < row["model_s"] for row in part["rows"])
+        assert part["machine"]["bytes_per_s"] > 0 < part["machine"]["operations_per_s"]
 
 
 @pytest.mark.exhaustive

@@ -34,6 +34,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "jaxcross.report",
         "jaxcross.program", "mpi4py", "mpi4jax",
     ),
+    "jaxcross.checkpoint": (
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.report", "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
+    ),
     "jaxcross.report": (
         "jax", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
@@ -56,7 +60,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "jaxcross.commands.launch": (),
 }  # fmt: skip
 for _pure in (
-    "agreed", "events", "interleaver", "invariants", "link", "local", "messages", "outline", "policy", "simulator",
+    "agreed", "compute_order", "events", "interleaver", "invariants", "joining", "link", "local", "messages",
+    "model_case", "model_check", "model_rank", "model_spec", "model_state", "outline", "policy", "simulator", "voice",
     "vote",
 ):  # fmt: skip
     FORBIDDEN[f"jaxcross.runtime.{_pure}"] = (
@@ -132,6 +137,12 @@ def test_private_jax_names_live_in_one_file(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", modules())
+def test_orbax_is_known_to_one_file(module: str) -> None:
+    names = [name for _, name in imports(source_of(module)) if within(name, "orbax")]
+    assert not names or module == "jaxcross.checkpoint.arrays"
+
+
+@pytest.mark.parametrize("module", modules())
 def test_mpi_is_imported_inside_functions_only(module: str) -> None:
     tree = ast.parse(source_of(module))
     top = [
@@ -153,6 +164,7 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
         ("jaxcross.world.core", "from jaxcross.runner import Runner"),
         ("jaxcross.server.lane", "from mpi4py import MPI"),
         ("jaxcross.server.clocks", "from jaxcross.server.lane import Lane"),
+        ("jaxcross.checkpoint.keeper", "from jaxcross.runtime.job import JobContext"),
     ],
 )
 def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:

@@ -7,7 +7,7 @@ from jaxcross.runtime import messages as m
 from jaxcross.runtime.interleaver import Interleaver
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import RoundRobin, Sequential
-from jaxcross.runtime.vote import tally
+from jaxcross.runtime.vote import Wish, tally
 
 PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
 LOCAL = Outline(kinds=("compute",), needs=((),))
@@ -48,7 +48,7 @@ def test_one_step_in_full():
     # The end is offered once nothing of the job can fail on the device any more.
     assert feed(one, m.JobReturned(0)) == []
     out = vote(one, feed(one, m.SegmentCompleted(0, 1, 2)))
-    assert out == [m.JobFinished(0, "ended"), m.Finish()]
+    assert out == [m.JobFinished(0, "ended", 1), m.Finish()]
     assert one.finished
 
 
@@ -79,8 +79,8 @@ def test_sequential_starts_the_second_job_when_the_first_is_over():
     one = Interleaver(2, Sequential())
     assert feed(one, m.RunStarted())[0] == m.StartJob(0)
     out = vote(one, feed(one, m.JobReturned(0)))
-    assert out[:2] == [m.JobFinished(0, "ended"), m.StartJob(1)]
-    assert vote(one, feed(one, m.JobReturned(1))) == [m.JobFinished(1, "ended"), m.Finish()]
+    assert out[:2] == [m.JobFinished(0, "ended", 0), m.StartJob(1)]
+    assert vote(one, feed(one, m.JobReturned(1))) == [m.JobFinished(1, "ended", 0), m.Finish()]
 
 
 def test_failure_inside_an_admitted_step_sends_zeros_and_does_not_commit():
@@ -93,7 +93,7 @@ def test_failure_inside_an_admitted_step_sends_zeros_and_does_not_commit():
     assert out == [m.CompareTexts(0, "failed\nboom")]
     assert one.step(0) == 0
     out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
-    assert out == [m.JobFinished(0, "failed", ("failed\nboom",)), m.Raised(0), m.Finish()]
+    assert out == [m.JobFinished(0, "failed", 0, ("failed\nboom",)), m.Raised(0), m.Finish()]
 
 
 def test_a_call_after_the_job_failed_raises_at_once():
@@ -119,9 +119,8 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
     out = vote(one, feed(one, m.PatienceElapsed()))
     assert kinds(out) == ["BePatient"]
     out = vote(one, feed(one, m.StepCalled(0, PLAIN)))
-    assert m.JobFinished(0, "stopped") in out
+    assert m.JobFinished(0, "stopped", 1) in out
     assert m.Raised(0) in out
-    assert one.step(0) == 1
 
 
 def test_stop_reaches_a_job_of_which_nothing_else_is_new():
@@ -130,7 +129,7 @@ def test_stop_reaches_a_job_of_which_nothing_else_is_new():
     out = vote(one, feed(one, m.PatienceElapsed()))  # it was said that the job waits, and nothing came of it
     assert kinds(out) == ["BePatient"]
     out = vote(one, feed(one, m.StopRequested()))
-    assert [m.JobFinished(0, "stopped"), m.Raised(0)] == out[:2]
+    assert [m.JobFinished(0, "stopped", 0), m.Raised(0)] == out[:2]
     assert one.finished
 
 
@@ -160,3 +159,38 @@ def test_reports_out_of_turn_are_internal_errors():
         one.handle(m.ExchangeDone(0, 1))
     with pytest.raises(ValueError, match="at least one job"):
         Interleaver(0, RoundRobin())
+
+
+def test_a_job_joins_with_the_wish_that_came_before_it():
+    one = Interleaver(1, RoundRobin())
+    out = feed(one, m.RunStarted(), m.JobAdded("b"), m.JobWished(-1, "b", Wish.STOP), m.JobWished(-1, "b", Wish.PAUSE))
+    assert kinds(out) == ["StartJob", "BePatient", "CastVote"]
+    assert vote(one, out) == [m.GatherNews()]
+    out = feed(one, m.NewsGathered((one.news(),)))
+    assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
+    out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.PatienceElapsed()))
+    assert out[:2] == [m.JobFinished(1, "stopped", 0), m.Raised(1)]  # a stop is for good
+
+
+def test_what_comes_late_from_a_job_that_left_disturbs_nobody():
+    one = Interleaver(2, RoundRobin(), depth=1)
+    feed(one, m.RunStarted())
+    out = vote(one, feed(one, m.StepCalled(0, LOCAL), m.JobRaised(0, "boom")))
+    assert out == [m.CompareTexts(0, "failed\nboom")]
+    feed(one, m.TextsCompared(0, ("failed\nboom",)))
+    assert feed(one, m.SegmentDispatched(0, 1, 0), m.BatchPrepared(0, 0, 3), m.JobReturned(0)) == []
+    out = feed(one, m.StepCalled(1, PLAIN))
+    assert not any(isinstance(i, m.Dispatch) for i in out)  # the device still has a segment of the other
+    assert m.Dispatch(1, 1, 1, 0) in feed(one, m.SegmentCompleted(0, 1, 0, 5))
+    with pytest.raises(InternalError, match="but there is no job 0"):
+        one.handle(m.ExchangeDone(0, 1))
+
+
+def test_a_paused_job_dispatches_nothing_for_its_next_step():
+    one = Interleaver(1, RoundRobin())
+    out = vote(one, feed(one, m.RunStarted(), m.JobWished(0, "", Wish.PAUSE)))
+    assert m.JobPaused(0, True) in out
+    assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, PLAIN)))
+    vote(one, feed(one, m.PatienceElapsed()))
+    out = vote(one, feed(one, m.JobWished(0, "", Wish.RESUME)))
+    assert out[:2] == [m.JobPaused(0, False), m.Dispatch(0, 1, 1, 0)]

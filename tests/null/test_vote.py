@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.runtime.vote import Ballot, JobBallot, point_hash, tally
+from jaxcross.runtime.vote import Ballot, JobBallot, Wish, point_hash, tally
 
 BALLOTS = st.builds(
     JobBallot,
@@ -10,6 +10,9 @@ BALLOTS = st.builds(
     stream=st.integers(-1, 3),
     prepared=st.integers(0, 5),
     limit=st.none() | st.integers(0, 5),
+    wish=st.sampled_from(Wish),
+    finite=st.booleans(),
+    settled=st.booleans(),
 )
 
 
@@ -37,6 +40,9 @@ def test_the_minimum_answers_every_question(ranks):
         assert said.prepared == min(b.prepared for b in mine)
         limits = [b.limit for b in mine if b.limit is not None]
         assert said.limit == (min(limits) if limits else None)
+        assert said.wish == min(b.wish for b in mine)
+        assert said.finite == all(b.finite for b in mine)
+        assert said.settled == all(b.settled for b in mine)
 
 
 def test_one_rank_hears_what_it_said():

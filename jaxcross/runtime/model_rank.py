@@ -1,0 +1,334 @@
+"""One rank as a value: a real interleaver and, around it, what the driver's threads hold in their hands.
+
+Each thread is a queue, and a move is: one thread posts the next of its events. Which thread is next is nobody's choice
+in life, and everybody's in a model: `moves` lists them all, `take` does one. Time does not exist. What the other ranks
+do reaches a rank by `leave` alone.
+
+The threads are those of `Driver`: the compute lane, the one that waits for the device, the exchange lane with its
+patience, one a job, one a feed, and whoever stands outside: a person who interrupts, a thread that adds jobs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.model_case import Arrival, Case, Script
+from jaxcross.runtime.model_spec import Spec
+from jaxcross.runtime.model_state import clone, name
+from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.runtime.vote import Verdict, Wish
+
+Move = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class _Thread:
+    """A job's thread.
+
+    Attributes:
+        at: The action of its script that comes next.
+        does: `waits` for the answer to its last action; `unwinds` after it was told to raise.
+    """
+
+    at: int = 0
+    does: str = "absent"  # runs, waits, unwinds, over
+
+
+class RankModel:
+    """One rank's state. Equal states have equal `name()`s."""
+
+    __slots__ = (
+        "arrival", "broken", "case", "device", "feeds", "gathers", "heard", "interleaver", "joining", "lane", "late",
+        "outside", "patient", "rest", "scripts", "spec", "threads",
+    )  # fmt: skip
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.scripts = dict(enumerate(case.scripts[rank]))
+        jobs = len(self.scripts)
+        self.interleaver = case.make(jobs, case.policy, case.depth)
+        self.interleaver.agreed.opening = case.opening
+        self.spec = Spec(jobs)
+        self.threads = {job: _Thread() for job in range(jobs)}
+        self.joining: dict[str, Script] = {}  # added here
+        self.heard: deque[str] = deque()  # submitted, and not yet added here
+        self.gathers = False  # the exchange lane is to tell the news
+        self.lane: deque[m.Event] = deque()  # what the compute lane is about to post
+        self.device: deque[m.Event] = deque()  # and the thread that waits for the device
+        self.feeds: dict[tuple[int, int], deque[m.Event]] = {}
+        self.broken: dict[tuple[int, int, int], str] = {}  # segments without outputs, and how that shows
+        self.rest: deque[m.Event] = deque()  # what the exchange lane is about to post
+        self.patient = False
+        self.outside = deque(case.outside[rank] if case.outside else ())
+        self.late: m.RunExchange | None = None  # an exchange that has yet to find its inputs broken
+        self.arrival: Arrival | None = None
+        self._post(m.RunStarted())
+
+    def copy(self) -> RankModel:
+        """The same state, to be moved apart."""
+        new = object.__new__(RankModel)
+        for slot in self.__slots__:
+            setattr(new, slot, clone(getattr(self, slot)))
+        return new
+
+    def name(self) -> bytes:
+        """Equal for equal states; see `model_state.name`."""
+        held = tuple(
+            getattr(self, slot) for slot in self.__slots__ if slot not in ("case", "scripts", "joining", "outside")
+        )
+        scripts = tuple((job, id(script)) for job, script in self.scripts.items())
+        joining = tuple((job, id(script)) for job, script in self.joining.items())
+        return name((scripts, joining, tuple(map(id, self.outside)), *held))
+
+    @property
+    def through(self) -> bool:
+        """Whether the exchange lane was told that every job is over."""
+        return self.arrival is not None and self.arrival.slot == ("done",)
+
+    def moves(self) -> list[Move]:
+        """What may happen next. All of it will, sooner or later, but for the wish of a `person`."""
+        found: list[Move] = []
+        for job, thread in self.threads.items():
+            if thread.does == "runs":
+                found.append(("thread", job))
+            elif thread.does == "unwinds":
+                found += [("returns", job), ("raises", job)]
+        if self.lane:
+            found.append(("lane",))
+        if self.device and not any(_same(self.device[0], ahead) for ahead in list(self.lane)[1:]):
+            # A segment may be computed before the lane has said that it was dispatched, but not before it was.
+            found.append(("device",))
+        if self.rest:
+            found.append(("rest",))
+        if self.patient:
+            found.append(("patience",))
+        if self.late is not None:
+            found.append(("late",))
+        if self.heard:
+            found.append(("heard",))
+        elif self.gathers:
+            found.append(("gather",))
+        found += [("feed", *key) for key, feed in self.feeds.items() if feed]
+        if self.outside:
+            match self.outside[0]:
+                case m.StopRequested() | m.JobWished(_, _, Wish.STOP | Wish.PAUSE):
+                    found.append(("person",))
+                case _:
+                    found.append(("outside",))
+        return found
+
+    def take(self, move: Move) -> None:
+        """One thread posts its next event.
+
+        Raises:
+            InternalError: A rule is broken.
+        """
+        match move:
+            case ("thread", job):
+                self._act(job)
+            case ("returns", job):
+                self.threads[job].does = "over"
+                self._post(m.JobReturned(job))
+            case ("raises", job):
+                self.threads[job].does = "over"
+                self._post(m.JobRaised(job, "raised what it was told"))
+            case ("lane",):
+                self._post(self.lane.popleft())
+            case ("device",):
+                self._post(self.device.popleft())
+            case ("rest",):
+                self._post(self.rest.popleft())
+            case ("patience",):
+                self.patient = False
+                self._post(m.PatienceElapsed())
+            case ("late",):
+                x, self.late = self.late, None
+                assert x is not None
+                self._post(m.SegmentFailed(x.job, x.call, x.segment, "inputs failed"))
+                self._arrive(("exchange", x.job, x.step, x.segment), True)
+            case ("feed", job, stream):
+                self._post(self.feeds[job, stream].popleft())
+            case ("heard",):
+                wanted = self.heard.popleft()
+                self._add(wanted, dict(self.case.submitted)[wanted])
+            case ("gather",):
+                self.gathers = False
+                self._arrive(("gather",), self.interleaver.news())
+            case ("person",) | ("outside",):
+                what = self.outside.popleft()
+                if isinstance(what, Add):
+                    self._add(what.name, what.script)
+                elif not self.interleaver.finished:
+                    self._post(what)
+            case _:
+                raise InternalError(f"a model has no move {move!r}")
+
+    def leave(self, result: Any) -> None:
+        """The slot at which it stands is over on all ranks, with this result of `meet`."""
+        assert self.arrival is not None
+        slot, zero, self.arrival = self.arrival.slot, self.arrival.said, None
+        match slot:
+            case ("vote",):
+                ballot, failed, infinite = result
+                self.spec.voted(failed, infinite)
+                self._post(m.VoteDone(Verdict(np.frombuffer(ballot, np.int64))))
+            case ("exchange", job, _, segment):
+                found = None if zero else self._step(job).fails.get(segment)
+                done = m.ExchangeDone(job, segment, found != "skip")
+                if found in ("raise", "eject"):
+                    self.rest.append(done)
+                    number = self.interleaver._jobs[job].calls
+                    self._post(m.SegmentFailed(job, number, segment, "not finite", found == "eject"))
+                else:
+                    self._post(done)
+            case ("compare", job):
+                self._post(m.TextsCompared(job, result))
+            case ("sync", job):
+                self._post(m.SyncDone(job))
+            case ("gather",):
+                self._post(m.NewsGathered(result))
+            case _:
+                raise InternalError(f"nobody leaves {slot!r}")
+
+    def check_end(self) -> None:
+        """Raises InternalError if a thread is left behind once nothing moves any more."""
+        left = [job for job, thread in self.threads.items() if thread.does not in ("over", "absent")]
+        if left or self.spec.finished.keys() != self.threads.keys():
+            raise InternalError(f"all is over, but the threads of jobs {left} wait; ends are {self.spec.finished}")
+
+    def _add(self, wanted: str, script: Any) -> None:
+        if not self.interleaver.finished:  # else it comes too late
+            self.joining[wanted] = script
+            self._post(m.JobAdded(wanted))
+
+    def _act(self, job: int) -> None:
+        thread, script = self.threads[job], self.scripts[job]
+        while thread.at < len(script):
+            action = script[thread.at]
+            thread.at += 1
+            thread.does = "waits"
+            match action:
+                case Think():
+                    continue
+                case Prepare(_, stream, count, last):
+                    feed = self.feeds.setdefault((job, stream), deque())
+                    feed.append(m.BatchPrepared(job, stream, count))
+                    if last:
+                        feed.append(m.StreamEnded(job, stream, count))
+                    continue
+                case Step(outline):
+                    return self._post(m.StepCalled(job, outline))
+                case Batch(stream, index):
+                    return self._post(m.BatchWanted(job, stream, index))
+                case Sync(label):
+                    return self._post(m.SyncWanted(job, label))
+                case Add(wanted, added):
+                    thread.does = "runs"
+                    return self._add(wanted, added)
+                case Fail(text):
+                    thread.does = "over"
+                    return self._post(m.JobRaised(job, text))
+        thread.does = "over"
+        return self._post(m.JobReturned(job))
+
+    def _post(self, event: m.Event) -> None:
+        self.spec.happened(event)
+        instructions = self.interleaver.handle(event)
+        self.interleaver.check()
+        # How long a lane is patient does not change what may happen, only when: it would multiply the states.
+        self.interleaver._fruitless = 0
+        for instruction in instructions:
+            self.spec.told(instruction)
+            self._follow(instruction)
+
+    def _follow(self, instruction: m.Instruction) -> None:
+        match instruction:
+            case m.StartJob(job):
+                self.threads[job].does = "runs"
+            case m.StepReturned(job):
+                self._answer(job, Step)
+            case m.SyncReturned(job):
+                self._answer(job, Sync)
+            case m.BatchGranted(job, more):
+                wanted = self._answer(job, Batch)
+                if more:
+                    self.spec.granted(job, wanted.stream, wanted.index)
+                else:
+                    self.threads[job].at = len(self.scripts[job])
+            case m.Raised(job):
+                self._answer(job, Step | Sync | Batch)
+                self.threads[job].does = "unwinds"
+            case m.Dispatch():
+                self._dispatch(instruction)
+            case m.RunExchange(job, call, step, segment, zero):
+                needs = self.spec.call(job).outline.needs[segment]
+                if not zero and any((job, call, need) in self.broken for need in needs):
+                    self.late = instruction
+                else:
+                    self._arrive(("exchange", job, step, segment), zero)
+            case m.CastVote(ballot):
+                self._arrive(("vote",), (ballot.tobytes(), frozenset(self.spec.failed), self.spec.infinite))
+            case m.CompareTexts(job, text):
+                self._arrive(("compare", job), text)
+            case m.RunSync(job):
+                self._arrive(("sync", job))
+            case m.GatherNews():
+                self.gathers = True
+            case m.TextHeard(text):
+                self.heard.append(text)
+            case m.JobJoined(job, wanted):
+                self.scripts[job], self.threads[job] = self.joining.pop(wanted), _Thread()
+            case m.BePatient():
+                self.patient = True
+            case m.Finish():
+                self._arrive(("done",))
+            case m.JobFinished() | m.JobPaused() | m.SkipStep():
+                pass
+            case _:
+                raise InternalError(f"a model cannot follow {instruction!r}")
+
+    def _answer(self, job: int, kind: Any) -> Any:
+        thread = self.threads[job]
+        action = self.scripts[job][thread.at - 1] if thread.at else None
+        if thread.does != "waits" or not isinstance(action, kind):
+            raise InternalError(f"job {job} is answered, but its thread {thread.does} after {action!r}")
+        thread.does = "runs"
+        return action
+
+    def _dispatch(self, d: m.Dispatch) -> None:
+        key = (d.job, d.call, d.segment)
+        action = self._step(d.job)
+        # Whoever needs what failed fails the same way.
+        ways = [self.broken.get((d.job, d.call, need)) for need in action.outline.needs[d.segment]]
+        how = action.fails.get(d.segment) or next(filter(None, ways), None)
+        if how is not None:
+            self.broken[key] = how
+        if how == "dispatch":
+            self.lane.append(m.SegmentFailed(*key, "failed at dispatch"))
+            return
+        self.lane.append(m.SegmentDispatched(*key))
+        self.device.append(m.SegmentFailed(*key, "failed on the device") if how else m.SegmentCompleted(*key))
+
+    def _step(self, job: int) -> Step:
+        """The step that the job's thread has called."""
+        action = self.scripts[job][self.threads[job].at - 1]
+        assert isinstance(action, Step)
+        return action
+
+    def _arrive(self, slot: tuple[Any, ...], said: Any = None) -> None:
+        if self.arrival is not None or self.gathers:
+            raise InternalError(f"the exchange lane was given {slot} while it is at {self.arrival or 'a gathering'}")
+        self.arrival = Arrival(slot, said, self.spec.shared)
+
+
+def _same(done: m.Event, dispatched: m.Event) -> bool:
+    match done, dispatched:
+        case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment), m.SegmentDispatched():
+            return (job, call, segment) == (dispatched.job, dispatched.call, dispatched.segment)
+    return False

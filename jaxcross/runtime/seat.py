@@ -1,0 +1,104 @@
+"""What the driver holds for a job and for one call of its step, and what it needs of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Any, Literal, NoReturn, Protocol
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.outline import Outline
+from jaxcross.world.flight import FlightRecorder
+
+NonFinite = Literal["ignore", "raise", "skip", "eject"]
+"""What a job does about a step whose exchanged values are not all finite."""
+
+
+class Stopped(BaseException):
+    """Unwinds a job's function after somebody asked it, or all jobs, to stop. Never leaves its thread."""
+
+
+class Execution(Protocol):
+    """One step of one job in flight; see `jaxcross.program.execution.Execution`."""
+
+    def run(self, index: int) -> None: ...
+    def wait_inputs(self, index: int) -> None: ...
+    def wait_outputs(self, index: int) -> None: ...
+    def zero_inputs(self, index: int) -> None: ...
+    def nonfinite(self, index: int) -> str | None: ...
+    def skip(self) -> None: ...
+    @property
+    def skippable(self) -> bool: ...
+    def outputs(self) -> Any: ...
+
+
+class RunWorld(Protocol):
+    """What a run needs of the world."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def control(self) -> Any: ...
+    def watching(self, *, job: str, step: int, segment: int, what: str) -> AbstractContextManager[None]: ...
+    @property
+    def flight(self) -> FlightRecorder: ...
+    def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
+
+
+class Call:
+    """One call of a step on this rank, with what the lanes note of it.
+
+    Attributes:
+        nonfinite: What is to be done about exchanged values that are not finite.
+        ends_ns: When each finished segment's outputs were there.
+    """
+
+    __slots__ = ("called_ns", "ends_ns", "execution", "name", "nonfinite", "number", "outline")
+
+    def __init__(
+        self, name: str, number: int, outline: Outline, execution: Execution, called_ns: int, nonfinite: NonFinite
+    ) -> None:
+        self.name, self.number, self.outline, self.execution = name, number, outline, execution
+        self.called_ns, self.nonfinite = called_ns, nonfinite
+        self.ends_ns: dict[int, int] = {}
+
+    def ready_ns(self, segment: int, start_ns: int) -> int:
+        """When the inputs of a segment that began at `start_ns` were there. An end that its lane has not noted yet is
+        not earlier than that by more than a thread's delay.
+        """
+        ends = (self.ends_ns.get(n, start_ns) for n in self.outline.needs[segment])
+        return min(max(ends, default=self.called_ns), start_ns)
+
+
+class Seat:
+    """What the driver holds for one job.
+
+    Attributes:
+        number: The job's; -1 while it has not joined.
+        left: Set once the job is over on every rank; `how` and `error` are final then.
+        sole: Whether it was the run's only job ever, when the ranks last did something together in it.
+        skipped: Committed steps that kept their state.
+    """
+
+    def __init__(
+        self, number: int, name: str, thread: Callable[[], threading.Thread], answers: SimpleQueue[m.Instruction]
+    ) -> None:
+        self.number, self.name = number, name
+        self.make_thread = thread
+        self.thread: threading.Thread | None = None
+        self.answers = answers
+        self.call: Call | None = None
+        self.calls = 0
+        self.sync: Callable[[Any], Any] | None = None
+        self.sync_result: tuple[Any, BaseException | None] = (None, None)
+        self.cause: BaseException | None = None  # the first thing that went wrong on this rank
+        self.error: JobError | ExchangeError | None = None
+        self.how: m.Leaving | None = None
+        self.left = threading.Event()
+        self.paused = self.sole = False
+        self.skipped = 0

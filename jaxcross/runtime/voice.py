@@ -1,0 +1,70 @@
+"""What one rank says in the votes: of its jobs, and of jobs that may join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxcross.runtime.agreed import SharedJob
+from jaxcross.runtime.joining import Joiners
+from jaxcross.runtime.local import LocalJob
+from jaxcross.runtime.vote import Ballot, JobBallot, Wish
+
+
+class Voice:
+    """The ballot and what is to be written into it.
+
+    Attributes:
+        joiners: Jobs that were added here during the run.
+        urgent: There is something to say that does not wait for a job's turn.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.joiners = Joiners()
+        self.urgent = False
+        self._ballot = Ballot(rows)
+        self._touched: set[int] = set()  # jobs whose row may be out of date
+
+    def touch(self, job: int) -> None:
+        """There may be news of the job."""
+        self._touched.add(job)
+
+    def join(self, job: int, rows: int) -> None:
+        """The job comes in; so many rows are needed now."""
+        self._ballot.grow(rows)
+        self._touched.add(job)
+
+    def leave(self, job: int, row: int) -> None:
+        """The job is over. Nothing is said in its row until another one gets it."""
+        self._touched.discard(job)
+        self._ballot.say(row, JobBallot())
+
+    def add(self, name: str) -> None:
+        """A job was added here."""
+        self.joiners.add(name)
+        self.urgent = True
+
+    def submit(self, text: str) -> None:
+        """All ranks are to hear the text."""
+        self.joiners.submit(text)
+        self.urgent = True
+
+    def stop(self) -> None:
+        """Somebody wishes that all jobs stop."""
+        self._ballot.stop()
+        self.urgent = True
+
+    def cast(self, jobs: Mapping[int, LocalJob], shared: Mapping[int, SharedJob]) -> np.ndarray:
+        """The ballot of the coming vote. Wishes are said in one only."""
+        wished = set()
+        for job in self._touched:
+            mine = jobs[job]
+            self._ballot.say(shared[job].row, mine.ballot())
+            if mine.wish is not Wish.NONE:
+                mine.wish = Wish.NONE
+                wished.add(job)
+        self._touched = wished
+        self.joiners.say(self._ballot)
+        self.urgent = False
+        return self._ballot.cast()

@@ -1,0 +1,24 @@
+"""Real runs whose threads are late at random: every comparison of the tables is to the bit, and must not notice."""
+
+import pytest
+
+# What must not come out of order: jobs under every policy and cut, data that ends early, an interrupt.
+DISORDERED = ["crossover_equals_alone", "data_that_raises_on_one_rank", "interrupt"]
+
+
+def passed(finished):
+    return [line.removeprefix("passed ") for line in finished.stdout.splitlines() if line.startswith("passed ")]
+
+
+def test_jobs_whose_threads_are_late(mpirun):
+    finished = mpirun(2, "runner_table.py", *DISORDERED, timeout=240, env={"JAXCROSS_CHAOS": "1"}).check()
+    assert passed(finished) == DISORDERED
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("table", ["runner_table.py", "membership_table.py"])
+def test_whole_tables_whose_threads_are_late(mpirun, table, ranks, seed):
+    finished = mpirun(ranks, table, timeout=600, env={"JAXCROSS_CHAOS": str(seed)}).check()
+    assert len(passed(finished)) >= 8

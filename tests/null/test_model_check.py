@@ -1,0 +1,339 @@
+"""Every order in which small cases can happen; and that the search finds what is wrong where something is."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from jaxcross.errors import InternalError
+from jaxcross.runtime import messages as m
+from jaxcross.runtime.agreed import Agreed, Slot
+from jaxcross.runtime.interleaver import Interleaver
+from jaxcross.runtime.model_case import Case
+from jaxcross.runtime.model_check import explore
+from jaxcross.runtime.model_rank import RankModel
+from jaxcross.runtime.model_state import clone, name
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import Sequential
+from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.runtime.vote import Wish
+
+PLAIN = Outline(
+    kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=1,
+    text="x",
+)  # fmt: skip
+TWICE = Outline(
+    kinds=("compute", "collective", "compute", "collective"), needs=((), (0,), (1,), (2,)), signature=2, text="y"
+)
+SHORT = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
+WIDE = Outline(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
+LOCAL = Outline(kinds=("compute",), needs=((),))
+
+
+EXHAUSTIVE = pytest.mark.exhaustive  # seconds each; benchmarks/model_check.py has larger ones
+
+
+def step(outline, **fails):
+    """`step(PLAIN, s0="dispatch")`: segment 0 fails when it is dispatched."""
+    return Step(outline, (0.0,) * len(outline.kinds), {int(key[1:]): how for key, how in fails.items()})
+
+
+def fed(batches, outline=PLAIN):
+    """A loop over so many batches, prepared while it runs."""
+    loop = [action for n in range(batches) for action in (Batch(0, n), step(outline))]
+    prepared = [Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches)] or [Prepare(0, 0, 0, True)]
+    return (*prepared, *loop, Batch(0, batches))
+
+
+def alike(ranks, *jobs, **options):
+    return Case(scripts=(tuple(jobs),) * ranks, **options)
+
+
+def unlike(*ranks, **options):
+    """One job, another script on each rank."""
+    return Case(scripts=tuple((script,) for script in ranks), **options)
+
+
+def ends(case):
+    """How the jobs can end: (steps, how) of each. Who said what is asked elsewhere."""
+    return {tuple((steps, left[0]) for _, steps, left in jobs) for jobs, _ in explore(case).outcomes}
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        (alike(1, (step(PLAIN),)), [1]),
+        (alike(3, (step(PLAIN), step(PLAIN))), [2]),
+        (alike(2, (step(TWICE), Think(0), step(LOCAL), step(TWICE))), [2]),
+        (alike(2, (Sync("restore"), step(PLAIN), Sync("save"))), [1]),
+        pytest.param(alike(2, fed(1, PLAIN)), [1], marks=EXHAUSTIVE),
+        (unlike(fed(1), fed(0)), [0]),
+        (alike(2, (step(SHORT),), (step(SHORT),), policy=Sequential()), [1, 1]),
+        (alike(1, (step(SHORT),), (step(SHORT),), depth=1), [1, 1]),
+        pytest.param(alike(1, (step(LOCAL),), (step(SHORT),)), [0, 1], marks=EXHAUSTIVE),
+        pytest.param(unlike(fed(2, SHORT), fed(1, SHORT)), [1], marks=EXHAUSTIVE),
+        pytest.param(alike(2, (step(SHORT),), (step(SHORT),)), [1, 1], marks=EXHAUSTIVE),
+    ],
+)
+def test_in_every_order_all_ranks_make_all_steps(case, steps):
+    assert ends(case) == {tuple((n, "ended") for n in steps)}
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "steps"),
+    [
+        ((step(PLAIN, s0="dispatch"),), (step(PLAIN),), {0}),
+        ((step(PLAIN, s0="complete"),), (step(PLAIN),), {0}),
+        ((step(TWICE, s2="complete"),), (step(TWICE),), {0}),
+        ((step(PLAIN, s2="dispatch"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1}),
+        # After the commit: the other rank may have made one more step before it hears of it.
+        ((step(PLAIN, s2="complete"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1, 2}),
+        ((step(SHORT), step(LOCAL, s0="complete"), step(SHORT)), (step(SHORT), step(LOCAL), step(SHORT)), {1, 2}),
+        ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), {1}),
+        ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
+        ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
+        ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
+    ],
+)
+def test_in_every_order_a_fault_of_one_rank_ends_the_job_on_all(bad, good, steps):
+    assert ends(unlike(bad, good)) == {((n, "failed"),) for n in steps}
+
+
+def test_in_every_order_the_other_job_does_not_notice():
+    found = ends(Case(scripts=(((Fail("boom"),), (step(SHORT),)), ((), (step(SHORT),)))))
+    assert found == {((0, "failed"), (1, "ended"))}
+
+
+def test_an_interrupt_at_any_moment_stops_all_ranks_at_one_step():
+    stopped = {((n, "stopped"),) for n in (0, 1)}
+    assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {*stopped, ((2, "ended"),)}
+
+
+def wish(what):
+    return m.JobWished(0, "", what)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        # Somebody wants the job to stop, or to rest for a while, at any moment.
+        (alike(2, (step(SHORT),) * 2, outside=((wish(Wish.STOP),), ())), {"0 stopped", "1 stopped", "2 ended"}),
+        (alike(1, (step(SHORT),), outside=((wish(Wish.PAUSE), wish(Wish.RESUME)),)), {"1 ended"}),
+        # Added in a job: in time always. Added by somebody else: perhaps when all is over.
+        (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
+        pytest.param(alike(1, (Add("new", (step(SHORT),)), step(SHORT))), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
+        pytest.param(
+            alike(2, (step(SHORT),), outside=((Add("new", ()),),) * 2),
+            {"1 ended", "1 ended, 0 ended"},
+            marks=EXHAUSTIVE,
+        ),
+        (
+            alike(2, (step(SHORT),), outside=((m.TextSubmitted("new"),), ()), submitted=(("new", ()),)),
+            {"1 ended", "1 ended, 0 ended"},
+        ),
+        # On one rank only: it never joins, and nobody waits for it.
+        (unlike((Add("new", ()), step(SHORT)), (step(SHORT),)), {"1 ended"}),
+        # What is exchanged is not finite, as one rank finds.
+        (unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), {"1 ended"}),
+        (unlike((step(PLAIN, s1="eject"),), (step(PLAIN),)), {"0 ejected"}),
+        (unlike((step(TWICE, s1="raise"),), (step(TWICE, s3="eject"),)), {"0 failed"}),
+    ],
+)
+def test_in_every_order_jobs_join_rest_and_leave_alike(case, expected):
+    assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == expected
+
+
+def test_what_was_found_is_counted():
+    found = explore(alike(2, (step(SHORT),)))
+    assert found.moves > found.states > found.meetings > 10
+    assert found.joint_states > found.states
+    with pytest.raises(MemoryError, match="more than 20 states of a rank"):
+        explore(alike(2, (step(SHORT),)), limit=20)
+
+
+# Wrong interleavers: each must be found out.
+
+
+class SkipsForItself(Interleaver):
+    """A rank that has found values that are not finite keeps its state, and the others do not."""
+
+    def _follow(self, outcome):
+        if outcome.kind == "skipped" and self._jobs[outcome.job].call.finite:
+            outcome = replace(outcome, kind="committed")
+        super()._follow(outcome)
+
+
+class RunsWhatRests(Interleaver):
+    """A rank begins a job's next step although it rests."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self.agreed = RestlessAgreed(jobs, policy)
+
+
+class RestlessAgreed(Agreed):
+    def _choose(self):
+        super()._choose()
+        for job in self.jobs.values():
+            job.held = False
+        self.running = tuple(self.jobs)
+
+
+class ByCompletion(Interleaver):
+    """Exchanges go in the order in which this rank is ready for them."""
+
+    def _begin_slot(self, patience_over=False):
+        slot = self.agreed.slot()
+        if self._slot is None and slot.kind == "exchange":
+            ready = [
+                job
+                for job, shared in self.agreed.jobs.items()
+                if shared.remaining and set(self._jobs[job].call.outline.needs[1]) <= self._jobs[job].call.dispatched
+            ]
+            if ready and slot.job not in ready:
+                self.agreed._next = Slot("exchange", ready[0], 1)
+        super()._begin_slot(patience_over)
+
+
+class TakesTheCommitForGranted(Interleaver):
+    """What overwrites the step's input state runs before the ranks have voted."""
+
+    def _exchange_done(self, job, segment, finite):
+        super()._exchange_done(job, segment, finite)
+        self._jobs[job].call.committed = self.agreed.commit == job
+
+
+class DeafAgreed(Agreed):
+    def _hear(self, number, said, committing, called):
+        return super()._hear(number, replace(said, good=True), committing, called)
+
+
+class HastyAgreed(Agreed):
+    def _hear(self, number, said, committing, called):
+        return super()._hear(number, replace(said, settled=True), committing, called)
+
+
+class LosesTheLastStep(Interleaver):
+    """A job that has failed leaves at once, also where its last committed step is still to be received."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self.agreed = HastyAgreed(jobs, policy)
+
+
+class DeafToFailure(Interleaver):
+    """A step is committed whatever the ranks say of it."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self.agreed = DeafAgreed(jobs, policy)
+
+
+class GoesOnAfterFailure(Interleaver):
+    """A job that has failed is dispatched all the same."""
+
+    def _fail(self, job, text, ejects=False):
+        self._jobs[job].failed = text
+
+    def _note_ready(self, job):
+        call = self._jobs[job].call
+        self._compute.offer(job, None if call is None else call.ready())
+
+
+class MakesNoZeros(Interleaver):
+    """A rank that has failed leaves the others alone with the step's exchanges."""
+
+    def _begin_slot(self, patience_over=False):
+        slot = self.agreed.slot()
+        if slot.kind != "exchange" or self._jobs[slot.job].failed is None:
+            super()._begin_slot(patience_over)
+
+
+class ForgetsBatches(Interleaver):
+    """A job that waits for a batch is not told when all ranks have it."""
+
+    def _follow(self, outcome):
+        if outcome.kind != "batches":
+            super()._follow(outcome)
+
+
+class LeavesThreadsBehind(Interleaver):
+    """A job that is over is not told so."""
+
+    def _close(self, job, how, texts=()):
+        super()._close(job, how, texts)
+        self._out = [told for told in self._out if not isinstance(told, m.Raised)]
+
+
+class CountsForItself(Interleaver):
+    """A rank grants batches as far as its own data goes."""
+
+    def _grant_batch(self, job):
+        mine = self._jobs[job]
+        if mine.point is not None and mine.point.kind == "batch" and mine.has_news():
+            more = mine.prepared.get(mine.stream, 0) > mine.point.index
+            self._answer(job, m.BatchGranted(job, more))
+
+
+FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "message"),
+    [
+        (ByCompletion, alike(2, (step(SHORT),), (step(SHORT),)), "ranks meet in different slots"),
+        (TakesTheCommitForGranted, alike(1, (step(PLAIN),)), "overwrites the state of a step that is not committed"),
+        (DeafToFailure, FAILING, "overwrites the state of a step that is not committed"),
+        (
+            LosesTheLastStep,
+            unlike((step(PLAIN, s2="dispatch"),), (step(PLAIN),)),
+            "it has not received here what its last",
+        ),
+        (GoesOnAfterFailure, unlike((step(WIDE, s0="dispatch"),), depth=1), "its job has failed here"),
+        (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
+        (
+            RunsWhatRests,
+            alike(1, (step(SHORT),) * 2, outside=((wish(Wish.PAUSE), wish(Wish.RESUME)),)),
+            "makes steps while it is paused",
+        ),
+        (MakesNoZeros, FAILING, "a rank stands still"),
+        (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
+        (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
+    ],
+)
+def test_a_wrong_interleaver_is_found_out(wrong, case, message):
+    with pytest.raises(InternalError, match=message) as error:
+        explore(replace(case, make=wrong))
+    assert "moves of one rank:" in str(error.value)
+
+
+def test_ranks_that_do_not_ask_each_other_end_elsewhere():
+    case = unlike(fed(0, SHORT), fed(1, SHORT))
+    assert ends(case) == {((0, "ended"),)}
+    assert ends(replace(case, make=CountsForItself)) == {((0, "failed"),)}
+
+
+# States as values.
+
+
+def test_a_copy_moves_apart_and_equal_states_have_equal_names():
+    model = RankModel(alike(1, fed(1), (step(TWICE),)), 0)
+    for _ in range(30):
+        if model.arrival is not None:
+            break
+        before, copy = model.name(), model.copy()
+        assert copy.name() == before
+        for move in model.moves():
+            other = model.copy()
+            other.take(move)
+            assert other.name() != before
+        assert model.name() == before, "a copy's moves have changed the original"
+        model.take(model.moves()[-1])
+
+
+def test_a_state_holds_nothing_that_cannot_be_copied():
+    assert name({1, 2}) == name({2, 1}) != name({1, 3})
+    assert name({1: [1], 2: (2.0,)}) == name({2: (2.0,), 1: [1]})
+    assert name({"a": 1, "b": 2}) != name({"b": 2, "a": 1}), "ranks tell each other names in their order"
+    with pytest.raises(TypeError, match="`_thread.lock` has no place in a state"):
+        clone([threading.Lock()])
