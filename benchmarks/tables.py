@@ -141,6 +141,29 @@ def unequal(_: str) -> Iterator[tuple[str, ...]]:
         yield way, *each, f"{row['progress']:.2f}"
 
 
+def reliability(_: str) -> Iterator[tuple[str, ...]]:
+    """What was tried, how often, and what came of it."""
+    checked, faults, killed, lasting = map(read, ("model_check", "faults", "kill_resume", "endurance"))
+    yield "tried", "how often", "came of it", "script"
+    rows = checked["rows"]
+    states, whole = sum(row["joint_states"] for row in rows), sum(row["explored"] for row in rows)
+    often = f"{len(rows)} cases, {states:.2g} joint states"
+    yield "orders of events", often, f"no rule broken; {whole} cases explored to their end", "model_check.py"
+    longest = max(s for s in faults["longest_s"].values() if s is not None)
+    came = f"{faults['as_expected']} ended as the table says, the slowest after {longest:.0f} s"
+    yield "faults of one rank", f"{faults['cases']}", came, "faults.py"
+    often = f"{killed['trials']} runs, {killed['kills']} kills"
+    yield "training killed and started again", often, f"{killed['survived']} ended in the same bits", "kill_resume.py"
+    for part, what in (("joins", "jobs that join and leave"), ("steps", "steps of many jobs")):
+        done, counts = lasting["raw"][0]["parts"][part]["total"], lasting["table"][part]
+        grown = [name for name in ("threads", "files", "communicators") if counts[name]["growth"] > 0]
+        first, last = (counts["rss_bytes"][when] / 1e6 for when in ("first", "last"))
+        came = (
+            f"{', '.join(grown) or 'no thread, file or communicator'} more; memory {first:.1f} MB, then {last:.1f} MB"
+        )
+        yield what, f"{done:,} on {lasting['ranks']} ranks", came, "endurance.py"
+
+
 def convergence(_: str) -> Iterator[tuple[str, ...]]:
     """What each exchange reaches in the same steps, and what it receives meanwhile."""
     found = read("convergence")
@@ -194,10 +217,46 @@ def selection(_: str) -> Iterator[tuple[str, ...]]:
         yield str(row["size"]), str(row["k"]), *times, row["chosen"]
 
 
+def tensor(_: str) -> Iterator[tuple[str, ...]]:
+    """Measured and modelled steps of tensor-parallel meshes."""
+    yield ("ranks", "mesh", "batch", "measured s", "model s", "model / measured", "MB received", "MB of weights",
+           "MB at most")  # fmt: skip
+    for ranks, part in read("tensor")["scaling"].items():
+        for row in part["rows"]:
+            sizes = (f"{row[key] / 1e6:.1f}" for key in ("received_bytes", "weights_bytes", "peak_live_bytes"))
+            yield (ranks, row["mesh"], str(row["batch"]), f"{row['s']['median']:.2f}", f"{row['model_s']:.2f}",
+                   f"{row['model_over_measured']:.2f}", *sizes)  # fmt: skip
+
+
+def tensor_crossover(_: str) -> Iterator[tuple[str, ...]]:
+    """Two tensor-parallel jobs."""
+    found = read("tensor")["crossover"]
+    yield "two jobs", "s a job-step", "times as fast", "exchange, share of a step", "dispatch and votes"
+    for way, row in found["s_per_job_step"].items():
+        fast, share = ("1", f"{found['exchange_share']:.0%}") if way != "crossover" else (f"{found['speedup']:.2f}", "")
+        yield way, f"{row['median']:.3f}", fast, share, f"{found['overhead'][way]:.1%}"
+
+
+def tensor_far(_: str) -> Iterator[tuple[str, ...]]:
+    """The model's word on 64 ranks: bytes, which no measurement enters."""
+    from tensor_show import far
+
+    yield "b, s, h", "b s / h", "mesh", "MB received", "MB of weights", "over [8,8,1]'s bytes"
+    rows = far({"alpha_s": 0.0, "bytes_per_s": 1.0, "operations_per_s": 1.0})
+    flat = {row["bs_over_h"]: row["received_bytes"] for row in rows if row["mesh"] == "2-D [8,8,1]"}
+    for row in rows:
+        sizes = (f"{row[key] / 1e6:.0f}" for key in ("received_bytes", "weights_bytes"))
+        shape = f"{row['sequences']}, {row['length']}, {row['features']}"
+        over = row["received_bytes"] / flat[row["bs_over_h"]]
+        yield shape, f"{row['bs_over_h']:.1f}", row["mesh"], *sizes, f"{over:.2f}"
+
+
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
     "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
     "scale": scale, "unequal": unequal, "exchange-cost": exchange_cost, "imagenet": imagenet,
+    "tensor": tensor, "tensor-crossover": tensor_crossover, "tensor-far": tensor_far,
     "convergence": convergence, "growth": growth, "exchanges": exchanges, "selection": selection,
+    "reliability": reliability,
 }  # fmt: skip
 
 

@@ -1,0 +1,244 @@
+"""Does anything grow while jobs come and go, and while they run for long: memory, threads, files, communicators?
+
+    python benchmarks/endurance.py [--ranks 4] [--joins 1000] [--jobs 64] [--steps 100000] [--json FILE] [--png FILE]
+        [--smoke]
+
+joins: one run, in which a job adds others, a few at a time, waits until they have left, and adds the next: each makes
+two steps. steps: one run of many jobs that share so many steps of a tiny program. Counts are taken at 21 places, on
+every rank, after a collection of garbage: resident memory, threads, open files, communicators that were made and kept
+(`World`), Python objects but for spans, and spans: the report's, of which the latest 200,000 are kept. growth: the
+slope of a line through the second half of the places, of the rank on which it is largest, for each join, or each
+thousand job-steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from workloads import parser, write_json
+
+PLACES = 20
+AT_ONCE = 8  # jobs that join together
+# What may grow, and how fast: for each join, and each thousand job-steps. A job that has left keeps its results in its
+# runner, and a span that is not yet pushed out of the report's 200,000 takes about 150 bytes.
+BOUNDS = {
+    "joins": {"rss_bytes": 8192, "threads": 0, "files": 0, "communicators": 0, "objects": 64},
+    "steps": {"rss_bytes": 2**20, "threads": 0, "files": 0, "communicators": 0, "objects": 100},
+}
+COUNTS = ("rss_bytes", "threads", "files", "communicators", "objects", "spans")
+
+
+def counted(world: Any, runner: Any) -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    spans = len(runner._recorder.spans())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+        "communicators": sum(slot.comm is not None for slot in world._slots.values()),
+        "objects": len(gc.get_objects()) - spans,
+        "spans": spans,
+    }
+
+
+class Places:
+    """The counts, at equal distances."""
+
+    def __init__(self, world: Any, runner: Any, total: int) -> None:
+        self.world, self.runner, self.every = world, runner, max(1, total // PLACES)
+        self.next, self.rows = 0, list[dict[str, int]]()
+
+    def passed(self, done: int) -> None:
+        """So many joins, or steps, are done on this rank."""
+        if done >= self.next:
+            self.next = done + self.every
+            self.rows.append({"done": done, **counted(self.world, self.runner)})
+
+
+def tiny() -> Any:
+    """A step that does next to nothing, with one exchange."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    import jaxcross
+
+    step = jaxcross.crossover(lambda state, batch: state + lax.pmean(state * batch, "batch"), axes="batch")
+    return step, jnp.ones(8), jnp.full(8, 1e-6)
+
+
+def joins(world: Any, total: int) -> dict[str, Any]:
+    """Jobs come and go beside one that stays."""
+    import jaxcross
+
+    step, state, batch = tiny()
+
+    def visitor(job: Any) -> Any:
+        mine = job.restore(state)
+        for _ in range(2):
+            mine = step(mine, batch)
+        return mine
+
+    def host(job: Any) -> None:
+        job.restore(state)
+        for done in range(0, total, AT_ONCE):
+            added = [runner.add(f"visitor-{n}", visitor) for n in range(done, min(done + AT_ONCE, total))]
+            for one in added:
+                one.left.wait()
+                assert (one.how, one.step) == ("ended", 2), (one.how, one.error)
+            places.passed(done + len(added))
+
+    runner = jaxcross.Runner(world)
+    places = Places(world, runner, total)
+    begin = time.perf_counter()
+    runner.add("host", host)
+    runner.run()
+    return {"rows": places.rows, "s": time.perf_counter() - begin, "total": total}
+
+
+def steps(world: Any, jobs: int, total: int) -> dict[str, Any]:
+    """Many jobs, each with its share of the steps."""
+    import jaxcross
+
+    step, state, batch = tiny()
+    each = total // jobs
+
+    def fn(job: Any) -> Any:
+        mine = job.restore(state)
+        for _ in job.batches(range(each)):
+            mine = step(mine, batch)
+            job.log({"loss": mine[0]}) if job.step % 100 == 0 else None
+            if job.name == "job-0":
+                places.passed(job.step * jobs)
+        return mine
+
+    runner = jaxcross.Runner(world)
+    places = Places(world, runner, total)
+    begin = time.perf_counter()
+    made = [runner.add(f"job-{n}", fn) for n in range(jobs)]
+    runner.run()
+    assert [job.step for job in made] == [each] * jobs
+    return {"rows": places.rows, "s": time.perf_counter() - begin, "total": each * jobs, "jobs": jobs}
+
+
+def work(out: Path, args: Any) -> None:
+    """On each rank."""
+    import jaxcross
+
+    world = jaxcross.initialize(watchdog_s=600)
+    before = {"threads": threading.active_count()}
+    joins(world, 2 * AT_ONCE)  # what is made once
+    steps(world, args.jobs, 4 * args.jobs)
+    parts = {"joins": joins(world, args.joins), "steps": steps(world, args.jobs, args.steps)}
+    mine = json.dumps({"parts": parts, "before": before, "after": {"threads": threading.active_count()}})
+    every = world.control.allgather_text(mine)
+    if world.rank == 0:
+        out.write_text(json.dumps([json.loads(text) for text in every]))
+
+
+def growth(rows: list[dict[str, int]], name: str, unit: int) -> float:
+    """Slope over the second half, for each `unit` of what is done."""
+    late = rows[len(rows) // 2 :]
+    if len(late) < 2:
+        return 0.0
+    return float(np.polyfit([row["done"] for row in late], [row[name] for row in late], 1)[0]) * unit
+
+
+def table(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """First, last and growth of every count, of the rank on which it grows most."""
+    found: dict[str, Any] = {}
+    for part, unit in (("joins", 1), ("steps", 1000)):
+        found[part] = {}
+        for name in COUNTS:
+            rows = max((rank["parts"][part]["rows"] for rank in ranks), key=lambda rows: growth(rows, name, unit))
+            found[part][name] = {"first": rows[0][name], "last": rows[-1][name], "growth": growth(rows, name, unit)}
+            found[part][name]["bound"] = BOUNDS[part].get(name)
+    return found
+
+
+def draw(ranks: list[dict[str, Any]], path: Path) -> None:
+    """Each count against what was done, a curve a rank."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(COUNTS), figsize=(3.2 * len(COUNTS), 6), layout="constrained", squeeze=False)
+    for line, (part, what) in zip(axes, (("joins", "jobs that came and went"), ("steps", "job-steps")), strict=True):
+        for axis, name in zip(line, COUNTS, strict=True):
+            for number, rank in enumerate(ranks):
+                rows = rank["parts"][part]["rows"]
+                values = [row[name] / (1e6 if name == "rss_bytes" else 1) for row in rows]
+                axis.plot([row["done"] for row in rows], values, label=f"rank {number}", lw=1.2)
+            axis.set(xlabel=what, title="resident memory, MB" if name == "rss_bytes" else name)
+            axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
+            axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def launch(args: Any) -> list[dict[str, Any]]:
+    """Starts the ranks; what each counted."""
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+    from jaxcross.world import pool
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    with tempfile.TemporaryDirectory(prefix="endurance-") as folder:
+        out = Path(folder) / "result.json"
+        sizes = [f"--joins={args.joins}", f"--jobs={args.jobs}", f"--steps={args.steps}"]
+        line, extra = mpirun_command(
+            mpirun=mpirun, ranks=args.ranks, program=python_program([__file__, *sizes, "--worker", str(out)]),
+            root=os.geteuid() == 0, cores=pool.cores(), environ=os.environ,
+        )  # fmt: skip
+        subprocess.run(line, env={**os.environ, **extra}, check=True)
+        return json.loads(out.read_text())
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=4, help="default %(default)s")
+    options.add_argument("--joins", type=int, default=1000, help="jobs that come and go (default %(default)s)")
+    options.add_argument("--jobs", type=int, default=64, help="jobs at once (default %(default)s)")
+    options.add_argument("--steps", type=int, default=100_000, help="of all jobs together (default %(default)s)")
+    options.add_argument("--png", type=Path, metavar="FILE", help="draw the counts")
+    options.add_argument("--worker", type=Path, help="(internal) one rank")
+    args = options.parse_args()
+    if args.worker:
+        work(args.worker, args)
+        return 0
+    if args.smoke:
+        args.ranks, args.joins, args.jobs, args.steps = 2, 40, 8, 240
+    ranks = launch(args)
+    result = {"ranks": args.ranks, "table": table(ranks), "raw": ranks,
+              "seconds": {part: ranks[0]["parts"][part]["s"] for part in ("joins", "steps")}}  # fmt: skip
+    print(f"{args.ranks} ranks: {args.joins} joins in {result['seconds']['joins']:.0f} s; {args.jobs} jobs, "
+          f"{args.steps} steps in {result['seconds']['steps']:.0f} s")  # fmt: skip
+    beyond = []
+    for part, unit in (("joins", "a join"), ("steps", "1,000 job-steps")):
+        for name, row in result["table"][part].items():
+            print(f"  {part}: {name:14} {row['first']:>12} -> {row['last']:>12}, {row['growth']:+.2f} {unit}")
+            if row["bound"] is not None and row["growth"] > row["bound"] + 0.01:
+                beyond.append(f"{part}: {name}")
+    result["beyond_its_bound"] = beyond
+    print(f"beyond its bound: {', '.join(beyond) or 'nothing'}")
+    write_json(args.json, __doc__, result)
+    if args.png:
+        draw(ranks, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
