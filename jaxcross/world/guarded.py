@@ -57,6 +57,10 @@ class GuardedComm:
         with self._calling(source):
             return self._comm.recv(source=source, tag=tag)
 
+    def Ibarrier(self) -> Any:  # noqa: N802
+        with self._calling(None):
+            return self._comm.Ibarrier()
+
     def Get_rank(self) -> int:  # noqa: N802
         return self._comm.Get_rank()
 

@@ -74,13 +74,12 @@ class Silence:
         self.gone: dict[int, int] = {}
 
     def heard(self, rank: int, standing: str) -> None:
-        """A beat came. A rank that has left is not waited for."""
-        if rank in self.seconds:
-            self.seconds[rank], self.standings[rank] = 0.0, standing
+        """A beat came."""
+        self.seconds[rank], self.standings[rank] = 0.0, standing
 
     def left(self, rank: int, entered: int) -> None:
-        """A rank said that its script ended, after so many waits for others."""
-        self.seconds.pop(rank, None)
+        """A rank said that its script ended, after so many waits for others. It beats until all scripts have."""
+        self.seconds[rank] = 0.0
         self.gone[rank] = entered
 
     def tick(self, passed_s: float) -> list[int]:
@@ -114,6 +113,7 @@ class Heartbeat:
         self._between_s = min(_LONGEST_BETWEEN_S, silence_s / 5)
         self._silence = Silence(self._neighbours, silence_s=silence_s, tick_s=2 * self._between_s)
         self._sent: dict[int, Any] = {}
+        self._farewells: list[Any] = []  # MPI reads a message until its request is complete
         self._gone: set[int] = set()
         self._sent_s = time.monotonic()
 
@@ -133,7 +133,7 @@ class Heartbeat:
         silent = self._silence.tick(passed_s)
         for rank in self._silence.seconds:
             found = state(self._places[rank], self._places[self._rank])
-            # Who is gone may have said good-bye: that message is heard before the second look.
+            # Who is gone may have told why: that message is heard before the second look.
             if rank in silent or (found == "gone" and rank in self._gone):
                 return self.loss(rank)
             if found == "gone":
@@ -151,14 +151,9 @@ class Heartbeat:
         """Neighbours whose script ended, and after how many waits for others."""
         return self._silence.gone
 
-    def farewell(self, entered: int) -> list[Any]:
-        """Says good-bye to the neighbours, after so many waits: the messages, which are on their way."""
-        self._listen()  # MPICH over TCP would try for ever to reach one whose process is gone by now
-        return [
-            self._comm.isend(entered, dest=rank, tag=_BEAT)
-            for rank in self._neighbours
-            if rank not in self._silence.gone
-        ]
+    def farewell(self, entered: int) -> None:
+        """Tells the neighbours that this rank's script ended, after so many waits for others. It beats on."""
+        self._farewells = [self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours]
 
     def _listen(self) -> None:
         from mpi4py import MPI

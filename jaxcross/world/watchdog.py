@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, final
 
-from jaxcross.world.abort import Ending, abort_everywhere, stop_of
+from jaxcross.world.abort import Ending, Terminated, abort_everywhere, stop_of
 from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.guarded import GuardedComm
 from jaxcross.world.heartbeat import Heartbeat
+from jaxcross.world.leaving import Leaving
 from jaxcross.world.notices import Notices
 from jaxcross.world.peers import Place
 from jaxcross.world.stacks import stacks
@@ -28,7 +29,7 @@ Awaited = Callable[[], Mapping[int, str]]
 _QUERY, _ANSWER = 1, 2
 _ANSWER_S = 3.0
 _HOLD_S = 10.0
-_LEAVE_S = 0.5
+_LEAVING_INTERVAL_S = 0.02
 _LEAST_CALL_S = 3.0
 
 
@@ -56,8 +57,8 @@ class Watchdog:
         termination: Termination | None = None,
     ) -> None:
         self._flight, self._termination = flight, termination
-        limit_s = max(silence_s or timeout_s, _LEAST_CALL_S)
-        self._comm = comm = GuardedComm(comm, limit_s=limit_s, on_stuck=self._give_up)
+        self._limit_s = max(silence_s or timeout_s, _LEAST_CALL_S)
+        self._comm = comm = GuardedComm(comm, limit_s=self._limit_s, on_stuck=self._give_up)
         self._notices = Notices(comm, flight)
         beats = silence_s > 0 and len(places) > 1
         self._heartbeat = Heartbeat(comm, silence_s=silence_s, flight=flight, places=places) if beats else None
@@ -80,15 +81,18 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; waits for it. MPI may be finalised after that."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        """This rank's script ended: watches on until all have, then ends the thread. MPI may be finalised after that.
+
+        Waits for all ranks, as leaving MPI does.
+        """
         self._flight.words("left", "its script ended")
-        if self._heartbeat is not None:
-            messages, deadline = self._heartbeat.farewell(self._entered), time.monotonic() + _LEAVE_S
-            while not all(message.Test() for message in messages) and time.monotonic() < deadline:
-                threading.Event().wait(0.01)
+        self._stop.set()
+        try:
+            if self._thread.is_alive():
+                self._thread.join()
+        except KeyboardInterrupt as error:
+            ending = stop_of(self._rank, terminated=isinstance(error, Terminated))
+            abort_everywhere(f"jaxcross: {ending.reason} while it waited for the others to end.", ending)
         self._comm.stop()
 
     def tell(self, ending: Ending) -> None:
@@ -125,12 +129,17 @@ class Watchdog:
     def _run(self) -> None:
         from mpi4py import MPI
 
-        while not self._stop.wait(self._interval_s):
+        leaving: Leaving | None = None
+        while True:
             try:
+                if self._stop.wait(self._interval_s):
+                    leaving = leaving or self._leave()
+                    if leaving.over():
+                        return
+                    threading.Event().wait(_LEAVING_INTERVAL_S)
                 self._notices.hear()
                 self._serve()
-                if self._heartbeat is not None and (loss := self._heartbeat.turn()) is not None:
-                    self._report(str(loss), loss.rank)
+                self._beat(leaving)
             except MPI.Exception as error:
                 self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
             if self._termination is not None and self._termination.overdue():
@@ -144,6 +153,18 @@ class Watchdog:
                 self._check_left(oldest[0])
             if oldest is not None and time.monotonic() - oldest[0].since_s > self.timeout_s:
                 self._investigate(*oldest)
+
+    def _leave(self) -> Leaving:
+        if self._heartbeat is not None:
+            self._heartbeat.farewell(self._entered)
+        return Leaving(self._comm)
+
+    def _beat(self, leaving: Leaving | None) -> None:
+        if leaving is not None and leaving.silent_since_s is not None:
+            if time.monotonic() - leaving.silent_since_s > self._limit_s:
+                self._report("MPI does not let it leave after all scripts: a rank, its host or a link is gone")
+        elif self._heartbeat is not None and (loss := self._heartbeat.turn()) is not None:
+            self._report(str(loss), loss.rank)
 
     def _serve(self) -> None:
         """Answer what other ranks have asked; print this rank's stacks where they ask for them."""

@@ -39,12 +39,14 @@ def test_who_was_asleep_itself_blames_nobody():
     assert silence.seconds == {1: 2}
 
 
-def test_who_has_left_is_not_waited_for():
+def test_who_has_left_beats_on():
     silence = Silence([1], silence_s=3, tick_s=2)
     silence.left(1, 7)
-    assert silence.tick(2) == silence.tick(2) == []
-    silence.heard(1, "late")
     assert silence.gone == {1: 7}
+    assert silence.tick(2) == []
+    silence.heard(1, "outside of any step")
+    assert silence.tick(2) == []
+    assert silence.tick(2) == [1]
 
 
 @pytest.mark.parametrize(
@@ -173,13 +175,14 @@ def test_a_process_that_is_gone_is_found_at_the_second_look(ring):
     assert turn(0)[0].found == "gone"
 
 
-def test_a_process_that_has_said_good_bye_may_be_gone(ring):
-    own = here()
-    dead = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
-    _, beats, turn = ring([own, dead])
+def test_a_rank_says_good_bye_and_beats_on(ring):
+    _, beats, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(2)])
     beats[1].farewell(5)
-    assert turn(0) == turn(0) == {}
+    assert turn(0) == {}
     assert beats[0].left() == {1: 5}
+    for _ in range(20):
+        assert turn(0, 1) == {}
+    assert any(turn(0) for _ in range(12))
 
 
 def test_beats_do_not_pile_up_before_a_rank_that_takes_none(ring):

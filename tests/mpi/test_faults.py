@@ -73,6 +73,25 @@ def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
     assert said in done.stderr
 
 
+LEFT = (
+    "import time\nprocess = int(world.control.allgather_text(str(os.getpid()))[1])\nif world.rank == 1:\n"
+    "    raise SystemExit(0)\ntime.sleep(1)\nos.kill(process, signal.SIG{})\ntime.sleep(30)\n"
+)
+
+
+def test_a_rank_whose_script_has_ended_is_watched(mpirun):
+    done = mpirun(3, START.format("silence_s=1") + LEFT.format("STOP"), timeout=60)
+    assert done.returncode != 0
+    assert "because rank 1 is silent for " in done.stderr and "is stopped (by SIGSTOP or a debugger)." in done.stderr
+
+
+def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
+    done = mpirun(2, START.format("") + LEFT.format("TERM"), timeout=60)
+    assert done.returncode == 143
+    said = "jaxcross: rank 1 was told to end (SIGTERM) while it waited for the others to end."
+    assert said in done.stderr
+
+
 def test_an_exception_is_told_by_every_rank(mpirun):
     code = START.format("") + "if world.rank == 1:\n    raise ValueError('no more data')\n" + WAIT
     done = mpirun(3, code, timeout=60)

@@ -94,3 +94,18 @@ def test_lost_packets_make_an_exchange_late_and_nothing_else(tmp_path):
         stdout, stderr = process.communicate(timeout=90)
     assert process.returncode == 0, stderr
     assert stdout.count("done\n") == 2
+
+
+def test_who_has_ended_waits_for_the_others(tmp_path):
+    """MPICH over TCP tries for ever to reach a rank that is gone: a beat of the one that is not would never return."""
+    rank = (
+        "import time, jaxcross\nworld = jaxcross.initialize(silence_s=1)\nworld.control.allgather_text('')\n"
+        "if world.rank == 0: time.sleep(4)\nprint('rank', world.rank, 'ends')"
+    )
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    with Lab(hosts=2) as lab:
+        line = lab.wrap([mpirun.path, "-n", "2", sys.executable, "-c", rank])
+        ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60, env=lab.environment())
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]
