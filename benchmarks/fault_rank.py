@@ -1,7 +1,6 @@
 """What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER`. The last rank comes to harm once, in job `b`.
 
-Two jobs in crossover, of which each writes its state into FOLDER after every step, as a checkpoint does: to a new file
-that then takes the old one's place.
+Two jobs in crossover, with a checkpoint in FOLDER after every step. With the fault `none` they go on from there.
 """
 
 from __future__ import annotations
@@ -89,23 +88,24 @@ def make_step(scale: float) -> Any:
 
 
 def train(job: Any, scale: float) -> Any:
-    step, w = make_step(scale), jnp.zeros(())
+    step, w = make_step(scale), job.restore(jnp.zeros(()))
+    if job.step:
+        print(f"rank {WORLD.rank} resumes job {job.name} after step {job.step}", flush=True)
     for x in job.batches(np.full(4, n + 1, np.float32) for n in range(STEPS)):
         w = step(w, x)
-        with WORLD.flight.during("checkpoint", job=job.name, step=job.step):
-            new = FOLDER / f"new-{job.name}-{WORLD.rank}.npy"
-            np.save(new, np.array([job.step, scale, float(w)]))
-            new.replace(FOLDER / f"{job.name}-{WORLD.rank}.npy")
+        job.save(w)
     return w
 
 
-if WORLD.rank == VICTIM:
+if WORLD.rank == VICTIM and FAULT != "none":
     Injector()
-runner = jaxcross.Runner(WORLD)
+runner = jaxcross.Runner(WORLD, checkpoints=jaxcross.Checkpoints(FOLDER / "checkpoints"))
 for name, scale in (("a", 1.0), ("b", 2.0)):
     runner.add(name, train, scale=scale)
 try:
     runner.run()
+    ends = {job.name: (job.step, float(job.state)) for job in runner.jobs}
+    print(f"rank {WORLD.rank} ends: {ends}", flush=True)
 except jaxcross.JobError as error:
     steps = {job.name: job.step for job in runner.jobs}
     print(f"rank {WORLD.rank} goes on: {steps}: {str(error).splitlines()[0]}", flush=True)

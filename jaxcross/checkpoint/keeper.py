@@ -175,10 +175,11 @@ class Keeper:
         self._own.add(name)
 
         def write() -> None:
-            self._folders.part_path(name).mkdir(parents=True)
-            arrays.write(self._folders.arrays_path(name), held)
-            self._folders.commit(name, describe(files=self._folders.describe_files(name)))
-            self._folders.delete(superfluous)
+            with self._world.flight.during("checkpoint", job=self._talk.job, step=progress.step):
+                self._folders.part_path(name).mkdir(parents=True)
+                arrays.write(self._folders.arrays_path(name), held)
+                self._folders.commit(name, describe(files=self._folders.describe_files(name)))
+                self._folders.delete(superfluous)
 
         self._writing = (name, self._submit(write))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,6 +18,12 @@ from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.errors import JobError
 
 
+class KeeperFlight(Protocol):
+    """Where a rank says what it is in."""
+
+    def during(self, what: str, *, job: str, step: int) -> AbstractContextManager[None]: ...
+
+
 class KeeperWorld(Protocol):
     """What the checkpoints of a job need of the world."""
 
@@ -24,6 +31,8 @@ class KeeperWorld(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def flight(self) -> KeeperFlight: ...
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any: ...
 
 

@@ -55,6 +55,10 @@ def test_the_check_finds_what_is_wrong():
     assert len(list(faults.check(kill, 1, good.replace("step 3", "some step"), said))) == 1
     assert len(list(faults.check(leaves, 1, "", ""))) == 3
     assert len(list(faults.check(stops, 143, "rank 0 leaves: [3]\nrank 1 leaves: [4]", ""))) == 1
+    end = "rank {0} resumes job b after step 3\nrank {0} ends: {{'a': (8, 36.0), 'b': (8, {1})}}\n"
+    assert list(faults.check_restart(kill, 0, end.format(0, 72.0) + end.format(1, 72.0))) == []
+    assert len(list(faults.check_restart(kill, 0, end.format(0, 72.0) + end.format(1, 71.0)))) == 1
+    assert len(list(faults.check_restart(kill, 1, ""))) == 4
 
 
 def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
