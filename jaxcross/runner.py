@@ -22,12 +22,13 @@ from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
 from jaxcross.runtime.flight_notes import FlightNotes
-from jaxcross.runtime.job import JobContext, runner_active
+from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.seat import NonFinite
+from jaxcross.runtime.threads import runner_active
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 

@@ -17,7 +17,7 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
-from jaxcross.runtime import job as runtime
+from jaxcross.runtime import threads as runtime
 from jaxcross.solo import ONLY_THREAD, run_alone
 from jaxcross.variant import Variant
 from jaxcross.world import World, current

@@ -17,8 +17,9 @@ import optax
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.program.agreement import disagreement
 from jaxcross.runtime.explain import describe
-from jaxcross.runtime.job import JobContext, check_not_stray, current_job
+from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.seat import Stopped
+from jaxcross.runtime.threads import check_not_stray, current_job
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout

@@ -7,7 +7,7 @@ import numpy as np
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
-from jaxcross.runtime.job import current_job
+from jaxcross.runtime.threads import current_job
 from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 STEPS = 12

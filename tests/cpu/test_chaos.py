@@ -8,7 +8,7 @@ import pytest
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
 from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
-from jaxcross.runtime.job import current_job
+from jaxcross.runtime.threads import current_job
 from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 

@@ -10,10 +10,11 @@ from jaxcross.runner import Runner
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners, SpanLog
 from jaxcross.runtime.explain import describe, explain
-from jaxcross.runtime.job import current_job, outline_of
+from jaxcross.runtime.job import outline_of
 from jaxcross.runtime.lanes import LaneThread, patience_s
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import RoundRobin
+from jaxcross.runtime.threads import current_job
 from jaxcross.testing import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 

@@ -15,8 +15,8 @@ from jaxcross.errors import JobError
 from jaxcross.report import Report
 from jaxcross.runner import Job, Runner, run
 from jaxcross.runtime.events import Instrument
-from jaxcross.runtime.job import current_job
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
+from jaxcross.runtime.threads import current_job
 from jaxcross.testing import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 

@@ -16,8 +16,8 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runner import Job, Runner, run
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
-from jaxcross.runtime.job import check_not_stray, current_job, runner_active
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
+from jaxcross.runtime.threads import check_not_stray, current_job, runner_active
 from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 
