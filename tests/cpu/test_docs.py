@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,11 +108,16 @@ def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
     return stdout.split(MARK)[1:]
 
 
-def with_python() -> list[Path]:
-    return [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
+# Four ranks compile for a minute; tests/mpi/test_tensor.py runs a mesh of four with every `pytest`.
+LONG = {"tensor.md"}
 
 
-@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
+def with_python() -> list[Any]:
+    pages = [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
+    return [pytest.param(p, marks=pytest.mark.exhaustive if p.name in LONG else [], id=p.name) for p in pages]
+
+
+@pytest.mark.parametrize("page", with_python())
 def test_the_code_of_a_page_runs_and_prints_what_it_says(
     page: Path, tmp_path: Path, quick_compiler: dict[str, str]
 ) -> None:
