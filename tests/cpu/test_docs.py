@@ -108,7 +108,7 @@ def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
     return stdout.split(MARK)[1:]
 
 
-# Four ranks compile for a minute; tests/mpi/test_tensor.py runs a mesh of four with every `pytest`.
+# Four ranks compile for a minute; the usual run has examples/gpt.py on two.
 LONG = {"tensor.md"}
 
 

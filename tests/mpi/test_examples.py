@@ -25,7 +25,7 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
-@pytest.mark.parametrize("staleness", [("0", "2"), ("inf", "inf")])
+@pytest.mark.parametrize("staleness", [("0", "2"), pytest.param(("inf", "inf"), marks=pytest.mark.exhaustive)])
 def test_parameter_servers(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]
 ) -> None:

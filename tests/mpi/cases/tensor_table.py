@@ -1,8 +1,7 @@
 """The model of `tensor_case` on every mesh of four ranks: against `vmap`, which `tests/cpu` holds against the serial
 model, and two jobs in crossover against each alone.
 
-Prints `rank R: tensor done` if all meshes hold, or those that are named by arguments. Each mesh's oracle, which holds
-all ranks, is computed by one of them.
+Prints `rank R: tensor done` if all meshes hold. Each mesh's oracle, which holds all ranks, is computed by one of them.
 """
 
 import functools
@@ -28,7 +27,6 @@ MESHES = {
     "[1,1,4]": Mesh(depth=4),
     "data 2 x 1-D on 2": Mesh(data=2, tensor=2),
 }
-MESHES = {name: MESHES[name] for name in sys.argv[1:] or MESHES}
 
 
 def loop(job, step, training):
