@@ -77,7 +77,7 @@ def worker(args: Any) -> int:
     from strategies import AXIS, STRATEGIES, Setting, Strategy, received_bytes
 
     if args.smoke:
-        works = {"transformer": workloads.transformer(layers=1, width=64, length=16, batch_size=2, vocabulary=64)}
+        works = {"mlp": workloads.mlp(width=64)}
     else:
         works = {
             "transformer": workloads.transformer(layers=2, width=192, length=128, batch_size=4),

@@ -10,6 +10,7 @@ total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import resource
@@ -101,6 +102,7 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # fmt: skip
 
 
+@functools.cache  # a size of both tables is measured once
 def run(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
     """The same in a process of its own."""
     line = [sys.executable, __file__, "--here", f"{jobs},{segments},{steps},{repeats}"]

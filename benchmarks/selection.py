@@ -76,7 +76,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
-    sizes, repeats = ((1 << 12, 1 << 16), 2) if args.smoke else (SIZES, args.repeats)
+    sizes, repeats = ((1 << 12,), 1) if args.smoke else (SIZES, args.repeats)
     result: dict[str, Any] = {"backend": jax.default_backend(), "cores": len(os.sched_getaffinity(0)), "rows": []}
     for size in sizes:
         for density in DENSITIES:

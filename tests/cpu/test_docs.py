@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run(page: Path, folder: Path, ranks: int) -> list[str]:
+def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
     """What each python block of the page printed, on rank 0."""
     import json
 
@@ -80,7 +81,7 @@ def run(page: Path, folder: Path, ranks: int) -> list[str]:
     chosen = [(str(page), b.line, b.text) for b in blocks(page) if b.info == "python"]
     sources.write_text(json.dumps(chosen))
     line: Sequence[str] = [sys.executable, str(script), str(sources)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     if ranks > 1:
         mpirun = find_mpirun()
         if mpirun is None:
@@ -107,14 +108,21 @@ def run(page: Path, folder: Path, ranks: int) -> list[str]:
     return stdout.split(MARK)[1:]
 
 
-def with_python() -> list[Path]:
-    return [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
+# Four ranks compile for a minute; the usual run has examples/gpt.py on two.
+LONG = {"tensor.md"}
 
 
-@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def with_python() -> list[Any]:
+    pages = [page for page in PAGES if any(block.info == "python" for block in blocks(page))]
+    return [pytest.param(p, marks=pytest.mark.exhaustive if p.name in LONG else [], id=p.name) for p in pages]
+
+
+@pytest.mark.parametrize("page", with_python())
+def test_the_code_of_a_page_runs_and_prints_what_it_says(
+    page: Path, tmp_path: Path, quick_compiler: dict[str, str]
+) -> None:
     ranks = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
-    printed = run(page, tmp_path, int(ranks[1]) if ranks else 1)
+    printed = run(page, tmp_path, int(ranks[1]) if ranks else 1, quick_compiler)
     every = blocks(page)
     code = [n for n, block in enumerate(every) if block.info == "python"]
     assert len(printed) == len(code)
@@ -191,13 +199,41 @@ def check_script(script: str, arguments: Sequence[str], where: str) -> None:
             assert re.search(rf"{re.escape(option)}\b", known), f"{where}: {script} has no {option}"
 
 
+# What each script answers to `--help`, all in one process: what they import takes seconds.
+ASK = f"""
+import contextlib, io, os, runpy, sys
+for script in sys.argv[1:]:
+    folder, said, path, sys.argv = os.path.dirname(script), io.StringIO(), list(sys.path), [script, "--help"]
+    sys.path.insert(0, folder)
+    code = "no end"
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    assert code in (0, None), (script, code)
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):  # two folders may have a module of one name
+        if str(getattr(module, "__file__", None)).startswith(folder + os.sep):
+            del sys.modules[name]
+    print({MARK!r} + script + chr(10) + said.getvalue(), end="")
+"""
+
+
 @cache
-def help_of(script: str) -> str:
+def helps() -> dict[str, str]:
+    """Script -> its help, of all that the pages name."""
+    named = {word for _, command in commands() for word in command.split() if re.fullmatch(r"\w+(/\w+)+\.py", word)}
+    scripts = [str(ROOT / word) for word in sorted(named) if (ROOT / word).is_file()]
     done = subprocess.run(
-        [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, "-c", ASK, *scripts], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(part.split("\n", 1) for part in done.stdout.split(MARK)[1:])
+
+
+def help_of(script: str) -> str:
+    return helps()[str(ROOT / script)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

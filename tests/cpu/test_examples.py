@@ -27,6 +27,7 @@ def test_mnist_sweep() -> None:
     assert out.count("in crossover and alone the same bits") == 3
 
 
+@pytest.mark.exhaustive
 def test_nnx_mlp() -> None:
     assert "in both idioms" in run("nnx_mlp.py", "--steps", 50, "--hidden", 16)
 

@@ -220,9 +220,9 @@ for name, code in CASES.items():
 
 
 @pytest.fixture(scope="module")
-def script() -> subprocess.CompletedProcess[str]:
+def script(quick_compiler: dict[str, str]) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("mpi4jax")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **quick_compiler}
     code = f"{CHECKS}\nCASES = {CASES!r}\n{RUN}"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False

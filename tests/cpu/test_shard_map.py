@@ -55,12 +55,12 @@ for what, row, check in cases():
 """
 
 
-def test_every_row_equals_devices() -> None:
+def test_every_row_equals_devices(quick_compiler: dict[str, str]) -> None:
     """Four XLA devices need a process of their own."""
     here = Path(__file__).parent
     env = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
     }
     done = subprocess.run(

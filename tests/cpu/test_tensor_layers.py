@@ -115,7 +115,7 @@ class PlainAttention(nn.Module):
 
 
 @EVERY
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_attention(mesh: Mesh, each: int) -> None:
     heads = each * mesh.side * mesh.tensor
     x = normal(ROWS, LENGTH, FEATURES)

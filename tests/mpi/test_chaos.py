@@ -10,8 +10,10 @@ def passed(finished):
     return [line.removeprefix("passed ") for line in finished.stdout.splitlines() if line.startswith("passed ")]
 
 
-def test_jobs_whose_threads_are_late(mpirun):
-    finished = mpirun(2, "runner_table.py", *DISORDERED, timeout=240, env={"JAXCROSS_CHAOS": "1"}).check()
+def test_jobs_whose_threads_are_late(mpirun, quick_compiler):
+    finished = mpirun(
+        2, "runner_table.py", *DISORDERED, timeout=240, env={"JAXCROSS_CHAOS": "1", **quick_compiler}
+    ).check()
     assert passed(finished) == DISORDERED
 
 

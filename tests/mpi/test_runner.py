@@ -11,7 +11,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))])
 def test_jobs_over_mpi(mpirun, ranks):
     finished = mpirun(ranks, "runner_table.py", timeout=240).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [

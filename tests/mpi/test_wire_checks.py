@@ -23,7 +23,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
 def test_wire(mpirun, ranks):
     done = mpirun(ranks, "wire_checks.py", timeout=240).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])

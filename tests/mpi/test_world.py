@@ -12,7 +12,7 @@ START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = i
 WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_agreements_and_communicators(mpirun, ranks):
     done = mpirun(ranks, "world_checks.py").check()
     found = json.loads(done.stdout.strip().splitlines()[-1])

@@ -6,6 +6,7 @@ themselves after every event (needs met, nothing before its commit, the compute 
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
 
 SEEDS = st.integers(0, 2**32 - 1)
+# Every part draws cases of its own; the usual run makes one.
+PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 
 
 def random_outline(rng: random.Random, signature: int) -> Outline:
@@ -99,9 +102,10 @@ def expected_exchanges(plan):
     return [(n + 1, segment) for n, outline in enumerate(plan) for segment in outline.collectives]
 
 
-@settings(max_examples=700, deadline=None)
+@PARTS
+@settings(max_examples=240, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(("round-robin", "weighted", "sequential")), data=st.booleans())
-def test_every_rank_makes_every_exchange_in_one_order(seed, kind, data):
+def test_every_rank_makes_every_exchange_in_one_order(part, seed, kind, data):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     scripts = [
@@ -122,13 +126,14 @@ def test_every_rank_makes_every_exchange_in_one_order(seed, kind, data):
         assert order == sorted(order)
 
 
-@settings(max_examples=700, deadline=None)
+@PARTS
+@settings(max_examples=240, deadline=None)
 @given(
     seed=SEEDS,
     fault=st.sampled_from(("raise", "return", "other", "segment", "segment")),
     how=st.sampled_from(("dispatch", "complete")),
 )
-def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(seed, fault, how):
+def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     guilty_rank, guilty = rng.randrange(ranks), rng.randrange(jobs)
@@ -172,9 +177,10 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(seed, fault, how):
         assert result.steps[guilty] == at or after
 
 
-@settings(max_examples=300, deadline=None)
+@PARTS
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
-def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(seed):
+def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(part, seed):
     rng = random.Random(seed)
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 3)
     lengths = [[rng.randint(0, 5) for _ in range(jobs)] for _ in range(ranks)]
@@ -202,9 +208,10 @@ def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(seed):
         assert {how for how, _ in result.finished.values()} == {"ended"}
 
 
-@settings(max_examples=300, deadline=None)
+@PARTS
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, stop_at_s=st.floats(0, 8))
-def test_an_interrupt_stops_all_ranks_at_the_same_step(seed, stop_at_s):
+def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     scripts = [
@@ -219,12 +226,13 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(seed, stop_at_s):
             assert exchanges_of(result, job) == expected_exchanges(plans[job][:steps])
 
 
-@settings(max_examples=200, deadline=None)
+@PARTS
+@settings(max_examples=70, deadline=None)
 @given(
     times=st.lists(st.tuples(st.floats(0.05, 3), st.floats(0.05, 3)), min_size=1, max_size=4),
     ranks=st.integers(1, 2),
 )
-def test_round_robin_reaches_the_bound_after_start_up(times, ranks):
+def test_round_robin_reaches_the_bound_after_start_up(part, times, ranks):
     steps = 30
     outline = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
 

@@ -1,7 +1,8 @@
 """Every step of the zoo on the ranks of this run, through `crossover`: against `vmap`, on up to two ranks against one
 executable, and two jobs in crossover against each alone.
 
-Prints `rank R: zoo done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
+Prints `rank R: zoo done` if all rows hold, or those whose names begin with an argument. Each row's oracle, which holds
+all ranks, is computed by one of them.
 """
 
 import sys
@@ -137,7 +138,11 @@ def like(tree, leaves):
 
 
 failures = []
-chosen = [row for row in ZOO if len(sys.argv) == 1 or sys.argv[1] in row.name]
+IN_PLACE = "nnx in place"
+wanted = tuple(sys.argv[1:]) or ("",)
+chosen = [row for row in ZOO if row.name.startswith(wanted)]
+unknown = [name for name in wanted if not any(have.startswith(name) for have in (*(r.name for r in ZOO), IN_PLACE))]
+assert not unknown, f"no such rows: {unknown}"
 told = oracles(chosen)
 for row in chosen:
     print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
@@ -172,7 +177,7 @@ for row in chosen:
             failures.append(str(error))
         mine = new
     failures += in_crossover(row, state, {whole: (mine, metrics), parts: (split, split_metrics)})
-failures += in_place() if len(sys.argv) == 1 else []
+failures += in_place() if IN_PLACE.startswith(wanted) else []
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
 print(f"rank {rank}: zoo done", flush=True)
