@@ -37,8 +37,9 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx.replace(tokens_in=tokens), *args)
 
 
-def _keep(_used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    # The peers take part whether or not this rank reads the result.
+def _keep(*asked: Any) -> tuple[list[bool], Any]:
+    # The peers take part whether or not this rank reads the result. JAX 0.12 asks of what is used and what lives.
+    eqn = asked[-1]
     return [True] * len(eqn.invars), eqn
 
 

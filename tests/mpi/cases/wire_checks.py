@@ -216,7 +216,7 @@ def mpi4jax_equations_are_exchanges_too():
 
 def a_shard_map_body_runs_on_each_rank():
     spec = jax.sharding.PartitionSpec
-    mesh = jax.sharding.AbstractMesh((P,), ("r",))
+    mesh = jax.sharding.AbstractMesh((P,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))  # in JAX 0.10 the default
     step = jax.shard_map(
         lambda w, x: jax.grad(lambda w: jnp.sin(w * x).sum())(w),
         mesh=mesh,
