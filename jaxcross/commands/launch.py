@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
-    code = _finish(subprocess.Popen(line, env={**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}))
+    code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
     if code not in (0, *_STOPPED):
         _explain(events)
     elif folder is None:
@@ -88,10 +88,28 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _finish(process: subprocess.Popen[bytes]) -> int:
-    """Waits for `mpirun`, which passes on to the ranks what it is told; its exit code, 128 + n after signal n."""
+def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
+    """Runs `mpirun`, and passes on to the ranks what this process is told; its exit code, 128 + n after signal n.
+
+    Open MPI's would end the ranks a second after it is told anything, in the middle of a checkpoint. So it hears nothing,
+    not from the terminal either, and the ranks, which are its children, hear it from here.
+    """
+    deaf = vendor == "openmpi"
+    process = subprocess.Popen(line, env=environ, start_new_session=deaf)
+    stopped = 0
+
+    def tell(number: int) -> None:
+        nonlocal stopped
+        stopped = 128 + number
+        ranks = _children(process.pid) if deaf else []
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not ranks and (deaf or number != signal.SIGINT):  # another mpirun has that from the terminal
+            process.send_signal(number)
+
     before = {
-        number: signal.signal(number, lambda *_: process.terminate())
+        number: signal.signal(number, lambda *_: tell(signal.SIGTERM))
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
@@ -99,12 +117,23 @@ def _finish(process: subprocess.Popen[bytes]) -> int:
         while True:
             try:
                 code = process.wait()
-                return code if code >= 0 else 128 - code
+                # Open MPI's own code says only that some rank's was not 0.
+                return (code and stopped) or (code if code >= 0 else 128 - code)
             except KeyboardInterrupt:
-                continue  # The terminal has interrupted the ranks, too; mpirun returns when they have ended.
+                tell(signal.SIGINT)  # and wait on: it returns when the ranks have ended
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that this one started; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def _explain(events: Path) -> None:

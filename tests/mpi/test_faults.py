@@ -127,8 +127,10 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
 
 def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
     code = (
-        "import threading, jaxcross\nworld = jaxcross.initialize()\n"
-        "def wait(job):\n    print('up', flush=True)\n    while not job.together('turn', lambda _: None): pass\n"
+        "import time, jaxcross\nworld = jaxcross.initialize()\n"
+        "def wait(job):\n    print('up', flush=True)\n    try:\n"
+        "        while not job.together('turn', lambda _: None): pass\n"
+        "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
     )
     script = tmp_path / "script.py"
@@ -151,6 +153,7 @@ def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
         assert process.wait(60) == 143, output
+    assert output.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
     records = read(tmp_path / "events")
     assert [record.words for record in records] == ["terminated"] * 2
