@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
     """Runs `mpirun`, and passes on to the ranks what this process is told; its exit code, 128 + n after signal n.
 
-    Open MPI's would end the ranks a second after it is told anything, in the middle of a checkpoint. So it hears nothing,
-    not from the terminal either, and the ranks, which are its children, hear it from here.
+    Open MPI's would end the ranks a second after it is told anything, in the middle of a checkpoint. So it hears
+    nothing, not from the terminal either, and the ranks, which are its children, hear it from here.
     """
     deaf = vendor == "openmpi"
     process = subprocess.Popen(line, env=environ, start_new_session=deaf)

@@ -128,7 +128,7 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
 def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
     code = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
-        "def wait(job):\n    print('up', flush=True)\n    try:\n"
+        "def wait(job):\n    job.together('all', lambda _: None)\n    print('up', flush=True)\n    try:\n"
         "        while not job.together('turn', lambda _: None): pass\n"
         "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
