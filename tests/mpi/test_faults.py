@@ -128,7 +128,7 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
 def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
     code = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
-        "def wait(job):\n    job.together('all', lambda _: None)\n    print('up', flush=True)\n    try:\n"
+        "def wait(job):\n    job.together('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
         "        while not job.together('turn', lambda _: None): pass\n"
         "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
@@ -148,7 +148,7 @@ def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
     ]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        while "up" not in process.stdout.readline():  # of two ranks, perhaps on one line
+        while "running" not in process.stdout.readline():  # of two ranks, perhaps on one line
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
