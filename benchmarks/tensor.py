@@ -28,6 +28,7 @@ from workloads import spread, write_json
 GPT = {"vocabulary": 512, "features": 256, "layers": 2, "heads": 8, "positions": 64}
 TOY = {"vocabulary": 32, "features": 32, "layers": 1, "heads": 8, "positions": 8}
 MESHES = {4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}}, 8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}}}
+SUSTAINED_BYTES = 4e6  # of each calibrated collective, without a pause
 STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
 
 
@@ -153,7 +154,7 @@ def constants(world: Any, args: Any, meshes: list[Any]) -> Any:
     import jaxcross
     from jaxcross.tensor import Machine, Mesh
 
-    sizes, repeats = ((256, 1024), 2) if args.smoke else ((256, 16_384, 262_144), 7)
+    sizes, repeats = ((256, 1024), 2) if args.smoke else ((256, 16_384, 262_144), 3)
     measured = []
     for axes in dict.fromkeys(tuple(mesh.axes.items()) for mesh in meshes):  # in one order on all ranks
         axis, ranks = axes[-1]
@@ -166,13 +167,17 @@ def constants(world: Any, args: Any, meshes: list[Any]) -> Any:
             function, shares = ways[way]
             call = jaxcross.crossover(function, axes=dict(axes))
             x, took = jnp.ones(count, jnp.float32), []
+            nbytes = shares * (ranks - 1) * count * 4 / ranks
+            # As in a step, one after the other: a link that rested passes its first 256 kB at full speed.
+            times = 2 if args.smoke else int(min(max(SUSTAINED_BYTES / nbytes, 4), 200))
             for _ in range(repeats + 1):
                 world.control.allgather_text("")
                 start = time.perf_counter()
-                jax.block_until_ready(call(x))
-                took.append(time.perf_counter() - start)
+                for _ in range(times):
+                    jax.block_until_ready(call(x))
+                took.append((time.perf_counter() - start) / times)
             messages = (2 if way == "psum" else 1) * (ranks - 1)
-            measured.append((messages, shares * (ranks - 1) * count * 4 / ranks, statistics.median(took[1:])))
+            measured.append((messages, nbytes, statistics.median(took[1:])))
     a, seconds = np.array([row[:2] for row in measured]), np.array([row[2] for row in measured])
     # Relative errors count: else the longest message alone would decide.
     (alpha, per_byte), *_ = np.linalg.lstsq(a / seconds[:, None], np.ones(len(a)), rcond=None)
@@ -219,7 +224,7 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
     work = pair(world, args)
     step = jaxcross.crossover(work.step, axes=work.mesh.axes)
     policies = {"one after the other": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
-    steps, repeats = (3, 1) if args.smoke else (8, args.repeats)
+    steps, repeats = (3, 1) if args.smoke else (24, args.repeats)
     raw: dict[str, list[float]] = {name: [] for name in policies}
     finals, summaries = {}, {}
     for repeat in range(-1, repeats):

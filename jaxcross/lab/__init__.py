@@ -148,6 +148,8 @@ class Lab:
             # Open MPI 5
             "PRTE_MCA_plm_ssh_agent": f"{folder}/enter",
             "PRTE_MCA_prte_default_hostfile": f"{folder}/hostfile",
+            # Its own session folders carry host name and process number, which are alike in all labs.
+            "PRTE_MCA_prte_tmpdir_base": folder,
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
             "OMPI_MCA_pml": "ob1",
