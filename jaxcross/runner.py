@@ -31,6 +31,7 @@ from jaxcross.runtime.seat import NonFinite
 from jaxcross.runtime.threads import runner_active
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
+from jaxcross.world.interrupts import held_back
 
 
 class Runner:
@@ -208,26 +209,29 @@ class Runner:
             for number, job in enumerate(jobs):
                 job.attach(driver, driver.seats[number], self._resumption(job))
         start_ns = time.monotonic_ns()
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            driver.run()
-        except KeyboardInterrupt as error:
-            interrupt = error
-        end_ns = time.monotonic_ns()
-        for job in self.jobs:
-            job.close()
-        self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
-        if self._session is not None:
+        ending: BaseException | None = None
+        with held_back() as held:  # whoever is told to stop while it saves does so already
+            try:
+                driver.run(held)
+            except KeyboardInterrupt as error:
+                ending = error
+            end_ns = time.monotonic_ns()
             for job in self.jobs:
-                job.save_left()
-            self._session.close()
-        with self.world.watching(job="", step=0, segment=-1, what="report"):
-            left_out = self._left_out(driver)
-            self.report = self._report(start_ns, end_ns)
-        if interrupt is not None:
-            raise self._exit(interrupt, driver.terminated)
-        if driver.late is not None:  # on this rank alone, which no other one waits for any more
-            raise driver.late
+                job.close()
+            self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
+            if self._session is not None:
+                for job in self.jobs:
+                    job.save_left()
+                self._session.close()
+            with self.world.watching(job="", step=0, segment=-1, what="report"):
+                left_out = self._left_out(driver)
+                self.report = self._report(start_ns, end_ns)
+            if isinstance(ending, KeyboardInterrupt):
+                ending = self._exit(ending, driver.terminated)
+            else:  # on this rank alone, which no other one waits for any more
+                ending = driver.late or (held[0] if held else None)
+        if ending is not None:
+            raise ending
         self._raise_errors(left_out)
         return self.report
 

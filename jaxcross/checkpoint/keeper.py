@@ -118,12 +118,14 @@ class Keeper:
         texts = self._talk.gather(together, "save", json.dumps({**said, "token": f"{time.time_ns():016x}"}))
         heard = [json.loads(text) for text in texts]
         self._previous_is_over([rank["trouble"] for rank in heard], cause)
+        steps = [rank["step"] for rank in heard]
+        if last and not any(steps):
+            return
         reasons = [rank["unfit"] for rank in heard]
         if last and any(reasons):
             self._talk.warn(f"its last state is not saved: {next(filter(None, reasons))}")
             return
         self._talk.check("cannot save this state", reasons)
-        steps = [rank["step"] for rank in heard]
         if len(set(steps)) > 1:
             raise self._talk.error(f"cannot be saved: its ranks have made {steps} steps, and could not resume together")
         if not all(rank["same"] for rank in heard):

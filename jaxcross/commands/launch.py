@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
     code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
-    if code not in (0, *_STOPPED):
+    if code not in (0, *_STOPPED) or (code and not _all_stopped(events)):
         _explain(events)
     elif folder is None:
         shutil.rmtree(events, ignore_errors=True)
@@ -95,32 +95,31 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
     nothing, not from the terminal either, and the ranks, which are its children, hear it from here.
     """
     deaf = vendor == "openmpi"
-    process = subprocess.Popen(line, env=environ, start_new_session=deaf)
+    processes: list[subprocess.Popen[bytes]] = []
     stopped = 0
 
     def tell(number: int) -> None:
         nonlocal stopped
         stopped = 128 + number
-        ranks = _children(process.pid) if deaf else []
-        for pid in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if not ranks and (deaf or number != signal.SIGINT):  # another mpirun has that from the terminal
-            process.send_signal(number)
+        for process in processes:
+            ranks = _children(process.pid) if deaf else []
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if not ranks and (deaf or number != signal.SIGINT):  # another mpirun has that from the terminal
+                process.send_signal(number)
 
+    said = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
     before = {
-        number: signal.signal(number, lambda *_: tell(signal.SIGTERM))
-        for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, lambda *_, passed=passed: tell(passed))
+        for number, passed in said.items()
         if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
     try:
-        while True:
-            try:
-                code = process.wait()
-                # Open MPI's own code says only that some rank's was not 0.
-                return (code and stopped) or (code if code >= 0 else 128 - code)
-            except KeyboardInterrupt:
-                tell(signal.SIGINT)  # and wait on: it returns when the ranks have ended
+        processes.append(subprocess.Popen(line, env=environ, start_new_session=deaf))
+        code = processes[0].wait()
+        # Open MPI's own code says only that some rank's was not 0.
+        return (code and deaf and stopped) or (code if code >= 0 else 128 - code)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -131,9 +130,19 @@ def _children(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
                 found.append(int(stat.parent.name))
     return found
+
+
+def _all_stopped(events: Path) -> bool:
+    """Whether no rank says or shows that it ended in another way than it was told to."""
+    from jaxcross.report.event_files import read
+
+    try:
+        return all(record.words in ("interrupted", "terminated", "told", "left") for record in read(events))
+    except (OSError, ValueError):
+        return True
 
 
 def _explain(events: Path) -> None:

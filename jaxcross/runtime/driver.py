@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -90,20 +91,23 @@ class Driver:
         shared = agreed.jobs.get(job)
         return agreed.stopping or (shared is not None and shared.stop)
 
-    def run(self) -> None:
+    def run(self, held: deque[KeyboardInterrupt] | None = None) -> None:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
+
+        Args:
+            held: Interrupts that somebody holds back; None to do so here.
 
         Raises:
             KeyboardInterrupt: On every rank, after a clean end, if a person interrupted any of them.
             InternalError: A lane broke; only where no other rank waits (else all ranks are aborted).
         """
-        with held_back() as self._held:
+        with held_back() if held is None else nullcontext(held) as self._held:
             self._run()
         if self._fatal is not None:
             raise self._fatal
         if self._interleaver.agreed.stopping:
             raise KeyboardInterrupt
-        self.late = self._interrupt or (self._held[0] if self._held else None)
+        self.late = self._interrupt
 
     def _run(self) -> None:
         self._compute.start()

@@ -58,7 +58,7 @@ class Resumption:
 
     def save_last(self, state: Any, step: int, together: Together, *, unfit: str) -> None:
         """The job is over: makes sure that its state survives, unless it never began. Waits for all ranks and disks."""
-        if self._keeper.begun and step:
+        if self._keeper.begun:  # on one rank perhaps after its first step, on another before it
             self._keeper.save(state, self._progress(step), together, unfit=unfit, last=True)
             self._keeper.settle(together)
 

@@ -57,6 +57,11 @@ class GuardedComm:
         with self._calling(source):
             return self._comm.recv(source=source, tag=tag)
 
+    def test(self, request: Any) -> bool:
+        """Whether a request is complete; asking is what moves it on, and may stick like a send."""
+        with self._calling(None):
+            return request.Test()
+
     def Ibarrier(self) -> Any:  # noqa: N802
         with self._calling(None):
             return self._comm.Ibarrier()

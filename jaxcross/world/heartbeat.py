@@ -128,7 +128,7 @@ class Heartbeat:
         self._flight.beat()
         for rank in self._neighbours:
             # One message under way is enough: those to a rank that stands still must not pile up.
-            if rank not in self._sent or self._sent[rank].Test():
+            if rank not in self._sent or self._comm.test(self._sent[rank]):
                 self._sent[rank] = self._comm.isend(self._flight.standing(), dest=rank, tag=_BEAT)
         silent = self._silence.tick(passed_s)
         for rank in self._silence.seconds:

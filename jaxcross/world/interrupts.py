@@ -1,14 +1,20 @@
-"""Ctrl-C and SIGTERM while a run is in progress: they wait until the main thread asks, and never come in the middle."""
+"""Ctrl-C and SIGTERM while a run is in progress: they wait until the main thread asks, and never come in the middle.
+
+Where it does not ask any more, because the run has ended and its last states are being saved, the second one comes.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
+
+_ONE_S = 2.0
 
 
 @final
@@ -19,15 +25,19 @@ class Held:
         handler: What it stands for.
     """
 
-    def __init__(self, handler: Any, kept: deque[KeyboardInterrupt]) -> None:
-        self.handler, self._kept, self._pid = handler, kept, os.getpid()
+    def __init__(self, handler: Any, kept: deque[KeyboardInterrupt], times_s: deque[float]) -> None:
+        self.handler, self._kept, self._times_s, self._pid = handler, kept, times_s, os.getpid()
 
     def __call__(self, number: int, frame: Any) -> None:
         try:
             self.handler(number, frame)
         except KeyboardInterrupt as error:
-            if os.getpid() != self._pid:  # a child that was forked meanwhile: nobody asks there
+            now_s = time.monotonic()
+            # In a child that was forked meanwhile nobody asks. Of one stop, several may come at once.
+            again = bool(self._kept) and now_s - self._times_s[-1] > _ONE_S
+            if os.getpid() != self._pid or again:
                 raise
+            self._times_s.append(now_s)
             self._kept.append(error)
 
 
@@ -35,6 +45,7 @@ class Held:
 def held_back() -> Iterator[deque[KeyboardInterrupt]]:
     """A context in which interrupts are not raised but kept, in order. Outside of the main thread none come."""
     kept: deque[KeyboardInterrupt] = deque()
+    times_s: deque[float] = deque(maxlen=1)
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
@@ -42,7 +53,7 @@ def held_back() -> Iterator[deque[KeyboardInterrupt]]:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     before[number] = handler
-                    signal.signal(number, Held(handler, kept))
+                    signal.signal(number, Held(handler, kept, times_s))
         yield kept
     finally:
         for number, handler in before.items():

@@ -27,7 +27,7 @@ class Leaving:
 
     def over(self) -> bool:
         """Whether MPI may be finalised. Once it is, do not ask again."""
-        if not self._barrier.Test():
+        if not self._comm.test(self._barrier):
             return False
         if self.silent_since_s is not None:
             return True

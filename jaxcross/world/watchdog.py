@@ -212,6 +212,7 @@ class Watchdog:
         while any(a is None for a in answers.values()) and time.monotonic() < deadline:
             self._notices.hear()
             self._serve()
+            self._beat(None)
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
                 answers[source] = self._comm.recv(source=source, tag=_ANSWER)
@@ -235,6 +236,7 @@ class Watchdog:
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._notices.hear()
                 self._serve()
+                self._beat(None)
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
         with self._lock:

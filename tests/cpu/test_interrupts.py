@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxcross.world import interrupts
 from jaxcross.world.abort import Terminated
 from jaxcross.world.interrupts import held_back
 
@@ -28,6 +29,19 @@ def test_they_are_kept_in_order_and_raised_again_afterwards(terminated):
     assert [type(error) for error in kept] == [KeyboardInterrupt, Terminated]
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_one_that_nobody_asks_for_is_followed_by_one_that_comes(terminated, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    with held_back() as kept:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now_s[0] = 1.0
+        os.kill(os.getpid(), signal.SIGINT)  # of the same stop
+        now_s[0] = 4.0
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert len(kept) == 2
 
 
 def test_a_handler_that_raises_nothing_is_called_as_ever():
