@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,26 +143,43 @@ def unequal(_: str) -> Iterator[tuple[str, ...]]:
 
 
 def reliability(_: str) -> Iterator[tuple[str, ...]]:
-    """What was tried, how often, and what came of it."""
-    checked, faults, killed, lasting = map(read, ("model_check", "faults", "kill_resume", "endurance"))
+    """What was tried, how often, and what came of it; a line for each result that is kept."""
     yield "tried", "how often", "came of it", "script"
-    rows = checked["rows"]
+    for name, lines in (
+        ("model_check", _orders), ("faults", _faults), ("kill_resume", _killed), ("endurance", _lasting)
+    ):  # fmt: skip
+        with suppress(FileNotFoundError):
+            for line in lines(read(name)):
+                yield *line, f"{name}.py"
+
+
+def _orders(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    rows = found["rows"]
     states, whole = sum(row["joint_states"] for row in rows), sum(row["explored"] for row in rows)
     often = f"{len(rows)} cases, {states:.2g} joint states"
-    yield "orders of events", often, f"no rule broken; {whole} cases explored to their end", "model_check.py"
-    longest = max(s for s in faults["longest_s"].values() if s is not None)
-    came = f"{faults['as_expected']} ended as the table says, the slowest after {longest:.0f} s"
-    yield "faults of one rank", f"{faults['cases']}", came, "faults.py"
-    often = f"{killed['trials']} runs, {killed['kills']} kills"
-    yield "training killed and started again", often, f"{killed['survived']} ended in the same bits", "kill_resume.py"
+    yield "orders of events", often, f"no rule broken; {whole} cases explored to their end"
+
+
+def _faults(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    longest = max(s for s in found["longest_s"].values() if s is not None)
+    came = (
+        f"{found['as_expected']} ended as the table says, the slowest after {longest:.1f} s, and went on when restarted"
+    )
+    yield "faults of one rank", f"{found['cases']}", came
+
+
+def _killed(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    often = f"{found['trials']} runs, {found['kills']} kills"
+    yield "training killed and started again", often, f"{found['survived']} ended in the same bits"
+
+
+def _lasting(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for part, what in (("joins", "jobs that join and leave"), ("steps", "steps of many jobs")):
-        done, counts = lasting["raw"][0]["parts"][part]["total"], lasting["table"][part]
+        done, counts = found["raw"][0]["parts"][part]["total"], found["table"][part]
         grown = [name for name in ("threads", "files", "communicators") if counts[name]["growth"] > 0]
         first, last = (counts["rss_bytes"][when] / 1e6 for when in ("first", "last"))
-        came = (
-            f"{', '.join(grown) or 'no thread, file or communicator'} more; memory {first:.1f} MB, then {last:.1f} MB"
-        )
-        yield what, f"{done:,} on {lasting['ranks']} ranks", came, "endurance.py"
+        kept = ", ".join(grown) or "no thread, file or communicator"
+        yield what, f"{done:,} on {found['ranks']} ranks", f"{kept} more; memory {first:.1f} MB, then {last:.1f} MB"
 
 
 def convergence(_: str) -> Iterator[tuple[str, ...]]:

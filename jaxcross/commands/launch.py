@@ -161,7 +161,7 @@ def _explain(events: Path) -> None:
 
 
 def python_program(program: Sequence[str]) -> list[str]:
-    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank ends all of them."""
+    """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank is the whole run's code."""
     return [sys.executable, "-m", "mpi4py", *program]
 
 
