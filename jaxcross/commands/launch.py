@@ -17,13 +17,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxcross.report.event_files import RankRecord
 
 HOLD = Path(__file__).with_name("hold.py")
 HOLD_S = 40
 """How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
 
 _STOPPED = (130, 143)
+_AS_TOLD = ("interrupted", "terminated", "told", "left")
+"""Last words of ranks that were stopped; what else there is beside such a code is a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
     code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
-    if code not in (0, *_STOPPED) or (code and not _all_stopped(events)):
-        _explain(events)
+    records = _records(events) if code else []
+    if code not in (0, *_STOPPED) or any(record.words not in _AS_TOLD for record in records):
+        _explain(records, events)
     elif folder is None:
         shutil.rmtree(events, ignore_errors=True)
     return code
@@ -135,24 +141,21 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _all_stopped(events: Path) -> bool:
-    """Whether no rank says or shows that it ended in another way than it was told to."""
+def _records(events: Path) -> Sequence[RankRecord]:
+    """What the ranks wrote down; nothing of programs that are none of jaxcross."""
     from jaxcross.report.event_files import read
 
     try:
-        return all(record.words in ("interrupted", "terminated", "told", "left") for record in read(events))
+        return read(events)
     except (OSError, ValueError):
-        return True
+        return []
 
 
-def _explain(events: Path) -> None:
-    """Prints the post-mortem of ranks that left event files, and where these are; nothing of programs without."""
+def _explain(records: Sequence[RankRecord], events: Path) -> None:
+    """Prints the post-mortem, and where the files are."""
     from jaxcross.commands.post_mortem import show
-    from jaxcross.report.event_files import read
 
-    try:
-        records = read(events)
-    except (OSError, ValueError):
+    if not records:
         with suppress(OSError):
             events.rmdir()  # if it is empty
         return

@@ -81,7 +81,6 @@ class Driver:
         self._held: deque[KeyboardInterrupt] = deque()  # interrupts that nobody has asked for yet
         self._interrupt: KeyboardInterrupt | None = None  # the first one
         self.terminated = False  # by SIGTERM, on this rank
-        self.late: KeyboardInterrupt | None = None
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
 
@@ -107,7 +106,11 @@ class Driver:
             raise self._fatal
         if self._interleaver.agreed.stopping:
             raise KeyboardInterrupt
-        self.late = self._interrupt
+
+    @property
+    def late(self) -> KeyboardInterrupt | None:
+        """After a run that nobody stopped: an interrupt on this rank that came too late to be agreed on."""
+        return self._interrupt
 
     def _run(self) -> None:
         self._compute.start()

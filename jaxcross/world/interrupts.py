@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-_ONE_S = 2.0
+from jaxcross.world.terminate import ONE_STOP_S
 
 
 @final
@@ -34,7 +34,7 @@ class Held:
         except KeyboardInterrupt as error:
             now_s = time.monotonic()
             # In a child that was forked meanwhile nobody asks. Of one stop, several may come at once.
-            again = bool(self._kept) and now_s - self._times_s[-1] > _ONE_S
+            again = bool(self._kept) and now_s - self._times_s[-1] > ONE_STOP_S
             if os.getpid() != self._pid or again:
                 raise
             self._times_s.append(now_s)

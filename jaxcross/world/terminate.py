@@ -13,7 +13,7 @@ from jaxcross.world.abort import Terminated
 from jaxcross.world.flight import FlightRecorder
 
 # A batch system signals every process of a job, and `mpirun` passes on what it gets.
-_ONE_S = 2.0
+ONE_STOP_S = 2.0
 _REACT_S = 5.0
 
 
@@ -76,7 +76,7 @@ class Termination:
     def _handle(self, number: int, frame: Any) -> None:
         del number, frame
         now_s = time.monotonic()
-        if self._handled_s and now_s - self._handled_s < _ONE_S:
+        if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
         self._handled_s = now_s
         self._flight.note("SIGTERM")
