@@ -56,7 +56,7 @@ class Places:
     """The counts, at equal distances."""
 
     def __init__(self, world: Any, runner: Any, total: int) -> None:
-        self.world, self.runner, self.every = world, runner, max(1, total // PLACES)
+        self.world, self.runner, self.every, self.total = world, runner, max(1, total // PLACES), total
         self.next, self.rows = 0, list[dict[str, int]]()
 
     def passed(self, done: int) -> None:
@@ -64,6 +64,8 @@ class Places:
         if done >= self.next:
             self.next = done + self.every
             self.rows.append({"done": done, **counted(self.world, self.runner)})
+            if self.world.rank == 0:
+                print(f"  {done} of {self.total}: {self.rows[-1]['rss_bytes'] / 1e6:.0f} MB", flush=True)
 
 
 def tiny() -> Any:

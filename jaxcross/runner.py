@@ -182,6 +182,8 @@ class Runner:
             KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step. On
                 that rank alone if all jobs were over.
             SystemExit: The same, with exit code 143, after SIGTERM on any rank.
+            BaseException: The same, whatever your own handler of another signal raised, on the ranks where it did;
+                `KeyboardInterrupt` on the others.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         if not self.jobs:
@@ -209,12 +211,12 @@ class Runner:
             for number, job in enumerate(jobs):
                 job.attach(driver, driver.seats[number], self._resumption(job))
         start_ns = time.monotonic_ns()
-        ending: BaseException | None = None
+        stopped = False
         with held_back() as held:  # whoever is told to stop while it saves does so already
             try:
                 driver.run(held)
-            except KeyboardInterrupt as error:
-                ending = error
+            except KeyboardInterrupt:
+                stopped = True
             end_ns = time.monotonic_ns()
             for job in self.jobs:
                 job.close()
@@ -226,10 +228,8 @@ class Runner:
             with self.world.watching(job="", step=0, segment=-1, what="report"):
                 left_out = self._left_out(driver)
                 self.report = self._report(start_ns, end_ns)
-            if isinstance(ending, KeyboardInterrupt):
-                ending = self._exit(ending, driver.terminated)
-            else:  # on this rank alone, which no other one waits for any more
-                ending = driver.late or (held[0] if held else None)
+            late = driver.interrupt or (held[0] if held else None)  # else on this rank alone: no other one waits for it
+            ending = self._exit(driver) if stopped else late
         if ending is not None:
             raise ending
         self._raise_errors(left_out)
@@ -301,14 +301,16 @@ class Runner:
                 job.error = error
         return error
 
-    def _exit(self, interrupt: KeyboardInterrupt, terminated: bool) -> BaseException:
-        """What all ranks raise after a stop. Waits for them: none ends the process while another one still saves."""
+    def _exit(self, driver: Driver) -> BaseException:
+        """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
         with self.world.watching(job="", step=0, segment=-1, what="end of the run"):
-            some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
+            some = self.world.control.allreduce_min(np.array([-driver.terminated])).item() < 0
             self.world.flight.words(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
             # The first that leaves with an exit code ends all: not before each has written its last words.
             self.world.control.allreduce_min(np.zeros(1, np.int64))
-        return SystemExit(TERMINATED) if some else interrupt
+        if driver.interrupt is not None and not isinstance(driver.interrupt, KeyboardInterrupt):
+            return driver.interrupt  # a user's handler means something by it
+        return SystemExit(TERMINATED) if some else KeyboardInterrupt()
 
     def _raise_errors(self, left_out: JobError | None) -> None:
         errors = [job.error for job in self.jobs if job.error is not None and job.how not in ("ejected", "left out")]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.folders import Folders, checkpoint_name
+from jaxcross.checkpoint.folders import Folders, checkpoint_name, step_of
 from jaxcross.checkpoint.leaves import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint.part import Part, Saved
 from jaxcross.checkpoint.restore import Found, KeeperWorld, find
@@ -186,8 +186,14 @@ class Keeper:
         self._writing = (name, self._submit(write))
 
     def _wait_for_writer(self) -> None:
-        if self._writing is not None:
-            self._writing[1].result()
+        if self._writing is None:
+            return
+        name, written = self._writing
+        late = {self._world.rank: "its disk has not taken the last checkpoint"}
+        with self._world.watching(
+            job=self._talk.job, step=step_of(name), segment=-1, what="own checkpoint", awaited=lambda _: late
+        ):
+            written.result()
 
     def _previous_is_over(self, troubles: list[str], cause: Exception | None) -> None:
         writing, self._writing = self._writing, None

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ HOLD_S = 40
 """How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
 
 _STOPPED = (130, 143)
+_CLOCKS_S = 1.0  # by which hosts may differ
 _AS_TOLD = ("interrupted", "terminated", "told", "left")
 """Last words of ranks that were stopped; what else there is beside such a code is a crash."""
 
@@ -85,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
+    start_s = time.time()
     code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
-    records = _records(events) if code else []
+    records = _records(events, start_s - _CLOCKS_S) if code else []
     if code not in (0, *_STOPPED) or any(record.words not in _AS_TOLD for record in records):
         _explain(records, events)
     elif folder is None:
@@ -141,12 +144,12 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _records(events: Path) -> Sequence[RankRecord]:
-    """What the ranks wrote down; nothing of programs that are none of jaxcross."""
+def _records(events: Path, since_s: float) -> Sequence[RankRecord]:
+    """What the ranks wrote down since then; nothing of an earlier run, nor of programs that are none of jaxcross."""
     from jaxcross.report.event_files import read
 
     try:
-        return read(events)
+        return [record for record in read(events) if record.last_s >= since_s]
     except (OSError, ValueError):
         return []
 

@@ -21,6 +21,7 @@ from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.events import Listeners
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.interleaver import Interleaver
+from jaxcross.runtime.job_waits import JobWaits
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.outline import Outline
@@ -48,7 +49,8 @@ class Driver:
     Attributes:
         seats: Of the jobs that joined and whose threads have not ended.
         left_out: After the run: names of the jobs that were added here and never joined.
-        late: After the run: an interrupt of this rank that no vote has heard of any more.
+        interrupt: What a signal's handler raised first on this rank, if any did. Nobody has heard of it where the run
+            was not stopped.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class Driver:
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        self._held: deque[KeyboardInterrupt] = deque()  # interrupts that nobody has asked for yet
-        self._interrupt: KeyboardInterrupt | None = None  # the first one
+        self._held: deque[BaseException] = deque()  # what signals raised, and nobody has asked for yet
+        self.interrupt: BaseException | None = None
         self.terminated = False  # by SIGTERM, on this rank
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
+        self._job_waits = JobWaits(world)
 
     def stopping(self, job: int) -> bool:
         """Whether all ranks know that somebody asked the job, or all jobs, to stop."""
@@ -90,14 +93,14 @@ class Driver:
         shared = agreed.jobs.get(job)
         return agreed.stopping or (shared is not None and shared.stop)
 
-    def run(self, held: deque[KeyboardInterrupt] | None = None) -> None:
+    def run(self, held: deque[BaseException] | None = None) -> None:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
 
         Args:
             held: Interrupts that somebody holds back; None to do so here.
 
         Raises:
-            KeyboardInterrupt: On every rank, after a clean end, if a person interrupted any of them.
+            KeyboardInterrupt: On every rank, after a clean end, if a signal's handler raised on any of them.
             InternalError: A lane broke; only where no other rank waits (else all ranks are aborted).
         """
         with held_back() if held is None else nullcontext(held) as self._held:
@@ -106,11 +109,6 @@ class Driver:
             raise self._fatal
         if self._interleaver.agreed.stopping:
             raise KeyboardInterrupt
-
-    @property
-    def late(self) -> KeyboardInterrupt | None:
-        """After a run that nobody stopped: an interrupt on this rank that came too late to be agreed on."""
-        return self._interrupt
 
     def _run(self) -> None:
         self._compute.start()
@@ -123,20 +121,27 @@ class Driver:
         if self._fatal is None:
             for thread in self._threads:
                 self._wait_for(lambda t=thread: not t.is_alive(), thread.join)
+        self._job_waits.look({})
         self._exchange.close()
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], Any]) -> None:
         while not over():
-            wait(0.2)  # comes back now and then, for interrupts
+            wait(0.2)  # comes back now and then, for interrupts and for jobs that wait long
+            self._look_at_waits()
             while self._held:
                 self._interrupted(self._held.popleft())
 
-    def _interrupted(self, interrupt: KeyboardInterrupt) -> None:
+    def _look_at_waits(self) -> None:
+        with self._lock:
+            found = self._interleaver.awaits()
+            self._job_waits.look({self.seats[job].name: wait for job, wait in found.items()})
+
+    def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
-        if self._interrupt is not None:
+        if self.interrupt is not None:
             self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
-        self._interrupt = interrupt
+        self.interrupt = interrupt
         for seat in tuple(self.seats.values()):
             self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())

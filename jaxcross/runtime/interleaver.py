@@ -84,6 +84,15 @@ class Interleaver:
         """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
         return self._voice.joiners.text()
 
+    def awaits(self) -> dict[int, tuple[int, str]]:
+        """Jobs whose threads wait here, between steps and with nobody holding the job: in which step, and for what."""
+        found = {}
+        for number, mine in self._jobs.items():
+            shared = self.agreed.jobs[number]
+            if not shared.held and not shared.remaining and (what := mine.awaits()):
+                found[number] = (shared.step + 1, what)
+        return found
+
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
         """Takes note of an event and says what follows from it. Neither waits nor communicates."""
         job: int | None = getattr(event, "job", None)

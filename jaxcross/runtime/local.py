@@ -10,6 +10,9 @@ from jaxcross.runtime.vote import JobBallot, Wish
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
+OWN = "own"
+"""What a wait begins with whose end is this rank's own affair."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -101,6 +104,15 @@ class LocalJob:
             return self.point is not None
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
+
+    def awaits(self) -> str:
+        """What its thread waits for, between steps, "" if for nothing: for the other ranks, or for its own data."""
+        if self.point is None or self.failed is not None:
+            return ""
+        if self.point.kind != "batch":
+            return {"step": "call of the step", "sync": "restore or the like", "end": "end of the job"}[self.point.kind]
+        what = f"batch {self.point.index + 1} of data {self.stream + 1}"
+        return what if self.has_news() else f"{OWN} {what}"
 
     def ballot(self) -> JobBallot:
         """What this rank says of it in a vote."""

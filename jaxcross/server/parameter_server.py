@@ -205,7 +205,7 @@ class ParameterServer:
 
     def _watching(self, lane: Lane, what: str) -> Any:
         job = "" if self._job is None else self._job.name
-        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=lane.awaited)
+        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=lambda _: lane.awaited())
 
     def _placed(self, leaves: Sequence[np.ndarray]) -> Any:
         """A tree of JAX arrays that lie where the parameters lay; the memory is not used for anything else."""

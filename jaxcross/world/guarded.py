@@ -53,6 +53,11 @@ class GuardedComm:
         with self._calling(None):
             return self._comm.iprobe(source=source, tag=tag, status=status)
 
+    def improbe(self, source: int, tag: int, status: Any) -> Any:
+        """A message that nobody else receives any more, None if there is none."""
+        with self._calling(None):
+            return self._comm.improbe(source=source, tag=tag, status=status)
+
     def recv(self, source: int, tag: int) -> Any:
         with self._calling(source):
             return self._comm.recv(source=source, tag=tag)

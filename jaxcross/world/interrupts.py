@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM while a run is in progress: they wait until the main thread asks, and never come in the middle.
+"""Signals while a run is in progress: what their handlers raise waits until the main thread asks, and never comes in
+the middle. Ctrl-C and SIGTERM, and what the user has set up, as for a warning of a batch system.
 
 Where it does not ask any more, because the run has ended and its last states are being saved, the second one comes.
 """
@@ -19,19 +20,19 @@ from jaxcross.world.terminate import ONE_STOP_S
 
 @final
 class Held:
-    """In place of a handler: keeps the `KeyboardInterrupt` that the handler raises.
+    """In place of a handler: keeps the exception that the handler raises.
 
     Attributes:
         handler: What it stands for.
     """
 
-    def __init__(self, handler: Any, kept: deque[KeyboardInterrupt], times_s: deque[float]) -> None:
+    def __init__(self, handler: Any, kept: deque[BaseException], times_s: deque[float]) -> None:
         self.handler, self._kept, self._times_s, self._pid = handler, kept, times_s, os.getpid()
 
     def __call__(self, number: int, frame: Any) -> None:
         try:
             self.handler(number, frame)
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             now_s = time.monotonic()
             # In a child that was forked meanwhile nobody asks. Of one stop, several may come at once.
             again = bool(self._kept) and now_s - self._times_s[-1] > ONE_STOP_S
@@ -42,14 +43,14 @@ class Held:
 
 
 @contextmanager
-def held_back() -> Iterator[deque[KeyboardInterrupt]]:
-    """A context in which interrupts are not raised but kept, in order. Outside of the main thread none come."""
-    kept: deque[KeyboardInterrupt] = deque()
+def held_back() -> Iterator[deque[BaseException]]:
+    """A context in which what signals raise is kept, in order. Outside of the main thread none come."""
+    kept: deque[BaseException] = deque()
     times_s: deque[float] = deque(maxlen=1)
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in signal.valid_signals():
                 handler = signal.getsignal(number)
                 if callable(handler):
                     before[number] = handler

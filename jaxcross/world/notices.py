@@ -28,7 +28,7 @@ class Notices:
         self._comm, self._flight = comm, flight
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
-        self._telling = threading.Lock()
+        self._telling, self._told = threading.Lock(), threading.Event()
         self._answers: list[Any] = []  # MPI reads a message until its request is complete
 
     def tell(self, ending: Ending) -> None:
@@ -36,8 +36,11 @@ class Notices:
         standing = self._flight.words(ending.how, ending.reason, ending.lost)
         from mpi4py import MPI
 
-        if MPI.Is_finalized() or not self._telling.acquire(blocking=False):
-            return  # nobody can be told any more, or another thread does it
+        if MPI.Is_finalized():
+            return  # nobody can be told any more
+        if not self._telling.acquire(blocking=False):
+            self._told.wait(_TELL_S)  # another thread does it, and must not be ended in the middle
+            return
         status = MPI.Status()
         # A send to a rank that has died may never return.
         deaf = set(range(self._size)) - {self._rank, *ending.lost}
@@ -54,6 +57,7 @@ class Notices:
                 self._comm.recv(source=status.Get_source(), tag=_HEARD)
                 deaf.discard(status.Get_source())
             threading.Event().wait(0.01)
+        self._told.set()
         del pending  # whoever has not heard by now is ended without a word of its own
 
     def hear(self) -> None:
@@ -76,10 +80,8 @@ class Notices:
     def _receive(self, status: Any) -> tuple[int, str, int] | None:
         from mpi4py import MPI
 
-        if not self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_END, status=status):
-            return None
-        sender = status.Get_source()
-        return (sender, *self._comm.recv(source=sender, tag=_END))
+        message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_END, status=status)  # two threads may ask at once
+        return None if message is None else (status.Get_source(), *message.recv())
 
     def _answer(self, sender: int) -> None:
         self._answers.append(self._comm.isend(None, dest=sender, tag=_HEARD))

@@ -63,13 +63,16 @@ def explain(
         wait: What it is stuck in.
         waited_s: For how long.
         answers: Every other rank's standing; None where none came.
-        awaited: The ranks that it waits for and why, where the order of waits does not tell.
+        awaited: The ranks that it waits for and why, itself perhaps, where the order of waits does not tell.
     """
     lines = [f"jaxcross: rank {rank} has waited {waited_s:.0f} s in {wait}."]
     late = late_ranks(wait, answers, awaited)
     for r in late:
-        standing = answers[r]
-        assert standing is not None
+        standing = answers.get(r)
+        if standing is None:  # this rank
+            assert awaited is not None
+            lines.append(f"  rank {r} is late itself: {awaited[r]}.")
+            continue
         where = f"it is in {standing.waits[-1]}" if standing.waits else "it is in no exchange"
         if awaited is None:
             lines.append(f"  rank {r} has not arrived: {where}, after {standing.entered} of {wait.number} exchanges.")
@@ -87,8 +90,8 @@ def explain(
     elif not late and not silent:
         lines.append("  All ranks have arrived: MPI or the network is stuck.")
     lines.append(
-        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation), "
-        "raise `initialize(watchdog_s=...)`."
+        "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation, "
+        "disks), raise `initialize(watchdog_s=...)`."
     )
     return "\n".join(lines)
 
@@ -96,12 +99,12 @@ def explain(
 def late_ranks(
     wait: Activity, answers: Mapping[int, Standing | None], awaited: Mapping[int, str] | None = None
 ) -> list[int]:
-    """Ranks that answered and are `awaited`, or have not entered this wait: all ranks enter theirs in one order."""
-    return [
-        r
-        for r, s in sorted(answers.items())
-        if s is not None and (s.entered < wait.number if awaited is None else r in awaited)
-    ]
+    """Ranks that are `awaited` and did not fail to answer, or have not entered this wait: all ranks enter theirs in one
+    order.
+    """
+    if awaited is not None:
+        return [r for r in sorted(awaited) if r not in answers or answers[r] is not None]
+    return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
 
 
 def _unlike_waits(wait: Activity, answers: Mapping[int, Standing | None]) -> list[tuple[int, Activity]]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
 
@@ -23,8 +24,8 @@ from jaxcross.world.stacks import stacks
 from jaxcross.world.standing import Activity, Standing, explain, late_ranks
 from jaxcross.world.terminate import Termination
 
-Awaited = Callable[[], Mapping[int, str]]
-"""The ranks that a wait is for, and why; asked when it is reported."""
+Awaited = Callable[[Mapping[int, Standing | None]], Mapping[int, str]]
+"""The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered."""
 
 _QUERY, _ANSWER = 1, 2
 _ANSWER_S = 3.0
@@ -140,6 +141,7 @@ class Watchdog:
                 self._notices.hear()
                 self._serve()
                 self._beat(leaving)
+                self._look_at_waits()
             except MPI.Exception as error:
                 self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
             if self._termination is not None and self._termination.overdue():
@@ -147,12 +149,14 @@ class Watchdog:
                 abort_everywhere(
                     f"jaxcross: {ending.reason} while its main thread was busy in C; all ranks end.", ending
                 )
-            with self._lock:
-                oldest = min(self._waits.values(), key=lambda pair: pair[0].since_s, default=None)
-            if oldest is not None:
-                self._check_left(oldest[0])
-            if oldest is not None and time.monotonic() - oldest[0].since_s > self.timeout_s:
-                self._investigate(*oldest)
+
+    def _look_at_waits(self) -> None:
+        with self._lock:
+            waits = sorted(self._waits.values(), key=lambda pair: pair[0].since_s)
+        if (shared := next((wait for wait, awaited in waits if awaited is None), None)) is not None:
+            self._check_left(shared)
+        if waits and time.monotonic() - waits[0][0].since_s > self.timeout_s:
+            self._investigate(*waits[0])
 
     def _leave(self) -> Leaving:
         if self._heartbeat is not None:
@@ -243,16 +247,32 @@ class Watchdog:
             self._asking = any(wait is other for other, _ in self._waits.values()) and not self._stop.is_set()
             if not self._asking:
                 return
-        those = None if awaited is None else awaited()
-        self._ask("stacks", late_ranks(wait, answers, those))
+        those = None if awaited is None else awaited(answers)
+        if those is not None and not those and None not in answers.values():
+            self._wait_anew(wait)
+            return
+        late = late_ranks(wait, answers, those)
+        self._ask("stacks", [r for r in late if r != self._rank])
         report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers, those)
-        late = (*late_ranks(wait, answers, those), *(r for r, standing in answers.items() if standing is None))
+        late += [r for r, standing in answers.items() if standing is None]
         waited_s = time.monotonic() - wait.since_s
         names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if late else ""
         abort_everywhere(
             f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
-            Ending(reason=f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}", how="reported", lost=late),
+            Ending(
+                reason=f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}",
+                how="reported",
+                lost=tuple(late),
+            ),
         )
+
+    def _wait_anew(self, wait: Activity) -> None:
+        """There is nobody to wait for any more: what holds it up is another wait, which has its own watch."""
+        with self._lock:
+            self._asking = False
+            for token, (other, awaited) in self._waits.items():
+                if other is wait:
+                    self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
 
 
 @final

@@ -1,5 +1,6 @@
 """Every fault of one rank ends as the table says: each is named on every rank, and no checkpoint is damaged."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,109 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
     done = mpirun(2, code, timeout=60)
     assert "while its main thread was busy in C" in done.stderr
     assert done.returncode == 143
+
+
+HANGS = """
+import os, threading, jaxcross
+world = jaxcross.initialize(watchdog_s=2, silence_s=0)
+from jax import lax
+
+step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+
+def data(hangs):
+    for n in range(10_000):
+        if hangs and n == 3:
+            threading.Event().wait()
+        yield float(n)
+
+def goes_on(job):
+    w = job.restore(0.0)
+    for x in job.batches(data(False)):
+        w = step(w, x)
+
+def hangs(job):
+    w = job.restore(0.0)
+    for x in {loop}:
+        w = step(w, x)
+        {then}
+
+runner = jaxcross.Runner(world, {checkpoints})
+runner.add("good", goes_on)
+runner.add("bad", hangs)
+runner.run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "then", "said"),
+    [
+        (  # its own loop, beside a job that goes on
+            "data(world.rank == 1)",
+            "pass",
+            r"step 4 \(call of the step\).\n  rank 1 has not arrived: its job 'bad' has not come so far; ",
+        ),
+        (
+            "job.batches(data(world.rank == 1))",
+            "pass",
+            "rank 1 (is late itself: its data|has not arrived: it waits for its own batch 4 of data 1)",
+        ),
+        (  # and on all ranks
+            "job.batches(data(True))",
+            "pass",
+            r"s in job 'bad', step 4 \(own batch 4 of data 1\).\n  rank (\d) is late itself",
+        ),
+    ],
+    ids=["own-loop", "data", "data-on-all"],
+)
+def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, loop, then, said):
+    done = mpirun(2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", ""), timeout=60)
+    assert done.returncode != 0
+    assert re.search(said, done.stderr), done.stderr
+
+
+def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
+    """A file system that is gone keeps `fsync` for ever."""
+    script = HANGS.replace("{loop}", "job.batches(data(False))").replace("{then}", "job.save(w)")
+    script = script.replace("{checkpoints}", f"checkpoints=jaxcross.Checkpoints({str(tmp_path)!r})")
+    gone = "if world.rank == 1:\n    os.fsync = lambda file: threading.Event().wait()\n"
+    done = mpirun(2, script.replace("runner =", f"{gone}runner ="), timeout=60)
+    assert done.returncode != 0
+    assert "(own checkpoint).\n  rank 1 is late itself: its disk has not taken the last checkpoint" in done.stderr, (
+        done.stderr
+    )
+
+
+WARNED = """
+import os, signal, sys, threading, jaxcross
+world = jaxcross.initialize()
+from jax import lax
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+
+def work(job):
+    w = job.restore(0.0)
+    while True:
+        w = step(w, 1.0)
+        if job.step == 3 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+runner = jaxcross.Runner(world)
+job = runner.add("a", work)
+try:
+    runner.run()
+except BaseException as error:
+    print(f"rank {world.rank}: {type(error).__name__} {error} after step {job.step}, {job.how}", flush=True)
+    steps = set(world.control.allgather_text(str(job.step)))
+    print("steps agree" if len(steps) == 1 and job.step >= 3 else f"steps {steps}", flush=True)
+"""
+
+
+def test_a_handler_of_another_signal_stops_all_and_its_exception_comes_after(mpirun):
+    done = mpirun(2, WARNED, timeout=60).check()
+    assert "rank 1: SystemExit 7 after step " in done.stdout
+    assert "rank 0: KeyboardInterrupt  after step " in done.stdout
+    assert done.stdout.count("steps agree") == 2
 
 
 def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
