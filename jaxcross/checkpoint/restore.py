@@ -16,7 +16,6 @@ from jaxcross.checkpoint.leaves import Form, digest, unlike
 from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.errors import JobError
-from jaxcross.world.watchdog import Awaited
 
 
 class KeeperFlight(Protocol):
@@ -35,7 +34,7 @@ class KeeperWorld(Protocol):
     @property
     def flight(self) -> KeeperFlight: ...
     def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
+        self, *, job: str, step: int, segment: int, what: str, awaited: Any = None
     ) -> AbstractContextManager[None]: ...
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any: ...
 

@@ -41,6 +41,11 @@ class Comm:
             status.Set_source(found)
         return found is not None
 
+    def improbe(self, source, tag, status):
+        if not self.iprobe(source, tag, status):
+            return None
+        return SimpleNamespace(recv=lambda: self.recv(status.Get_source(), tag))
+
     def recv(self, source, tag):
         message = next(m for m in self.kept if m[:2] == (source, tag))
         self.kept.remove(message)
@@ -87,3 +92,37 @@ def test_one_rank_reports(ranks, monkeypatch):
             thread.join()
             dog.stop()
         assert len(reports) == 1
+
+
+@pytest.mark.parametrize("awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}])
+def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
+    """Without anybody to wait for it goes on: what holds it up is watched elsewhere."""
+    boxes = [SimpleQueue() for _ in range(2)]
+    dogs = [Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([here()] * 2, rank)) for rank in range(2)]
+    asked, reports, over = threading.Semaphore(0), [], threading.Event()
+
+    def told(answers):
+        assert set(answers) == {1}
+        asked.release()
+        return awaited
+
+    def abort(text, ending):
+        reports.append((text, ending.lost))
+        over.set()
+        raise EndedError
+
+    monkeypatch.setattr(watchdog, "abort_everywhere", abort)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    for dog in dogs:
+        dog.start()
+    with dogs[0].watching(job="a", step=4, segment=-1, what="own batch 4", awaited=told):
+        assert asked.acquire(timeout=5)
+        if awaited:
+            assert over.wait(5)
+        else:
+            assert asked.acquire(timeout=5)  # and again, a while later
+    for dog in dogs:
+        dog.stop()
+    assert [lost for _, lost in reports] == ([tuple(awaited)] if awaited else [])
+    for rank, why in awaited.items():
+        assert f"rank {rank} {'is late itself' if rank == 0 else 'has not arrived'}: {why}" in reports[0][0]
