@@ -176,7 +176,7 @@ def _killed(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _lasting(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for part, what in (("joins", "jobs that join and leave"), ("steps", "steps of many jobs")):
         done, counts = found["raw"][0]["parts"][part]["total"], found["table"][part]
-        grown = [name for name in ("threads", "files", "communicators") if counts[name]["growth"] > 0]
+        grown = [n for n in ("threads", "files", "communicators") if counts[n]["last"] > counts[n]["first"]]
         first, last = (counts["rss_bytes"][when] / 1e6 for when in ("first", "last"))
         kept = ", ".join(grown) or "no thread, file or communicator"
         yield what, f"{done:,} on {found['ranks']} ranks", f"{kept} more; memory {first:.1f} MB, then {last:.1f} MB"
