@@ -29,6 +29,7 @@ GPT = {"vocabulary": 512, "features": 256, "layers": 2, "heads": 8, "positions":
 TOY = {"vocabulary": 32, "features": 32, "layers": 1, "heads": 8, "positions": 8}
 MESHES = {4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}}, 8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}}}
 SUSTAINED_BYTES = 4e6  # of each calibrated collective, without a pause
+CALIBRATED_BITS_PER_S = 200e6
 STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
 
 
@@ -45,15 +46,23 @@ def main() -> int:
     result: dict[str, Any] = {"rate": args.rate, "scaling": {}}
     for ranks in [4] if args.smoke else MESHES:
         result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"])
-    calibration = on_hosts(__file__, args.rate, 2, ["--part", "calibrate"])
-    balanced = 8 * calibration["received_bytes"] / calibration["compute_s"] / 0.95  # TCP's headers take a twentieth
-    result["crossover"] = on_hosts(__file__, f"{balanced / 1e3:.0f}kbit", 2, ["--part", "crossover"])
+    result["calibration"] = on_hosts(__file__, f"{CALIBRATED_BITS_PER_S / 1e3:.0f}kbit", 2, ["--part", "calibrate"])
+    rate = f"{balanced_bits_per_s(result['calibration']) / 1e3:.0f}kbit"
+    result["crossover"] = on_hosts(__file__, rate, 2, ["--part", "crossover"])
     result["far"] = far([*result["scaling"].values()][-1]["machine"])
     say(result)
     write_json(args.json, __doc__, result)
     if args.png:
         draw(result, args.png)
     return 0
+
+
+def balanced_bits_per_s(found: dict[str, Any]) -> float:
+    """The rate at which an exchange lasts as long as the computation: part of it is no matter of the rate."""
+    true_bits_per_s = statistics.fmean(found["tcp_bits_per_s"])
+    fixed_s = found["exchange_s"] - 8 * found["received_bytes"] / true_bits_per_s
+    left_s = max(found["compute_s"] - max(fixed_s, 0.0), found["compute_s"] / 4)
+    return 8 * found["received_bytes"] / left_s * CALIBRATED_BITS_PER_S / true_bits_per_s
 
 
 def worker(args: Any) -> int:
@@ -124,6 +133,10 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
                 jax.block_until_ready((params, metrics))
             if repeat >= 0:
                 raw[key].append((time.perf_counter() - start) / steps)
+    accounts = {}
+    for key, work in works.items():
+        report, _ = run(world, work, calls[key], jaxcross.Sequential(), steps, jobs=1)
+        accounts[key] = report.summary()["jobs"][0]
     machine = constants(world, args, [work.mesh for work in works.values()])
     rows = []
     for (name, batch), work in works.items():
@@ -135,7 +148,8 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
             "mesh": name, "axes": dict(work.mesh.axes), "batch": batch,
             "scaling": [kind for kind, size in batches.items() if size == batch],
             "s": spread(raw[name, batch]), "model_s": work.cost.seconds(machine),
-            "model_exchange_s": work.cost.exchange_s(machine), "messages": work.cost.messages,
+            "model_exchange_s": work.cost.exchange_s(machine), "exchange_s": accounts[name, batch]["exchange_s"],
+            "compute_s": accounts[name, batch]["compute_s"], "messages": work.cost.messages,
             "received_bytes": sent, "operations": work.cost.operations, "weights_bytes": work.cost.weights_bytes,
             "peak_live_bytes": compiled.peak_live_bytes(), "segments": len(compiled.runnables),
             "executables": len({id(r.call) for r in compiled.runnables}),
@@ -203,15 +217,17 @@ def pair(world: Any, args: Any) -> Work:
 
 
 def calibrate(world: Any, args: Any) -> dict[str, Any]:
-    """A job's bytes and its seconds of computation on a core of its own."""
+    """A job's bytes, and its seconds of computation and of exchange, nothing else beside it."""
     import jaxcross
 
     work = pair(world, args)
     step = jaxcross.crossover(work.step, axes=work.mesh.axes)
     report, _ = run(world, work, step, jaxcross.Sequential(), 2 if args.smoke else 5)
-    mine = statistics.fmean(job["compute_s"] for job in report.summary()["jobs"])
-    everywhere = [float(text) for text in world.control.allgather_text(str(mine))]
-    return {"received_bytes": work.cost.received_bytes, "compute_s": statistics.fmean(everywhere)}
+    jobs = report.summary()["jobs"]
+    mine = [statistics.fmean(job[key] for job in jobs) for key in ("compute_s", "exchange_s")]
+    everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(mine))]
+    compute_s, exchange_s = (statistics.fmean(values) for values in zip(*everywhere, strict=True))
+    return {"received_bytes": work.cost.received_bytes, "compute_s": compute_s, "exchange_s": exchange_s}
 
 
 def crossover(world: Any, args: Any) -> dict[str, Any]:
@@ -224,7 +240,7 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
     work = pair(world, args)
     step = jaxcross.crossover(work.step, axes=work.mesh.axes)
     policies = {"one after the other": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
-    steps, repeats = (3, 1) if args.smoke else (24, args.repeats)
+    steps, repeats = (3, 1) if args.smoke else (24, 2 * args.repeats - 1)
     raw: dict[str, list[float]] = {name: [] for name in policies}
     finals, summaries = {}, {}
     for repeat in range(-1, repeats):
@@ -244,8 +260,8 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
             "accounts": summaries, "received_bytes": work.cost.received_bytes}  # fmt: skip
 
 
-def run(world: Any, work: Work, step: Any, policy: Any, steps: int) -> tuple[Any, list[Any]]:
-    """Two jobs of so many steps; the report and the final states."""
+def run(world: Any, work: Work, step: Any, policy: Any, steps: int, jobs: int = 2) -> tuple[Any, list[Any]]:
+    """Jobs of so many steps; the report and the final states."""
     import jax
     import jax.numpy as jnp
 
@@ -258,9 +274,9 @@ def run(world: Any, work: Work, step: Any, policy: Any, steps: int) -> tuple[Any
         return params
 
     with jaxcross.Runner(world, policy) as runner:
-        jobs = [runner.add(f"job{n}", loop) for n in range(2)]
+        added = [runner.add(f"job{n}", loop) for n in range(jobs)]
         report = runner.run()
-    return report, [job.state for job in jobs]
+    return report, [job.state for job in added]
 
 
 if __name__ == "__main__":

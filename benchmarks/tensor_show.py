@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 FAR = {"1-D": {"tensor": 64}, "2-D [8,8,1]": {"side": 8}, "2.5-D [4,4,4]": {"side": 4, "depth": 4}}
@@ -35,9 +36,9 @@ def overhead(summary: dict[str, Any]) -> float:
 
 
 def speedup(found: dict[str, Any]) -> float:
-    """How much faster two jobs are in crossover."""
-    alone, together = (found["s_per_job_step"][name]["median"] for name in ("one after the other", "crossover"))
-    return alone / together
+    """How much faster two jobs are in crossover: of each repeat, whose two follow each other; the median."""
+    alone, together = (found["s_per_job_step"][name]["raw"] for name in ("one after the other", "crossover"))
+    return statistics.median(a / b for a, b in zip(alone, together, strict=True))
 
 
 def say(result: dict[str, Any]) -> None:
@@ -49,7 +50,9 @@ def say(result: dict[str, Any]) -> None:
         for row in part["rows"]:
             row["model_over_measured"] = row["model_s"] / row["s"]["median"]
             print(f"  {row['mesh']:5} batch {row['batch']:3} {row['s']['median']:.3f} s, model {row['model_s']:.3f} "
-                  f"({row['model_over_measured']:.2f}); {row['received_bytes'] / 1e6:.1f} MB received, "
+                  f"({row['model_over_measured']:.2f}); computing {row['compute_s']:.3f} s, model "
+                  f"{row['model_s'] - row['model_exchange_s']:.3f}, exchange {row['exchange_s']:.3f} s, model "
+                  f"{row['model_exchange_s']:.3f}; {row['received_bytes'] / 1e6:.1f} MB received, "
                   f"{row['weights_bytes'] / 1e6:.2f} MB of weights, {row['peak_live_bytes'] / 1e6:.1f} MB at most; "
                   f"{row['segments']} segments, {row['executables']} executables")  # fmt: skip
     found = result["crossover"]
