@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
@@ -58,6 +59,11 @@ def holds_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
         _is_shard_map(eqn, axes) or any(holds_shard_map(j, axes) for j in compat.sub_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns
     )
+
+
+def _recomputes(eqn: Any) -> bool:
+    """Whether this is the backward pass of `jax.checkpoint`."""
+    return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True))
 
 
 def _is_shard_map(eqn: Any, axes: Mapping[str, int]) -> bool:
@@ -110,7 +116,7 @@ class Flattener:
         if name in _INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
-                return self._inline(inlined[0], args)
+                return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
         if inside and name == "cond":
             return self._cond(eqn, args)
         if inside and name not in ("scan", "while"):
@@ -121,6 +127,16 @@ class Flattener:
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return list(outs)
+
+    def _held_back(self, args: list[Any]) -> list[Any]:
+        """`args`, but that what equations made of them can only be had together: what `checkpoint` recomputes waits for
+        the gradients that need it, here as under `jit`.
+        """
+        made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.invars]
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
+        barrier = jax.make_jaxpr(lambda *values: lax.optimization_barrier(values))(*types)
+        held = dict(zip(made, self._inline(barrier, made), strict=True))
+        return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _has_exchange(self, jaxpr: Any) -> bool:
         key = id(jaxpr)

@@ -35,7 +35,8 @@ class Graph:
         opaque: Equations among them that hold their exchanges inside: loops.
         ordered: Equations among them that must stay in the order they are written in, whatever depends on what:
             mpi4jax's own calls, which a peer may answer one by one.
-        level: Equation -> how many exchanges must be made one after another before it.
+        level: Equation -> how many exchanges are made one after another before it: as few as it needs, but for
+            exchanges that enlarge what they get.
     """
 
     traced: Traced
@@ -66,16 +67,45 @@ class Graph:
         self.ordered = frozenset(
             i for i in self.wires if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
-        self.level = []
+        self.level = self._levels({})
+        self.level = self._levels(self._late())
+
+    def _levels(self, least: Mapping[int, int]) -> list[int]:
+        """The lowest levels that dependencies and `least` leave to the equations."""
+        found: list[int] = []
         last: int | None = None
         for i in range(len(self.eqns)):
-            level = max((self.level[p] + (p in self.wires) for p in self.makers(i)), default=0)
+            level = max((found[p] + (p in self.wires) for p in self.makers(i)), default=0)
+            level = max(level, least.get(i, 0))
             if i in self.ordered:
                 # A loop is a segment of its own, after all else of its level.
                 apart = last is not None and (i in self.opaque or last in self.opaque)
-                level = max(level, 0 if last is None else self.level[last] + apart)
+                level = max(level, 0 if last is None else found[last] + apart)
                 last = i
-            self.level.append(level)
+            found.append(level)
+        return found
+
+    def _late(self) -> dict[int, int]:
+        """The last levels at which exchanges that enlarge what they get hold up no other exchange.
+
+        Gathers of weights depend on nothing: at their first level, all layers' would be there before the first product.
+        """
+        late: dict[int, int] = {}
+        next_wire: dict[int, int] = {}  # equation -> the lowest level of an exchange that depends on it
+        for i in reversed(range(len(self.eqns))):
+            after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
+            levels = [
+                self.level[r] if r in self.wires else next_wire[r] for r in after if r in self.wires or r in next_wire
+            ]
+            if not levels:
+                continue
+            next_wire[i] = min(levels)
+            if i in self.wires and i not in self.ordered and self._enlarges(i):
+                late[i] = max(self.level[i], next_wire[i] - 1)
+        return late
+
+    def _enlarges(self, i: int) -> bool:
+        return sum(map(nbytes, self.eqns[i].outvars)) > sum(map(nbytes, variables(self.eqns[i].invars)))
 
     def makers(self, i: int) -> list[int]:
         """The equations whose results equation `i` reads."""

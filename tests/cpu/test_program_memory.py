@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxcross import _jax_compat as compat
+from jaxcross import tensor
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
+from jaxcross.program.graph import nbytes
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
 
@@ -239,3 +242,46 @@ def test_segments_may_run_before_earlier_ones_that_they_do_not_need() -> None:
         results.append([np.asarray(x) for x in jax.tree.leaves(execution.outputs())])
     for result in results[1:]:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], result, strict=True))
+
+
+def written_peak_bytes(traced: Any) -> int:
+    """What lives at most if each equation ran where it is written, and values died at their last use."""
+    inner, _ = compat.open_jaxpr(traced.jaxpr)
+    last = {v: n for n, e in enumerate(inner.eqns) for v in e.invars if not isinstance(v, compat.Literal)}
+    last |= {v: len(inner.eqns) for v in inner.outvars if not isinstance(v, compat.Literal)}
+    live, peak = dict.fromkeys([*inner.invars, *inner.constvars], len(inner.eqns)), 0
+    for n, eqn in enumerate(inner.eqns):
+        live |= {v: last[v] for v in eqn.outvars if v in last}
+        peak = max(peak, sum(map(nbytes, live)))
+        live = {v: end for v, end in live.items() if end > n}
+    return peak
+
+
+def program_peak_bytes(program: Any) -> int:
+    """What lives at most between segments; the step's inputs stay."""
+    live, peak = {v: program.values[v].nbytes for v in program.inputs}, 0
+    for segment in program.segments:
+        live |= {v: program.values[v].nbytes for v in segment.outputs}
+        peak = max(peak, sum(live.values()))
+        live = {v: n for v, n in live.items() if v not in segment.dies or v in program.inputs}
+    return peak
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("sizes", [{"side": 2}, {"tensor": 4}], ids=["2-D", "1-D"])
+def test_cutting_keeps_what_a_large_model_saves(sizes: dict[str, int], remat: bool) -> None:
+    """Gathered weights of one layer at a time, and what `remat` recomputes when it is needed."""
+    mesh, length = tensor.Mesh(**sizes), 64
+    model = tensor.Transformer(512, 256, 4, 8, length, mesh, remat=remat)
+    tokens = jax.ShapeDtypeStruct((32 // mesh.size(mesh.batch), length), jnp.int32)
+    params = jax.eval_shape(lambda: tensor.init(model, jax.random.key(0), jnp.zeros((1, length), jnp.int32), 0))
+
+    def loss_and_gradients(params: Any, tokens: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return tensor.cross_entropy(model.apply({"params": params}, tokens), tokens, mesh)
+
+        return jax.value_and_grad(loss_fn)(params)
+
+    traced = trace(loss_and_gradients, (params, tokens), axes=mesh.axes, wire=LocalRanks())
+    program = traced.cut("whole")
+    assert program_peak_bytes(program) < 1.05 * written_peak_bytes(traced)
