@@ -158,6 +158,8 @@ class Runner:
             self._submitted.add(job)
 
     def _check_name(self, name: str) -> None:
+        if not name.isprintable():
+            raise ValueError(f"`{name!r}` is no name for a job: it has characters that cannot be shown")
         if name in self._submitted or any(job.name == name for job in self.jobs):
             raise ValueError(f"There is a job `{name}` already. Reports and errors need one name for each job.")
 
@@ -228,8 +230,8 @@ class Runner:
             with self.world.watching(job="", step=0, segment=-1, what="report"):
                 left_out = self._left_out(driver)
                 self.report = self._report(start_ns, end_ns)
-            late = driver.interrupt or (held[0] if held else None)  # else on this rank alone: no other one waits for it
-            ending = self._exit(driver) if stopped else late
+            own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
+            ending = self._exit(driver.terminated, own) if stopped else own
         if ending is not None:
             raise ending
         self._raise_errors(left_out)
@@ -301,15 +303,15 @@ class Runner:
                 job.error = error
         return error
 
-    def _exit(self, driver: Driver) -> BaseException:
+    def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
         with self.world.watching(job="", step=0, segment=-1, what="end of the run"):
-            some = self.world.control.allreduce_min(np.array([-driver.terminated])).item() < 0
+            some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
             self.world.flight.words(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
             # The first that leaves with an exit code ends all: not before each has written its last words.
             self.world.control.allreduce_min(np.zeros(1, np.int64))
-        if driver.interrupt is not None and not isinstance(driver.interrupt, KeyboardInterrupt):
-            return driver.interrupt  # a user's handler means something by it
+        if own is not None and not isinstance(own, KeyboardInterrupt):
+            return own  # a user's handler means something by it
         return SystemExit(TERMINATED) if some else KeyboardInterrupt()
 
     def _raise_errors(self, left_out: JobError | None) -> None:

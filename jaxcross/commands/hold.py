@@ -71,9 +71,9 @@ def _header(path: str) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as stream:
             header = json.loads(stream.readline(4096))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return header if isinstance(header, dict) else None
+    return header if isinstance(header, dict) and isinstance(header.get("pid"), int) else None
 
 
 def _lives(pid: Any) -> bool:

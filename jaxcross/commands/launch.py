@@ -109,7 +109,8 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
 
     def tell(number: int) -> None:
         nonlocal stopped
-        stopped = 128 + number
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # what those mean, the ranks know
+            stopped = 128 + number
         for process in processes:
             ranks = _children(process.pid) if deaf else []
             for pid in ranks:
@@ -118,7 +119,8 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
             if not ranks and (deaf or number != signal.SIGINT):  # another mpirun has that from the terminal
                 process.send_signal(number)
 
-    said = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+    said = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+            signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGUSR2}  # fmt: skip
     before = {
         number: signal.signal(number, lambda *_, passed=passed: tell(passed))
         for number, passed in said.items()

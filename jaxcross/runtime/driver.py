@@ -134,8 +134,9 @@ class Driver:
 
     def _look_at_waits(self) -> None:
         with self._lock:
-            found = self._interleaver.awaits()
-            self._job_waits.look({self.seats[job].name: wait for job, wait in found.items()})
+            found = {} if self._fatal is not None else self._interleaver.awaits()
+            waits = {self.seats[job].name: wait for job, wait in found.items() if job in self.seats}
+        self._job_waits.look(waits)
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)

@@ -111,7 +111,7 @@ class Feed(Iterator[Any]):
         try:
             source = iter(data)
             if self._steps != 0:
-                go_to(self.place, source)
+                go_to(self.place, source, lambda: self._driver.post(m.BatchDropped(self._job)))
             while self._steps is None or count < self._steps:
                 self._free.acquire()
                 if self.closed:

@@ -84,13 +84,19 @@ class Interleaver:
         """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
         return self._voice.joiners.text()
 
-    def awaits(self) -> dict[int, tuple[int, str]]:
-        """Jobs whose threads wait here, between steps and with nobody holding the job: in which step, and for what."""
+    def awaits(self) -> dict[int, tuple[int, str, int]]:
+        """Jobs that wait here, with nobody holding them and no exchange to come: in which step, for what, and a number
+        that changes with whatever moves on. A job at its end may wait for as long as others go on.
+        """
         found = {}
-        for number, mine in self._jobs.items():
+        ending = [mine.point is not None and mine.point.kind == "end" for mine in self._jobs.values()]
+        for (number, mine), ends in zip(self._jobs.items(), ending, strict=True):
             shared = self.agreed.jobs[number]
-            if not shared.held and not shared.remaining and (what := mine.awaits()):
-                found[number] = (shared.step + 1, what)
+            if shared.held or shared.remaining or (ends and not all(ending)):
+                continue
+            what, moved = mine.awaits()
+            if what:
+                found[number] = (shared.step + 1, what, moved)
         return found
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
@@ -151,6 +157,8 @@ class Interleaver:
                 text = f"asked for batch {index + 1} of data {stream + 1}"
                 self._wait_at(job, Point("batch", point_hash("batch", stream, index), text, index))
                 self._grant_batch(job)
+            case m.BatchDropped(job):
+                self._jobs[job].replayed += 1
             case m.BatchPrepared(job, stream, count):
                 self._jobs[job].prepared[stream] = count
             case m.StreamEnded(job, stream, count):

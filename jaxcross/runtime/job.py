@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,6 +21,7 @@ from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.kept import Kept, own_copy
+from jaxcross.runtime.local import OWN
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.place import START
@@ -209,10 +210,17 @@ class JobContext:
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
-        """A context whose length appears in the report."""
+        """A context whose length appears in the report.
+
+        With the kind `host` it may last longer than `watchdog_s` while other ranks wait, as an evaluation on one rank.
+        """
         start_ns = time.monotonic_ns()
+        busy = self._world.watching(
+            job=self.name, step=self.step, segment=-1, what=f"{OWN} {label or 'work'}", awaited=lambda _: {}
+        )
         try:
-            yield
+            with busy if kind == "host" else nullcontext():
+                yield
         finally:
             self._listeners.span(
                 Span(

@@ -12,15 +12,16 @@ from jaxcross.world.standing import Standing
 if TYPE_CHECKING:
     from jaxcross.runtime.seat import RunWorld
 
-Wait = tuple[int, str]
-"""The step to come, and what the job's thread waits for."""
+Wait = tuple[int, str, int]
+"""The step to come, what the job waits for, and a number that changes with whatever moves on."""
 
 
 class JobWaits:
     """Has the watchdog watch each wait of a job that is seen twice in a row.
 
     A job waits for what all ranks do together (a batch, a call of the step, its end), hence for every rank that is not
-    there; or for its own data. Both may last for ever, while votes say again and again that nothing has changed.
+    there; or for what is its rank's own affair, as its data. Both may last for ever, while votes say again and again
+    that nothing has changed. A rank that waits for its own affair is not blamed by others: it knows best for how long.
 
     Args:
         world: Who watches.
@@ -38,7 +39,7 @@ class JobWaits:
             self._watched.pop(job).__exit__(None, None, None)
         for job, wait in waits.items():
             if before.get(job) == wait and job not in self._watched:
-                self._watched[job] = watch = self._watch(job, *wait)
+                self._watched[job] = watch = self._watch(job, *wait[:2])
                 watch.__enter__()
 
     def _watch(self, job: str, step: int, what: str) -> AbstractContextManager[None]:
@@ -58,10 +59,11 @@ def absent(job: str, what: str, rank: int, answers: Mapping[int, Standing | None
         answers: Every other rank's standing; None where none came.
     """
     if what.startswith(OWN):
-        return {rank: "its data has not given it"}
+        return {rank: f"{what} is its own affair"}
     found = {}
     for other, standing in answers.items():
-        waits = [] if standing is None else [wait.what for wait in standing.waits if wait.job == job]
-        if standing is not None and what not in waits:
-            found[other] = f"it waits for its {waits[-1]}" if waits else f"its job {job!r} has not come so far"
+        if standing is not None:
+            waits = [wait.what for wait in standing.waits if wait.job == job]
+            if what not in waits and not any(wait.startswith(OWN) for wait in waits):
+                found[other] = f"it waits for its {waits[-1]}" if waits else f"its job {job!r} has not come so far"
     return found

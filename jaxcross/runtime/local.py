@@ -72,6 +72,7 @@ class LocalJob:
     wish: Wish = Wish.NONE  # not yet said to the others
     stream: int = -1
     syncs: int = 0
+    replayed: int = 0  # batches that were dropped on the way to where a restart goes on
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
 
@@ -105,14 +106,22 @@ class LocalJob:
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
-    def awaits(self) -> str:
-        """What its thread waits for, between steps, "" if for nothing: for the other ranks, or for its own data."""
-        if self.point is None or self.failed is not None:
-            return ""
-        if self.point.kind != "batch":
-            return {"step": "call of the step", "sync": "restore or the like", "end": "end of the job"}[self.point.kind]
-        what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-        return what if self.has_news() else f"{OWN} {what}"
+    def awaits(self) -> tuple[str, int]:
+        """What it waits for between two exchanges, "" if for nothing: for the other ranks, or for what is this rank's
+        own affair; and a number that changes with whatever moves on.
+        """
+        if self.failed is not None:
+            return "other ranks, to leave", 0
+        if self.call is not None and self.call.committed:
+            return f"{OWN} end of the step", len(self.call.dispatched)
+        if self.point is None:
+            return "", 0
+        if self.point.kind == "batch":
+            what = f"batch {self.point.index + 1} of data {self.stream + 1}"
+            return (what, 0) if self.has_news() else (f"{OWN} {what}", self.replayed)
+        if self.point.kind == "sync":
+            return self.point.text.partition("\n")[0], self.syncs
+        return {"step": "call of the step", "end": "end of the job"}[self.point.kind], self.calls
 
     def ballot(self) -> JobBallot:
         """What this rank says of it in a vote."""

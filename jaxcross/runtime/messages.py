@@ -95,6 +95,13 @@ class SyncWanted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchDropped(Event):
+    """The feed has gone one batch further towards the place where a restart goes on."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPrepared(Event):
     """`count` batches of a stream are or were ready on this rank."""
 

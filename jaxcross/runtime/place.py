@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,8 +47,13 @@ def state_of(source: Iterator[Any]) -> str | None:
         return None
 
 
-def go_to(place: Place, source: Iterator[Any]) -> None:
+def go_to(place: Place, source: Iterator[Any], dropped: Callable[[], None] = lambda: None) -> None:
     """Brings a new iterator to `place`: by its own means, else by dropping the batches before it.
+
+    Args:
+        place: Where to.
+        source: The iterator.
+        dropped: Called after each batch that was.
 
     Raises:
         ValueError: The text is none that `state_of` wrote. Else what the iterator raises.
@@ -57,6 +62,7 @@ def go_to(place: Place, source: Iterator[Any]) -> None:
         for _ in range(place.taken):
             if next(source, _END) is _END:
                 return
+            dropped()
         return
     state = json.loads(place.state)
     if not isinstance(state, dict) or set(state) not in ({"bytes"}, {"value"}):

@@ -9,6 +9,18 @@ from typing import Any
 from jaxcross.errors import JobError
 
 MOST_BYTES = 64 * 1024  # of one submission; a text that all ranks gather
+_DEEPEST = 50  # what every rank can read, wherever its stack stands
+
+
+def _depth(value: Any) -> int:
+    """How many levels of lists and dicts there are. Without recursion: it is what is being measured."""
+    levels, deepest = [(value, 0)], 0
+    while levels:
+        value, depth = levels.pop()
+        deepest = max(deepest, depth)
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        levels += [(each, depth + 1) for each in inside]
+    return deepest
 
 
 class Offers:
@@ -47,13 +59,15 @@ class Offers:
         try:
             text = json.dumps({"offer": name, "job": job, "arguments": arguments})
             same = json.loads(text)["arguments"] == arguments
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"Job `{job}`: its arguments are no JSON: {error}. Only data may be submitted.") from None
         if not same:
             raise TypeError(
                 f"Job `{job}`: its arguments do not survive JSON: {arguments!r}. Use texts, finite numbers, booleans, "
                 "None, lists, and dicts whose keys are texts."
             )
+        if _depth(arguments) > _DEEPEST:
+            raise ValueError(f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels.")
         if (size := len(text.encode())) > MOST_BYTES:
             raise ValueError(f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}.")
         return text

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from jaxcross.world.terminate import ONE_STOP_S
+_AT_ONCE_S = 0.5  # a person who means it twice is slower
 
 
 @final
@@ -33,10 +33,12 @@ class Held:
         try:
             self.handler(number, frame)
         except BaseException as error:
+            if os.getpid() != self._pid:
+                raise  # in a child that was forked meanwhile nobody asks
             now_s = time.monotonic()
-            # In a child that was forked meanwhile nobody asks. Of one stop, several may come at once.
-            again = bool(self._kept) and now_s - self._times_s[-1] > ONE_STOP_S
-            if os.getpid() != self._pid or again:
+            if self._times_s and now_s - self._times_s[-1] < _AT_ONCE_S:
+                return  # one signal comes several times: by way of the launcher, and to each process
+            if self._kept:
                 raise
             self._times_s.append(now_s)
             self._kept.append(error)
@@ -58,4 +60,5 @@ def held_back() -> Iterator[deque[BaseException]]:
         yield kept
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if isinstance(signal.getsignal(number), Held):
+                signal.signal(number, handler)

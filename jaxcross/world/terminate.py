@@ -55,10 +55,12 @@ class Termination:
         """Whether SIGTERM came 5 s ago and the main thread, in C all the time, has not seen it. Does not wait."""
         if self._pipe < 0:
             return False
+        now_s = time.monotonic()
         with suppress(BlockingIOError):
-            if signal.SIGTERM in os.read(self._pipe, 4096):
-                self._came_s = self._came_s or time.monotonic()
-        return self._came_s > 0 and self._handled_s == 0 and time.monotonic() - self._came_s > _REACT_S
+            another = signal.SIGTERM in os.read(self._pipe, 4096) and now_s - self._handled_s > ONE_STOP_S
+            if another and self._came_s <= self._handled_s:
+                self._came_s = now_s
+        return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
 
     def _hold_back(self) -> None:
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

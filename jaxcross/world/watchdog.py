@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, final
 
@@ -32,6 +33,7 @@ _ANSWER_S = 3.0
 _HOLD_S = 10.0
 _LEAVING_INTERVAL_S = 0.02
 _LEAST_CALL_S = 3.0
+_LONGEST_TURN_S = 1.0
 
 
 @final
@@ -70,7 +72,11 @@ class Watchdog:
         self._lock = threading.Lock()
         self._entered = 0
         self._waits: dict[int, tuple[Activity, Awaited | None]] = {}
-        self._asking = False
+        self._looked_s, self._away_s = (
+            time.monotonic(),
+            dict[int, float](),
+        )  # of each wait: while this thread was stopped
+        self._asking, self._questions = False, 0
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
@@ -114,12 +120,12 @@ class Watchdog:
             number = self._entered if awaited is None else 0
             wait = Activity.now(what, job=job, step=step, segment=segment, number=number)
             token = self._flight.begin(wait)
-            self._waits[token] = wait, awaited
+            self._waits[token], self._away_s[token] = (wait, awaited), 0.0
         return token
 
     def leave(self, token: int, *, failed: bool) -> None:
         with self._lock:
-            del self._waits[token]
+            del self._waits[token], self._away_s[token]
         self._flight.end(token, failed=failed)
 
     def _standing(self) -> Standing:
@@ -151,12 +157,19 @@ class Watchdog:
                 )
 
     def _look_at_waits(self) -> None:
+        now_s = time.monotonic()
+        # A process that was stopped, and its watchdog with it, has not waited meanwhile.
+        away_s, self._looked_s = max(0.0, now_s - self._looked_s - _LONGEST_TURN_S), now_s
         with self._lock:
-            waits = sorted(self._waits.values(), key=lambda pair: pair[0].since_s)
-        if (shared := next((wait for wait, awaited in waits if awaited is None), None)) is not None:
-            self._check_left(shared)
-        if waits and time.monotonic() - waits[0][0].since_s > self.timeout_s:
-            self._investigate(*waits[0])
+            for token in self._away_s:
+                self._away_s[token] += away_s
+            waits = [(now_s - wait.since_s - self._away_s[token], wait, awaited)
+                     for token, (wait, awaited) in self._waits.items()]  # fmt: skip
+        if shared := [(waited_s, wait) for waited_s, wait, awaited in waits if awaited is None]:
+            self._check_left(*max(shared, key=itemgetter(0)))
+        if waits and (longest := max(waits, key=itemgetter(0)))[0] > self.timeout_s:
+            self._investigate(*longest[1:])
+            self._looked_s = time.monotonic()
 
     def _leave(self) -> Leaving:
         if self._heartbeat is not None:
@@ -177,13 +190,13 @@ class Watchdog:
         status = MPI.Status()
         while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_QUERY, status=status):
             asker = status.Get_source()
-            question = self._comm.recv(source=asker, tag=_QUERY)
+            number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
                 print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
                     self._asked.add(asker)
-            self._comm.send(self._standing(), dest=asker, tag=_ANSWER)
+            self._comm.send((number, self._standing()), dest=asker, tag=_ANSWER)
 
     def _give_up(self, rank: int | None) -> None:
         """A call of MPI does not return."""
@@ -193,9 +206,9 @@ class Watchdog:
         else:
             self._report(str(self._heartbeat.loss(rank, self._heartbeat.silence_s)), rank)
 
-    def _check_left(self, wait: Activity) -> None:
+    def _check_left(self, waited_s: float, wait: Activity) -> None:
         """Who has left will never come: there is no need to wait for the watchdog's whole time."""
-        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.silence_s:
+        if self._heartbeat is None or waited_s < self._heartbeat.silence_s:
             return
         for rank, entered in self._heartbeat.left().items():
             if entered < wait.number:
@@ -209,7 +222,8 @@ class Watchdog:
     def _ask(self, question: str, ranks: list[int]) -> dict[int, Standing | None]:
         from mpi4py import MPI
 
-        pending = [self._comm.isend(question, dest=r, tag=_QUERY) for r in ranks]
+        self._questions += 1
+        pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, Standing | None] = dict.fromkeys(ranks)
         deadline = time.monotonic() + _ANSWER_S
         status = MPI.Status()
@@ -219,7 +233,9 @@ class Watchdog:
             self._beat(None)
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
-                answers[source] = self._comm.recv(source=source, tag=_ANSWER)
+                number, standing = self._comm.recv(source=source, tag=_ANSWER)
+                if number == self._questions:  # not to an earlier one, late
+                    answers[source] = standing
             self._stop.wait(0.02)
         del pending  # whoever did not answer did not receive either; the abort comes next
         return answers
@@ -229,13 +245,15 @@ class Watchdog:
 
         One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
         asked at once, see that of each other, and the lower one speaks. Who holds back speaks after all where nobody
-        has ended it in 10 s.
+        has ended it in 10 s. What is a rank's own affair it reports itself, whoever else asks.
         """
+        own = awaited is not None and self._rank in awaited({})
         with self._lock:
-            held = bool(self._asked)
+            held = bool(self._asked) and not own
             self._asking = not held
         answers = {} if held else self._ask("standing", self._others)
-        if held or any(s is not None and s.asking and r < self._rank for r, s in answers.items()):
+        lower = any(s is not None and s.asking and r < self._rank for r, s in answers.items())
+        if held or (lower and not own):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._notices.hear()
@@ -252,11 +270,11 @@ class Watchdog:
             self._wait_anew(wait)
             return
         late = late_ranks(wait, answers, those)
-        self._ask("stacks", [r for r in late if r != self._rank])
+        self._ask("stacks", [r for r in late or self._others if r != self._rank])
         report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers, those)
         late += [r for r, standing in answers.items() if standing is None]
         waited_s = time.monotonic() - wait.since_s
-        names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if late else ""
+        names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if set(late) - {self._rank} else ""
         abort_everywhere(
             f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
             Ending(
@@ -273,6 +291,7 @@ class Watchdog:
             for token, (other, awaited) in self._waits.items():
                 if other is wait:
                     self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
+                    self._away_s[token] = 0.0
 
 
 @final

@@ -22,11 +22,17 @@ def terminated():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_they_are_kept_in_order_and_raised_again_afterwards(terminated):
+def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypatch):
+    now_s, asked = [0.0], []
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
     with held_back() as kept:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert [type(error) for error in kept] == [KeyboardInterrupt, Terminated]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for after_s in (1.0, 0.1):  # and once more at once
+                now_s[0] += after_s
+                os.kill(os.getpid(), number)
+            asked.append(kept.popleft())
+            assert not kept
+    assert [type(error) for error in asked] == [KeyboardInterrupt, Terminated]
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -36,12 +42,27 @@ def test_one_that_nobody_asks_for_is_followed_by_one_that_comes(terminated, monk
     monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
     with held_back() as kept:
         os.kill(os.getpid(), signal.SIGTERM)
-        now_s[0] = 1.0
+        now_s[0] = 0.2
         os.kill(os.getpid(), signal.SIGINT)  # of the same stop
         now_s[0] = 4.0
         with pytest.raises(Terminated):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert len(kept) == 2
+    assert len(kept) == 1
+
+
+def test_any_handler_that_raises_is_held_back():
+    def handle(number, frame):
+        raise SystemExit(7)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with held_back() as kept:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert [type(error) for error in kept] == [SystemExit]
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a job changes it: that is not undone
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_handler_that_raises_nothing_is_called_as_ever():

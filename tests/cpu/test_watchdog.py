@@ -126,3 +126,23 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     assert [lost for _, lost in reports] == ([tuple(awaited)] if awaited else [])
     for rank, why in awaited.items():
         assert f"rank {rank} {'is late itself' if rank == 0 else 'has not arrived'}: {why}" in reports[0][0]
+
+
+def test_time_in_which_the_process_was_stopped_is_no_wait(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("jaxcross.world.standing.time.monotonic", lambda: clock[0])
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
+    found = []
+    dog._investigate = lambda wait, awaited: found.append(wait.job)
+    with dog.watching(job="a", step=3, segment=1, what="psum"):
+        clock[0] += 100  # a batch system suspends the job for so long
+        dog._look_at_waits()
+        for _ in range(15):
+            clock[0] += 0.25
+            dog._look_at_waits()
+        assert found == []
+        for _ in range(2):
+            clock[0] += 0.25
+            dog._look_at_waits()
+    assert found == ["a"]

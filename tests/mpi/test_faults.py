@@ -168,7 +168,7 @@ runner.run()
         (
             "job.batches(data(world.rank == 1))",
             "pass",
-            "rank 1 (is late itself: its data|has not arrived: it waits for its own batch 4 of data 1)",
+            "rank 1 is late itself: own batch 4 of data 1 is its own affair",
         ),
         (  # and on all ranks
             "job.batches(data(True))",
@@ -184,6 +184,96 @@ def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, 
     assert re.search(said, done.stderr), done.stderr
 
 
+AFTER_THE_COMMIT = """
+import threading, jax, jaxcross, numpy as np
+world = jaxcross.initialize(watchdog_s=2, silence_s=0)
+from jax import lax
+
+def last(total):
+    if world.rank == 1 and total >= 6:
+        threading.Event().wait()
+    return np.float32(total)
+
+def step(w, x):
+    total = lax.psum(x, "batch")
+    return w + jax.pure_callback(last, jax.ShapeDtypeStruct((), np.float32), total)
+
+step = jaxcross.crossover(step, axes="batch")
+
+def work(job):
+    w = job.restore(np.float32(0))
+    for n in range(10):
+        w = step(w, np.float32(n))
+        if job.step == 4 and world.rank == 0:
+            raise ValueError("no more")
+
+runner = jaxcross.Runner(world)
+runner.add("a", work)
+runner.run()
+"""
+
+
+def test_a_hang_after_the_commit_is_named_although_another_rank_has_failed_meanwhile(mpirun):
+    done = mpirun(2, AFTER_THE_COMMIT, timeout=60)
+    assert done.returncode != 0
+    said = "rank 1 has waited 2 s in job 'a', step 5 (own end of the step).\n  rank 1 is late itself"
+    assert said in done.stderr, done.stderr
+
+
+LONG = """
+import time, jaxcross
+world = jaxcross.initialize(watchdog_s=1.5, silence_s=0)
+from jax import lax
+
+step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+
+def steps(job, count, pause_s):
+    w = job.restore(0.0)
+    for _ in range(count):
+        w = step(w, 1.0)
+        time.sleep(pause_s)
+    return w
+
+def evaluates(job):
+    steps(job, 3, 0)
+    with job.measure("host", "evaluation"):
+        time.sleep(3 if world.rank == 0 else 0)
+    return step(0.0, 1.0)
+
+def rests(job):
+    other.pause()
+    steps(job, 15, 0.2)
+    other.resume()
+
+def ends_early(job):
+    steps(job, 2, 0)
+    time.sleep(0 if world.rank else 3)
+
+def goes_on(job):
+    steps(job, 20, 0.2)
+
+for policy, functions in (
+    (jaxcross.Sequential(), (goes_on, goes_on)),
+    (None, (rests, goes_on)),
+    (None, (evaluates,)),
+    (None, (ends_early, goes_on)),
+):
+    runner = jaxcross.Runner(world, policy)
+    jobs = [runner.add(f"job-{n}", function) for n, function in enumerate(functions)]
+    other = jobs[-1]
+    runner.run()
+    print(f"rank {world.rank}: {[job.how for job in jobs]}", flush=True)
+"""
+
+
+def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
+    """All last twice the watchdog's time: for the policy, for a rest, for an evaluation, for others at the end."""
+    done = mpirun(2, LONG, timeout=90).check()
+    for rank in (0, 1):
+        assert done.stdout.count(f"rank {rank}: ['ended', 'ended']") == 3
+        assert done.stdout.count(f"rank {rank}: ['ended']") == 1
+
+
 def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
     """A file system that is gone keeps `fsync` for ever."""
     script = HANGS.replace("{loop}", "job.batches(data(False))").replace("{then}", "job.save(w)")
@@ -197,7 +287,7 @@ def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
 
 
 WARNED = """
-import os, signal, sys, threading, jaxcross
+import os, signal, sys, time, jaxcross
 world = jaxcross.initialize()
 from jax import lax
 
@@ -210,6 +300,8 @@ def work(job):
         w = step(w, 1.0)
         if job.step == 3 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)  # by way of the launcher, too
 
 runner = jaxcross.Runner(world)
 job = runner.add("a", work)
