@@ -44,6 +44,16 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
+def checks_varying() -> bool:
+    """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes values vary."""
+    return _config._check_vma.value
+
+
+def vary_over(x: Any, axes: Sequence[str]) -> Any:
+    """`x` with a type that varies over `axes`, where `checks_varying()`. Sums the gradient over those that are new."""
+    return jax.lax.pcast(x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying")
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr without its constants, and the constants that its `constvars` stand for."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)

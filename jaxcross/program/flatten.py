@@ -1,8 +1,8 @@
 """A traced jaxpr -> a flat one, in which every exchange is an equation of its own at top level.
 
 `jit`, remat and custom derivatives whose body holds an exchange are inlined, and so is a `shard_map` over our axes;
-`cond` is decided by the host where it can be, and split around its exchanges where it cannot; what nobody reads is
-dropped. `scan` and `while` keep their exchanges inside.
+`cond` is decided by the host where it can be, and split around its exchanges where it cannot; a short `scan` is
+unrolled, other loops keep their exchanges inside; what nobody reads is dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _INLINED = frozenset({
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "custom_lin",
 })  # fmt: skip
+UNROLLED = 64
+"""The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""
 _NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
 
@@ -81,6 +83,8 @@ class Flattener:
     _like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
+    room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
+    _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
     _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
     def run(self, closed: Any) -> list[Any]:
@@ -119,10 +123,13 @@ class Flattener:
                 return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
         if inside and name == "cond":
             return self._cond(eqn, args)
+        if inside and name == "scan" and 0 < eqn.params["length"] <= self.room and all(map(self._is_straight, inside)):
+            return self._unroll(eqn, inside[0], args)
         if inside and name not in ("scan", "while"):
             raise CutError(
                 f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross inlines jit, remat and"
-                " custom derivatives, splits cond, and keeps scan and while whole. Move the exchange out of it."
+                " custom derivatives, splits cond, unrolls short scans and keeps other loops whole. Move the exchange"
+                " out of it."
             )
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
@@ -144,6 +151,45 @@ class Flattener:
             # The jaxpr is kept, so that its id stays its own.
             self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
         return self._holds[key][1]
+
+    def _is_straight(self, jaxpr: Any) -> bool:
+        """Whether what a jaxpr exchanges depends on no condition: a `cond` in an unrolled loop would send more."""
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+            inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
+            if inside and not (eqn.primitive.name in (*_INLINED, "scan") and all(map(self._is_straight, inside))):
+                return False
+        return True
+
+    def _unroll(self, eqn: Any, body: Any, args: list[Any]) -> list[Any]:
+        """A `scan` as its iterations, one after another: each is cut, and like segments of theirs share executables."""
+        (n_consts, n_carry), length = compat.scan_counts(eqn), eqn.params["length"]
+        consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+        rows = [self._take_apart(x, length) for x in xs]
+        ys: list[list[Any]] = [[]] * length
+        room, self.room = self.room, self.room // length
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            outs = self._inline(body, [*consts, *carry, *(row[i] for row in rows)])
+            carry, ys[i] = outs[:n_carry], outs[n_carry:]
+        self.room = room
+        return [*carry, *map(self._stack, zip(*ys, strict=True))]
+
+    def _take_apart(self, whole: Any, length: int) -> Sequence[Any]:
+        """The rows of an array. One equation makes all of them: slices would tell each iteration's from another's."""
+        if isinstance(whole, compat.Literal):
+            return self._trace(lambda x: _rows_of(x, length), whole)
+        if whole not in self._rows:
+            self._rows[whole] = self._trace(lambda x: _rows_of(x, length), whole)
+        return self._rows[whole]
+
+    def _stack(self, rows: Sequence[Any]) -> Any:
+        """The rows as an array, which a later loop, as that of the gradient, need not take apart again."""
+        (whole,) = self._trace(lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows)
+        self._rows[whole] = rows
+        return whole
+
+    def _trace(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in args]
+        return self._inline(jax.make_jaxpr(function)(*types), args)
 
     def _check_shard_map(self, eqn: Any, body: Any, args: Sequence[Any]) -> None:
         for given, wanted in zip(args, compat.open_jaxpr(body)[0].invars, strict=True):
@@ -210,7 +256,7 @@ class Flattener:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self._like)
+        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self._like, room=0)
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)
@@ -288,6 +334,10 @@ def _holds_while(eqn: Any) -> bool:
     return eqn.primitive.name == "while" or any(
         _holds_while(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr)[0].eqns
     )
+
+
+def _rows_of(x: jax.Array, length: int) -> list[jax.Array]:
+    return [jax.lax.squeeze(row, (0,)) for row in jax.lax.split(x, [1] * length)]
 
 
 def drop_unread(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:

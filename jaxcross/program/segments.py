@@ -50,6 +50,12 @@ class Exchange:
         """Bytes of the operand on one rank (not the bytes on the wire; `jaxcross.wire` counts those)."""
         return self.count * itemsize(self.dtype)
 
+    @property
+    def times(self) -> int:
+        """How often it is made where it stands: once, or as often as the loops around it say (a `while` does not)."""
+        lengths = [str(value).split()[-1] for name, value in self.params if name == "loop"]
+        return math.prod(int(n) for n in lengths if n.isdigit())
+
     def line(self) -> str:
         """The exchange as one line of the signature that ranks compare."""
         extra = "".join(f" {name}={value!r}" for name, value in self.params)
@@ -99,7 +105,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes that its exchanges hand to the wire on one rank."""
-        return sum(x.nbytes for x in self.exchanges)
+        return sum(x.nbytes * x.times for x in self.exchanges)
 
 
 class Wire(Protocol):

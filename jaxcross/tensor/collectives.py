@@ -1,8 +1,8 @@
 """The two halves of tensor parallelism, with derivatives of their own.
 
-JAX transposes `psum` to `psum` where axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`, and
-otherwise under `check_vma=True`. Here both directions are written out, so that a gradient is the same everywhere: a
-rank's gradient is that of the one global loss, of which every rank holds a copy.
+JAX transposes `psum` to `psum` where axes are bound by `vmap`, by `crossover`, or by `shard_map(check_vma=False)`.
+There both directions are written out. Under `check_vma=True` JAX's own transposes are these. So a gradient is the same
+everywhere: a rank's gradient is that of the one global loss, of which every rank holds a copy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 import jax
+
+from jaxcross import _jax_compat as compat
 
 Axes = tuple[str, ...]
 
@@ -24,7 +26,8 @@ def copy_to(x: Any, axes: Axes) -> Any:
         x: A tree of arrays.
         axes: Axis names; none for no communication at all.
     """
-    return jax.tree.map(lambda leaf: _copy_to(leaf, axes), x) if axes else x
+    copy: Any = compat.vary_over if compat.checks_varying() else _copy_to
+    return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
 
 
 def reduce_from(x: Any, axes: Axes) -> Any:
@@ -36,7 +39,8 @@ def reduce_from(x: Any, axes: Axes) -> Any:
         x: A tree of arrays.
         axes: Axis names; none for no communication at all.
     """
-    return jax.tree.map(lambda leaf: _reduce_from(leaf, axes), x) if axes else x
+    reduce: Any = jax.lax.psum if compat.checks_varying() else _reduce_from
+    return jax.tree.map(lambda leaf: reduce(leaf, axes), x) if axes else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -22,6 +22,8 @@ _BLOCKS = ("all_to_all", "reduce_scatter", "mpi.alltoall")
 def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     """Bytes that the exchange brings to the rank that receives most, by its algorithm's formula. Communicates nothing.
 
+    Inside a loop it counts once for each iteration, if the number is known; inside a `while` once.
+
     With P ranks and n bytes a rank: all-reduce 2(P-1)/P n (ring and recursive halving alike), all-gather (P-1) n,
     all-to-all and reduce-scatter (P-1)/P n, permutation and broadcast n.
 
@@ -29,6 +31,10 @@ def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
         exchange: What is sent.
         sizes: Ranks along each axis.
     """
+    return exchange.times * _once(exchange, sizes)
+
+
+def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     params = dict(exchange.params)
     groups = params.get("groups")
     ranks = params.get("ranks")
@@ -55,7 +61,7 @@ def _messages(jaxpr: Any, size: int) -> list[Fraction]:
     found: list[Fraction] = []
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sub in compat.sub_jaxprs(eqn):
-            found += _messages(sub, size)
+            found += _messages(sub, size) * eqn.params.get("length", 1)  # of a `scan`
         name = eqn.primitive.name
         if not name.endswith("_mpi"):
             continue

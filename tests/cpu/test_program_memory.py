@@ -18,6 +18,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross import tensor
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
+from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.graph import nbytes
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
@@ -179,7 +180,7 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
             v, k = c
             return (lax.psum(v + jax.random.normal(k, v.shape), "batch"), jax.random.split(k)[0]), None
 
-        (x, key), _ = lax.scan(body, (x, key), None, length=2)
+        (x, key), _ = lax.scan(body, (x, key), None, length=UNROLLED + 1)
         return lax.pmax(x.astype(jnp.bfloat16), "batch")
 
     args = (jnp.ones((3,)), jax.random.key(3))

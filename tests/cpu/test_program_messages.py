@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from jaxcross.errors import CutError
+from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing_wire import LocalRanks
 from jaxcross.variant import _advise
@@ -101,7 +102,7 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
             c = lax.psum(c, "batch") + lax.pmax(c, "batch")
             return c, None
 
-        return lax.scan(body, x, None, length=3)[0]
+        return lax.scan(body, x, None, length=UNROLLED + 1)[0]
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
         told: set[str] = set()

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, on_ranks
 
 from jaxcross import tensor
+from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
+from jaxcross.testing_wire import LocalRanks, run_program
 
 STEPS = 10
 EVERY = pytest.mark.parametrize(
@@ -156,6 +159,7 @@ def test_the_norm_counts_every_element_once() -> None:
 
 
 SHARD_MAP = """
+import sys
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from tensor_case import Training, batch
@@ -169,7 +173,8 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
     devices = jax.make_mesh(tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=kinds)
     rows = P(mesh.batch or None)
     call = jax.shard_map(
-        cut.loss_and_gradients, mesh=devices, in_specs=(cut.specs, rows), out_specs=(P(), cut.specs), check_vma=False
+        cut.loss_and_gradients, mesh=devices, in_specs=(cut.specs, rows), out_specs=(P(), cut.specs),
+        check_vma=sys.argv[1] == "True",
     )
     loss, got = jax.jit(call)(plain.params(), batch(0))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
@@ -179,7 +184,8 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
 """
 
 
-def test_shard_map_gives_the_same_gradients(quick_compiler: dict[str, str]) -> None:
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shard_map_gives_the_same_gradients(check_vma: bool, quick_compiler: dict[str, str]) -> None:
     """Four CPU devices need a process of their own. The global arrays go in: their specs cut them."""
     here = Path(__file__).parent
     env = {
@@ -188,7 +194,22 @@ def test_shard_map_gives_the_same_gradients(quick_compiler: dict[str, str]) -> N
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SHARD_MAP], env=env, capture_output=True, text=True, timeout=240, check=False
-    )
+        [sys.executable, "-c", SHARD_MAP, str(check_vma)],
+        env=env, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("holds") == 4
+
+
+@pytest.mark.exhaustive
+def test_a_checked_shard_map_on_ranks_is_the_plain_step() -> None:
+    mesh = Mesh(tensor=2)
+    training = Training(mesh, layers=1)
+    args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]
+    specs = training.specs, tensor.state_specs(training.tx, args[0][0][0], training.specs)
+    devices = jax.sharding.AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
+    step = jax.shard_map(training.step, mesh=devices, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=True)
+    traced = trace(step, args[0], axes=mesh.axes, wire=LocalRanks())
+    told = run_program(traced.cut(), [jax.tree.leaves(a) for a in args])
+    for got, want in zip(told, on_ranks(training.step, mesh, lambda rank: args[rank]), strict=True):
+        close(jax.tree.unflatten(traced.out_tree, got), want, 2e-4)

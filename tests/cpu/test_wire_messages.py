@@ -1,6 +1,7 @@
 """Splitting, carriers and byte formulas, without a message being sent."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,8 @@ def exchange(op, dtype="float32", shape=(120,), **params):
         (exchange("psum", groups=((0, 1), (2, 3), (4, 5))), 480),
         (exchange("mpi.allreduce", ranks=(0, 1), reduction="SUM"), 480),
         (exchange("mpi.barrier", shape=(0,), ranks=(0, 1)), 0),
+        (exchange("pbroadcast", source=0, loop="scan 70"), 70 * 480),
+        (replace(exchange("pmax"), params=(("loop", "while ?"), ("loop", "scan 2"), ("loop", "scan 3"))), 6 * 800),
     ],
 )
 def test_bytes(item, expected):

@@ -22,6 +22,8 @@ from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training.train_state import TrainState
 from jax import lax
 
+from jaxcross.program.flatten import UNROLLED
+
 WIDTH, CLASSES, BATCH = 6, 3, 4
 
 
@@ -296,8 +298,8 @@ def cond_data(state: Any, batch: Any, ranks: int) -> Any:
     return state + lax.pmin(lax.cond(big, yes, lambda x: lax.pmin(x, "batch"), batch), "batch"), big
 
 
-def scan_exchange(state: Any, batch: Any, ranks: int) -> Any:
-    """A ring: one exchange an iteration."""
+def scan_exchange(state: Any, batch: Any, ranks: int, length: int = 0) -> Any:
+    """A ring: one exchange an iteration, `length` of them or as many as there are ranks."""
     ring = [(i, (i + 1) % ranks) for i in range(ranks)]
 
     def body(carry: Any, _: Any) -> Any:
@@ -305,7 +307,7 @@ def scan_exchange(state: Any, batch: Any, ranks: int) -> Any:
         x = lax.ppermute(x, "batch", ring)
         return (total + x, x), x[0, 0]
 
-    (total, _), heads = lax.scan(body, (jnp.zeros_like(batch), batch), None, length=ranks)
+    (total, _), heads = lax.scan(body, (jnp.zeros_like(batch), batch), None, length=length or ranks)
     return state + total, heads.sum()
 
 
@@ -443,6 +445,7 @@ ZOO: tuple[Row, ...] = (
     _exact("cond by a counter", cond_counter, _counted, steps=4),
     _exact("cond by data", cond_data, steps=3),
     _exact("scan", scan_exchange),
+    _exact("scan, kept whole", partial(scan_exchange, length=UNROLLED + 1)),
     _exact("while", while_exchange),
     _exact(
         "all collectives",
