@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 import jaxcross
 from jaxcross import tensor
@@ -74,6 +75,20 @@ def make_step(model, tx):
     return train_step
 
 
+def check_copies(world, model, specs, batch):
+    """Refuses, before the first step, parameters and rows that ranks should hold alike and do not."""
+    mesh, params = model.mesh, tensor.init(model, jax.random.key(0), batch["tokens"], world.rank)
+    rows = jax.tree.map(lambda _: PartitionSpec(mesh.batch or None), batch)
+
+    @jaxcross.crossover(axes=mesh.axes)
+    def spread(params, batch):
+        return tensor.replica_spread(params, specs, mesh), tensor.replica_spread(batch, rows, mesh)
+
+    of_params, of_batch = spread(params, batch)
+    tensor.check_replicas(of_params)
+    tensor.check_replicas(of_batch, batch=True)
+
+
 def write(model, params, prompt, letters, key):
     """What the serial model writes after `prompt`, letter by letter; sends nothing."""
     model = model.clone(mesh=tensor.Mesh())
@@ -118,10 +133,10 @@ def main():
     parser.add_argument("--depth", type=int, default=2, help="layers of a 2.5d mesh")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003], help="one job each")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences over all ranks")
+    parser.add_argument("--batch-size", type=int, default=24, help="sequences over all ranks")
     parser.add_argument("--length", type=int, default=64, help="letters a sequence")
     parser.add_argument("--features", type=int, default=96)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=24, help="divided by 2, 3, 4, 6 and 8 ranks")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--letters", type=int, default=200, help="that each job writes at the end")
     parser.add_argument("--loss", type=float, default=2.6, help="below which the best job must come")
@@ -137,6 +152,7 @@ def main():
     adam = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)  # rates are data: one executable
     tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), adam)
     step = make_step(model, tx)
+    check_copies(world, model, specs, next(batches(text(), 1, args.batch_size, args.length, mesh, world.rank)))
 
     _, alone = train_all(world, jaxcross.Sequential(), model, step, tx, args)
     report, together = train_all(world, jaxcross.RoundRobin(), model, step, tx, args)

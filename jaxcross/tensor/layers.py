@@ -68,7 +68,7 @@ class Dense(nn.Module):
         kernel_init, bias_init: `(key, shape, dtype) -> array`, called with global shapes.
 
     Raises:
-        ValueError: The shape cannot be cut into equal parts.
+        ValueError: The shape cannot be cut into equal parts, or `cut` is something else.
     """
 
     features: int
@@ -82,6 +82,11 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.cut not in ("column", "row"):
+            raise ValueError(
+                f"`cut` of a dense layer is `{self.cut!r}`: choose `'column'` for a block's first layer, `'row'` for"
+                " its last."
+            )
         mesh, column = self.mesh, self.cut == "column"
         y: Any
         width = x.shape[-1] * mesh.size(mesh.hidden if column else mesh.inner)

@@ -109,7 +109,13 @@ class Mesh:
         return 1 if self.whole else math.prod(self._sizes()[a] for a in axes)
 
     def spec(self, role: Role) -> Spec:
-        """The axis that each dimension of a parameter of this role is cut over, None where it is not."""
+        """The axis that each dimension of a parameter of this role is cut over, None where it is not.
+
+        Raises:
+            ValueError: There is no such role.
+        """
+        if role not in _LINE:
+            raise ValueError(f"There is no role `{role!r}` of a parameter: choose one of {', '.join(_LINE)}.")
         if self.side > 1:
             return _GRID[role]
         return _LINE[role] if self.tensor > 1 else (None,) * len(_LINE[role])

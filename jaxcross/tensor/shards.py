@@ -111,47 +111,92 @@ def gather(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> Any:
-    """The specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing."""
+    """The specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing.
+
+    What `optax.masked` leaves out of the state has no spec either.
+    """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
-    return optax.tree.map_params(tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: replicated)
+
+    def masked(value: Any) -> bool:
+        return isinstance(value, optax.MaskedNode)
+
+    return optax.tree.map_params(
+        tx,
+        lambda value, spec: value if masked(value) else spec,
+        state,
+        specs,
+        transform_non_params=lambda _: replicated,
+        is_leaf=masked,
+    )
 
 
 def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """For each leaf, inside a step, how far apart the copies are that ranks hold: 0 if equal, inf if one is not finite.
+    """For each leaf and rank, inside a step, how far a rank's copy is from the first rank's that should hold the same.
 
-    Two all-reduces of each leaf and one of a scalar; a tree of scalars, the same on every rank. Hand it to
-    `check_replicas` before the first step.
+    0 if equal, inf if one of them is not finite. An all-reduce of each leaf, and one of a number a rank; a tree of
+    vectors `[ranks]`, the same on every rank. Hand it to `check_replicas` before the first step.
+
+    Args:
+        tree: What this rank holds: parameters; or a batch, whose specs are all `PartitionSpec(mesh.batch or None)`.
+        specs: Of each leaf.
+        mesh: The ranks.
     """
     every = tuple(a for a, size in mesh.axes.items() if size > 1)
 
     def one(leaf: jax.Array, spec: Any) -> jax.Array:
         over = tuple(a for a in every if a not in named(tuple(spec)))
-        wide = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
         if not over:
-            return jnp.zeros((), wide.dtype)
-        apart = jnp.max(jnp.abs(jax.lax.pmax(wide, over) - jax.lax.pmin(wide, over)), initial=0)
+            return jnp.zeros(mesh.ranks)
+        floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        wide = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32 if floating else jnp.int32))
+        first = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over)
+        apart = jnp.abs(wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32))
+        # Large integers may be unlike and round to the same number.
+        apart = jnp.max(jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0)
         # XLA's maximum on a CPU may lose a NaN.
-        return jax.lax.pmax(jnp.where(jnp.all(jnp.isfinite(wide)), apart, jnp.inf), every)
+        apart = jnp.where(jnp.all(jnp.isfinite(wide) & jnp.isfinite(first)), apart, jnp.inf)
+        here = jnp.arange(mesh.ranks) == jax.lax.axis_index(every)
+        return jax.lax.psum(jnp.where(here, apart, 0), every)
 
     return jax.tree.map(one, tree, specs)
 
 
-def check_replicas(spread: Any) -> None:
-    """Refuses parameters of which ranks hold unlike copies; call it with what `replica_spread` gave. Sends nothing.
+def check_replicas(spread: Any, *, batch: bool = False) -> None:
+    """Refuses what ranks hold unlike copies of; call it with what `replica_spread` gave. Sends nothing.
+
+    Args:
+        spread: Of parameters, or of a batch.
+        batch: Whether it is that of a batch.
 
     Raises:
-        ValueError: A leaf's copies differ: says which, and by how much.
+        ValueError: A leaf's copies differ: says which, on which ranks, and by how much.
     """
     for path, apart in jax.tree.leaves_with_path(spread):
-        if float(apart) != 0:
-            raise ValueError(_unequal(jax.tree_util.keystr(path), f"they are up to {float(apart):g} apart"))
+        apart = np.asarray(apart)
+        if not (ranks := np.flatnonzero(apart)).size:
+            continue
+        several = len(ranks) > 1
+        how = (
+            f"{'those' if several else 'that'} of rank{'s' * several} {', '.join(map(str, ranks))}"
+            f" {'are' if several else 'is'} up to {float(apart.max()):g} apart from that of the first rank which holds"
+            " the same part"
+        )
+        raise ValueError((_unlike_rows if batch else _unequal)(jax.tree_util.keystr(path), how))
 
 
 def _unequal(path: str, how: str) -> str:
     return (
         f"The parts of `{path}` that several ranks hold are not equal: {how}. Steps would drift apart. Initialise every"
         " rank from one key, or from one checkpoint."
+    )
+
+
+def _unlike_rows(path: str, how: str) -> str:
+    return (
+        f"The rows of the batch's `{path}` that several ranks compute together are not equal: {how}. Losses would be"
+        " equal and wrong: along `tensor` and `col` ranks share their rows. Draw the same global batch on every rank,"
+        " and pass `mesh.local_batch(global rows, rank)`."
     )
 
 

@@ -88,7 +88,9 @@ def explain(
             "only, as in a shorter last batch? There the step is agreed on anew, while the others go on with it."
         )
     elif not late and not silent:
-        lines.append("  All ranks have arrived: MPI or the network is stuck, or what they do together. Look at their stacks.")
+        lines.append(
+            "  All ranks have arrived: MPI or the network is stuck, or what they do together. Look at their stacks."
+        )
     lines.append(
         "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation, "
         "disks), raise `initialize(watchdog_s=...)`."

@@ -30,10 +30,8 @@ FEATURES, HEADS, VOCABULARY, LENGTH, BATCH = 24, 12, 24, 5, 12
 
 def transformer(mesh: Mesh, **options: Any) -> tensor.Transformer:
     """The table's model."""
-    options = {"layers": 2, "tied": True, **options}
-    return tensor.Transformer(
-        vocabulary=VOCABULARY, features=FEATURES, heads=HEADS, positions=LENGTH, mesh=mesh, **options
-    )
+    options = {"layers": 2, "heads": HEADS, "tied": True, **options}
+    return tensor.Transformer(vocabulary=VOCABULARY, features=FEATURES, positions=LENGTH, mesh=mesh, **options)
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -105,3 +103,11 @@ class Training:
 def on_ranks(function: Callable[..., Any], mesh: Mesh, args: Callable[[int], Sequence[Any]]) -> list[Any]:
     """`function(*args(rank))` on every rank of the mesh, under nested `vmap`."""
     return over_ranks(function, mesh.axes)([tuple(args(rank)) for rank in range(mesh.ranks)])
+
+
+def close(got: Any, want: Any, rtol: float, what: str = "") -> None:
+    """Every leaf equal up to `rtol` of its own largest element, however small that is: Adam's moments are small."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        scale = float(np.max(np.abs(np.asarray(b, np.float64)), initial=0))
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale, err_msg=where)

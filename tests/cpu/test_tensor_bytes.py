@@ -13,6 +13,7 @@ from tensor_case import BATCH, GRIDS, LENGTH, LINES, Training, batch
 
 from jaxcross import tensor
 from jaxcross.program.cut import cut
+from jaxcross.program.digest import segment_key
 from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
@@ -105,6 +106,20 @@ def test_a_block_on_a_line(mesh: Mesh) -> None:
     once = 4 * share(mesh.tensor) * B * S * H
     assert received(exchanges(lambda p, x: model.apply({"params": p}, x), mesh, params, x), mesh) == once
     assert received(exchanges(both_ways(model), mesh, params, x), mesh) == 2 * once
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=4), Mesh(side=2)], ids=["1-D on 4", "[2,2,1]"])
+def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
+    """Its layers are alike, and so are the segments between their exchanges."""
+    distinct, segments = {}, {}
+    for layers in (2, 6):
+        training = Training(mesh, layers=layers)
+        params = jax.eval_shape(lambda t=training: tensor.init(t.model, jax.random.key(0), t.example, 0))
+        args = params, mesh.local_batch(batch(0), 0)
+        program = cut(trace(training.loss_and_gradients, args, axes=mesh.axes, wire=LocalRanks()))
+        distinct[layers] = len({segment_key(segment) for segment in program.segments})
+        segments[layers] = len(program.segments)
+    assert distinct[2] == distinct[6] < segments[2] < segments[6]
 
 
 def test_recomputation_repeats_the_forward_pass() -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from tensor_case import GRIDS, MESHES, QUICK, on_ranks
+from tensor_case import (
+    GRIDS,
+    HEADS,
+    LENGTH,
+    LINES,
+    MESHES,
+    QUICK,
+    VOCABULARY,
+    close,
+    on_ranks,
+    serial_params,
+    transformer,
+)
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
@@ -21,7 +35,7 @@ def over(meshes):
 
 
 EVERY = over(MESHES)
-ROWS, LENGTH, FEATURES = 12, 3, 24
+ROWS, FEATURES = 12, 24
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -32,13 +46,22 @@ def hidden(mesh: Mesh) -> Any:
     return (mesh.batch or None, None, "col" if mesh.col else None)
 
 
-def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: float = 2e-5, rtol: float = 2e-5) -> None:
+def inner(mesh: Mesh) -> Any:
+    return (mesh.batch or None, None, mesh.inner or None)
+
+
+def drawn(params: Any) -> Any:
+    """Zeros and ones would hide a forgotten bias or scale."""
+    return jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=5), params)
+
+
+def held_against(
+    layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, takes: Any = hidden, gives: Any = hidden
+) -> None:
     """`layer(mesh)` equals `serial`, a plain Flax layer with the same tree: result, gradients of all that goes in."""
-    g = normal(*x.shape, seed=9)
-    params = serial.init(jax.random.key(0), x)["params"]
-    # Zeros and ones would hide a forgotten bias or scale.
-    params = jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=5), params)
+    params = drawn(serial.init(jax.random.key(0), x)["params"])
     want, pull = jax.vjp(lambda p, x: serial.apply({"params": p}, x), params, x)
+    g = normal(*want.shape, seed=9)
     want_params, want_x = pull(g)
     model = layer(mesh)
     specs = tensor.partition(model, jnp.asarray(x))
@@ -52,19 +75,48 @@ def held_against(layer: Any, serial: Any, mesh: Mesh, x: np.ndarray, *, atol: fl
         mesh,
         lambda r: (
             tensor.shard(params, specs, mesh, r),
-            mesh.part(x, hidden(mesh), r),
-            mesh.part(g, hidden(mesh), r),
+            mesh.part(x, takes(mesh), r),
+            mesh.part(g, gives(mesh), r),
         ),
     )
     for rank, (y, got_params, got_x) in enumerate(told):
         expected = (
-            mesh.part(np.asarray(want), hidden(mesh), rank),
+            mesh.part(np.asarray(want), gives(mesh), rank),
             tensor.shard(want_params, specs, mesh, rank),
-            mesh.part(np.asarray(want_x), hidden(mesh), rank),
+            mesh.part(np.asarray(want_x), takes(mesh), rank),
         )
         for a, b in zip(jax.tree.leaves((y, got_params, got_x)), jax.tree.leaves(expected), strict=True):
             scale = float(np.max(np.abs(b)))
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=atol * max(scale, 1.0), err_msg=f"rank {rank}")
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(scale, 1.0), err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("mesh", [*GRIDS.values(), *LINES.values()], ids=[*GRIDS, *LINES])
+@pytest.mark.parametrize("cut", ["column", "row"])
+def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
+    takes, gives = (hidden, inner) if cut == "column" else (inner, hidden)
+    x = normal(ROWS, LENGTH, FEATURES)
+    held_against(lambda m: tensor.Dense(36, m, cut), nn.Dense(36), mesh, x, takes=takes, gives=gives)
+
+
+def test_without_the_sum_over_row_a_vector_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a column of ranks holds alike: each has seen the gradient of its own rows alone."""
+    monkeypatch.setattr(Mesh, "summed", lambda self, spec: ())
+    mesh, x, g = Mesh(side=2), normal(ROWS, LENGTH, FEATURES), normal(ROWS, LENGTH, FEATURES, seed=9)
+    params = drawn({"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)})
+
+    def call(params: Any, x: Any, g: Any) -> Any:
+        return jax.vjp(lambda p: tensor.LayerNorm(mesh).apply({"params": p}, x), params)[1](g)[0]
+
+    plain = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False)
+    (want,) = jax.vjp(lambda p: plain.apply({"params": p}, x), params)[1](g)
+    specs = {"scale": ("col",), "bias": ("col",)}
+    cut, rows = [{k: mesh.part(v, specs[k], r) for k, v in params.items()} for r in range(4)], hidden(mesh)
+    told = on_ranks(call, mesh, lambda r: (cut[r], mesh.part(x, rows, r), mesh.part(g, rows, r)))
+    for name in specs:
+        got, right = [t[name] for t in told], [mesh.part(np.asarray(want[name]), ("col",), r) for r in range(4)]
+        assert not any(np.allclose(a, b, rtol=0.1, atol=0.1) for a, b in zip(got, right, strict=True)), name
+        for col in range(2):
+            np.testing.assert_allclose(got[col] + got[2 + col], right[col], rtol=1e-4, atol=1e-4)
 
 
 @EVERY
@@ -130,6 +182,64 @@ def test_mlp(mesh: Mesh) -> None:
             return nn.Dense(FEATURES, name="down")(nn.gelu(nn.Dense(48, name="up")(x)))
 
     held_against(lambda m: tensor.MLP(48, m), Plain(), mesh, normal(ROWS, LENGTH, FEATURES))
+
+
+class PlainTransformer(nn.Module):
+    """The whole model in Flax's own layers, without meshes."""
+
+    tied: bool
+    layers: int
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        table = nn.Embed(VOCABULARY, FEATURES, name="tokens")
+        x = table(tokens) + nn.Embed(LENGTH, FEATURES, name="places")(jnp.arange(tokens.shape[1]))
+        norm = functools.partial(nn.LayerNorm, epsilon=1e-5, use_fast_variance=False)
+        for n in range(self.layers):
+            x = x + PlainAttention(HEADS, name=f"attention_{n}")(norm(name=f"before_attention_{n}")(x))
+            y = nn.Dense(4 * FEATURES, name=f"up_{n}")(norm(name=f"before_mlp_{n}")(x))
+            x = x + nn.Dense(FEATURES, name=f"down_{n}")(nn.gelu(y))
+        x = norm(name="last")(x)
+        return table.attend(x) if self.tied else nn.Dense(VOCABULARY, use_bias=False, name="head")(x)
+
+
+def in_plain_names(params: Any) -> Any:
+    """The tree of `Transformer` as `PlainTransformer` names it."""
+    told = {name: {"embedding": table} for name, table in params["embedding"].items()}
+    for name, part in params.items():
+        if name.startswith("block_"):
+            block = {**part, **part["mlp"]}
+            del block["mlp"]
+            told |= {f"{layer}{name.removeprefix('block')}": value for layer, value in block.items()}
+        elif name != "embedding":
+            told[name] = part
+    return told
+
+
+@pytest.mark.parametrize(
+    ("tied", "layers"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.exhaustive)], ids=["tied", "untied"]
+)
+def test_the_serial_transformer_is_that_of_plain_flax(tied: bool, layers: int) -> None:
+    ours, plain = transformer(Mesh(), tied=tied, layers=layers), PlainTransformer(tied, layers)
+    tokens, labels = np.random.default_rng(0).integers(0, VOCABULARY, (2, ROWS, LENGTH)).astype(np.int32)
+    params = drawn(jax.tree.map(np.asarray, serial_params(tied=tied, layers=layers)))
+    assert jax.tree.map(jnp.shape, in_plain_names(params)) == jax.tree.map(
+        jnp.shape, jax.eval_shape(plain.init, jax.random.key(0), tokens)["params"]
+    )
+
+    def our_loss(params: Any) -> Any:
+        return tensor.cross_entropy(ours.apply({"params": params}, tokens), labels, Mesh())
+
+    def plain_loss(params: Any) -> Any:
+        logits = plain.apply({"params": params}, tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    loss, gradients = jax.jit(jax.value_and_grad(our_loss))(params)
+    want_loss, want = jax.jit(jax.value_and_grad(plain_loss))(in_plain_names(params))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    gradients = in_plain_names(gradients)
+    assert jax.tree.structure(gradients) == jax.tree.structure(want)
+    close(gradients, want, 2e-5)
 
 
 @EVERY

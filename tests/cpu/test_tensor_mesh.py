@@ -147,29 +147,119 @@ def test_labels_that_are_not_cut_like_the_batch() -> None:
         on_ranks(training.loss_and_gradients, training.mesh, args)
 
 
+def spread(parts: list[Any], specs: Any, mesh: Mesh) -> Any:
+    """What `replica_spread` says of every rank's part: the same on every rank."""
+    told = on_ranks(lambda p: tensor.replica_spread(p, specs, mesh), mesh, lambda r: (parts[r],))
+    for other in told:
+        jax.tree.map(np.testing.assert_array_equal, told[0], other)
+    return told[0]
+
+
 def test_weights_that_differ_between_depth_layers() -> None:
-    training = Training(Mesh(side=2, depth=2))
-    states = [training.params(rank) for rank in range(8)]
-
-    def spread() -> Any:
-        told = on_ranks(
-            lambda p: tensor.replica_spread(p, training.specs, training.mesh), training.mesh, lambda r: (states[r],)
+    mesh = Mesh(side=2, depth=2)
+    specs = {"mlp": {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")}}
+    whole = {"mlp": {"kernel": np.arange(96, dtype=np.float32).reshape(8, 12), "bias": np.ones(12, np.float32)}}
+    states = [tensor.shard(whole, specs, mesh, rank) for rank in range(8)]
+    tensor.check_replicas(spread(states, specs, mesh))
+    kernel = states[5]["mlp"]["kernel"]
+    for change, apart in ((0.25, "0.25"), (np.nan, "inf")):
+        states[5] = {"mlp": {**states[5]["mlp"], "kernel": kernel + np.float32(change) * (np.arange(6) == 2)}}
+        message = (
+            r"^The parts of `\['mlp'\]\['kernel'\]` that several ranks hold are not equal: that of rank 5 is up to"
+            f" {apart} apart from that of the first rank"
         )
-        for other in told:  # known on every rank
-            jax.tree.map(np.testing.assert_array_equal, told[0], other)
-        return told[0]
+        with pytest.raises(ValueError, match=message):
+            tensor.check_replicas(spread(states, specs, mesh))
+        with pytest.raises(ValueError, match="not equal: ranks 1 and 5 differ"):
+            tensor.unshard(states, specs, mesh)
+    alike, replicated = [states[0]["mlp"]["bias"] + rank % 2 for rank in range(8)], PartitionSpec()
+    with pytest.raises(ValueError, match="those of ranks 1, 3, 5, 7 are up to 1 apart"):
+        tensor.check_replicas(spread(alike, replicated, mesh))
 
-    tensor.check_replicas(spread())
-    kernel = states[5]["block_1"]["mlp"]["down"]["kernel"]
-    states[5]["block_1"]["mlp"]["down"]["kernel"] = kernel.at[3, 2].add(0.25)
-    message = r"^The parts of `\['block_1'\]\['mlp'\]\['down'\]\['kernel'\]` .* up to 0.25 apart"
+
+ROWS = {"tokens": np.arange(60, dtype=np.int32).reshape(12, 5), "weights": np.ones((12, 5), np.float32)}
+
+
+def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
+    """Every rank's rows of a first batch, one rank's changed, and their specs."""
+    rows = [mesh.local_batch(ROWS, rank) for rank in range(mesh.ranks)]
+    for rank, own in change.items():
+        rows[int(rank[4:])] = own
+    return rows, {name: PartitionSpec(mesh.batch or None) for name in ROWS}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_batch_that_is_cut_as_it_should_be_is_let_through(mesh: Mesh) -> None:
+    tensor.check_replicas(spread(*first_batches(mesh), mesh), batch=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rank", "numbers"),
+    [
+        (Mesh(tensor=4), 2, "that of rank 2 is up to 1 apart"),
+        (Mesh(data=2, tensor=2), 3, "that of rank 3 is up to 1 apart"),
+        (Mesh(side=2), 1, "that of rank 1 is up to 1 apart"),
+        (Mesh(side=2, depth=2), 7, "that of rank 7 is up to 1 apart"),
+        (Mesh(side=2), 0, "that of rank 1 is up to 1 apart"),
+    ],
+)  # fmt: skip
+def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> None:
+    """Losses come out equal, and wrong: nothing else would notice."""
+    own = mesh.local_batch(ROWS, rank)
+    rows, specs = first_batches(mesh, **{f"rank{rank}": {**own, "tokens": own["tokens"] + 1}})
+    message = (
+        rf"^The rows of the batch's `\['tokens'\]` that several ranks compute together .*: {numbers} .*local_batch"
+    )
     with pytest.raises(ValueError, match=message):
-        tensor.check_replicas(spread())
-    with pytest.raises(ValueError, match="not equal: ranks 1 and 5 differ"):
-        tensor.unshard(states, training.specs, training.mesh)
-    states[5]["block_1"]["mlp"]["down"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
-    with pytest.raises(ValueError, match="up to inf apart"):
-        tensor.check_replicas(spread())
+        tensor.check_replicas(spread(rows, specs, mesh), batch=True)
+
+
+def test_large_integers_that_round_to_the_same_number_are_unlike() -> None:
+    mesh, large = Mesh(tensor=2), 2**30
+    rows = [{"tokens": np.full((1, 1), large + rank, np.int32)} for rank in range(2)]
+    with pytest.raises(ValueError, match="that of rank 1 is up to"):
+        tensor.check_replicas(spread(rows, {"tokens": PartitionSpec()}, mesh), batch=True)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2), Mesh(side=2)], ids=["serial", "1-D", "2-D"])
+@pytest.mark.parametrize("cut", ["rows", "table", None])
+def test_a_dense_layer_that_is_cut_some_other_way(mesh: Mesh, cut: Any) -> None:
+    with pytest.raises(ValueError, match="^`cut` of a dense layer is `.*`: choose `'column'`"):
+        tensor.partition(tensor.Dense(8, mesh, cut), jnp.ones((2, 8)))
+
+
+def test_a_role_that_there_is_none_of() -> None:
+    wrong: Any = "rows"
+    with pytest.raises(ValueError, match="^There is no role `'rows'` of a parameter: choose one of column, row,"):
+        Mesh(side=2).spec(wrong)
+
+
+def weights_alone(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+# Optimizers that leave out part of a tree.
+MASKED = {
+    "decay of weights": optax.adamw(1e-2, mask=weights_alone),
+    "weights alone": optax.masked(optax.adam(1e-2), weights_alone),
+    "one for each": optax.multi_transform(
+        {True: optax.adam(1e-2), False: optax.sgd(0.1, momentum=0.9)}, weights_alone
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tx", MASKED.values(), ids=MASKED)
+def test_specs_of_masked_optimizers(tx: optax.GradientTransformation) -> None:
+    mesh, specs = Mesh(side=2), {"kernel": PartitionSpec("row", "col"), "bias": PartitionSpec("col")}
+    whole = {"kernel": np.arange(8, dtype=np.float32).reshape(2, 4), "bias": np.ones(4, np.float32)}
+    states = [tx.init(tensor.shard(whole, specs, mesh, rank)) for rank in range(4)]
+    state, told = tx.init(whole), tensor.state_specs(tx, whole, specs)
+    assert jax.tree.structure(told) == jax.tree.structure(state)
+    for rank, held in enumerate(states):
+        got = tensor.shard(state, told, mesh, rank)
+        assert jax.tree.structure(got) == jax.tree.structure(held)
+        jax.tree.map(np.testing.assert_array_equal, got, held)
+    assert jax.tree.structure(tensor.unshard(states, told, mesh)) == jax.tree.structure(state)
 
 
 def test_other_bad_arguments() -> None:

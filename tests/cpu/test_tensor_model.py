@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, on_ranks
+from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks
 
 from jaxcross import tensor
 from jaxcross.program.trace import trace
@@ -45,14 +45,6 @@ def serial() -> tuple[Any, list[Any]]:
 def trained(name: str) -> tuple[Training, list[Any], list[Any]]:
     training = Training(MESHES[name], layers=1)
     return training, *training.run(STEPS)
-
-
-def close(got: Any, want: Any, rtol: float, what: str = "") -> None:
-    """Equal up to `rtol` of a leaf's largest element."""
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        scale = float(np.max(np.abs(np.asarray(b, np.float64)), initial=0))
-        where = f"{what}{jax.tree_util.keystr(path)}"
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, rtol * 1e-2), err_msg=where)
 
 
 @EVERY

@@ -85,7 +85,35 @@ def test_without_the_sum_over_depth_a_weight_gradient_is_wrong(mesh: Mesh) -> No
     np.testing.assert_allclose(layers.sum(0), np.asarray(want[: mesh.side**2]), rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_is_accumulated_in_float32() -> None:
+def products(jaxpr: Any) -> list[Any]:
+    """Every matrix product in a jaxpr, those of inner ones included."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found += products(inner) if hasattr(inner, "eqns") else []
+        found += [eqn] if eqn.primitive.name == "dot_general" else []
+    return found
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bits_are_accumulated_in_float32(name: str, dtype: Any) -> None:
+    """XLA may do so unasked on a CPU, so that numbers show nothing there: what is asked for counts."""
+    _, *shapes, _ = PRODUCTS[name]
+    a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+    def loss(a: Any, b: Any) -> Any:
+        return jnp.sum(getattr(tensor, name)(a, b, (), ()))
+
+    found = products(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(a, b).jaxpr)
+    assert len(found) == 3
+    for eqn in found:
+        assert eqn.params["preferred_element_type"] == jnp.float32 == eqn.outvars[0].aval.dtype
+        assert all(operand.aval.dtype == dtype for operand in eqn.invars)
+
+
+def test_bfloat16_is_rounded_once() -> None:
     mesh, length = Mesh(side=2), 1024
 
     def call(rank: Any) -> Any:

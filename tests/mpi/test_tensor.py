@@ -1,4 +1,4 @@
-"""Tensor parallelism over MPI: one `mpirun` on four ranks trains the table's model on every mesh of four."""
+"""Tensor parallelism over MPI: one `mpirun` on four ranks, one on eight, train a model on every mesh of so many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ TABLE = os.pathsep.join([str(ROOT / "tests" / "cpu"), str(ROOT)])
 
 
 @pytest.mark.exhaustive  # the usual run has examples/gpt.py on two ranks
-def test_every_mesh_of_four_equals_vmap_and_crossover_equals_solo(mpirun: Any, quick_compiler: dict[str, str]) -> None:
-    done = mpirun(4, "tensor_table.py", timeout=540, env={"PYTHONPATH": TABLE, **quick_compiler}).check()
-    for rank in range(4):
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_mesh_equals_the_serial_model_and_crossover_equals_solo(
+    mpirun: Any, quick_compiler: dict[str, str], ranks: int
+) -> None:
+    done = mpirun(ranks, "tensor_table.py", timeout=540, env={"PYTHONPATH": TABLE, **quick_compiler}).check()
+    for rank in range(ranks):
         assert f"rank {rank}: tensor done" in done.stdout, done.stdout + done.stderr

@@ -1,7 +1,7 @@
-"""The model of `tensor_case` on every mesh of four ranks: against `vmap`, which `tests/cpu` holds against the serial
-model, and two jobs in crossover against each alone.
+"""The model of `tensor_case` on meshes of four ranks or eight: against the serial model, and two jobs in crossover
+against each alone. On four ranks also unlike jobs together: 1-D, 2-D, and one that averages gradients itself.
 
-Prints `rank R: tensor done` if all meshes hold. Each mesh's oracle, which holds all ranks, is computed by one of them.
+Prints `rank R: tensor done` if all meshes hold. The serial model is trained by every rank alone, and cut.
 """
 
 import functools
@@ -10,29 +10,34 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mpi4py import MPI
-from tensor_case import Training, batch
-from zoo import assert_close
+import optax
+from tensor_case import BATCH, HEADS, LENGTH, Training, batch, close
 
 import jaxcross
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
+from jaxcross.wire.bytes import wire_bytes
 
 STEPS = 2
 world = jaxcross.initialize(watchdog_s=60)
 rank = world.rank
 MESHES = {
-    "[2,2,1]": Mesh(side=2),
-    "1-D on 4": Mesh(tensor=4),
-    "[1,1,4]": Mesh(depth=4),
-    "data 2 x 1-D on 2": Mesh(data=2, tensor=2),
-}
+    4: {
+        "[2,2,1]": Mesh(side=2),
+        "1-D on 4": Mesh(tensor=4),
+        "[1,1,4]": Mesh(depth=4),
+        "data 2 x 1-D on 2": Mesh(data=2, tensor=2),
+    },
+    8: {"[2,2,2]": Mesh(side=2, depth=2), "1-D on 8": Mesh(tensor=8), "data 2 x [2,2,1]": Mesh(data=2, side=2)},
+}[world.size]
+OPTIONS = {"layers": 1, "heads": HEADS if world.size == 4 else 2 * HEADS}
 
 
-def loop(job, step, training):
-    state = training.state(rank)
+def loop(job, step, start, rows):
+    """Trains on this rank's rows of every batch; returns the state and the last metrics."""
+    state = start(rank)
     for n in range(STEPS):
-        state, metrics = step(state, training.mesh.local_batch(batch(n), rank))
+        state, metrics = step(state, rows(batch(n), rank))
     return state, metrics
 
 
@@ -41,45 +46,84 @@ def same_bits(a, b, what):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), f"{what}{jax.tree_util.keystr(path)}"
 
 
-def oracles():
-    """Name of a mesh -> every rank's last state and its metrics, under `vmap`."""
-    mine = {}
-    for name in list(MESHES)[rank :: world.size]:
-        states, told = Training(MESHES[name], layers=1).run(STEPS)
-        mine[name] = jax.tree.map(np.asarray, list(zip(states, told[-1], strict=True)))
-    return {name: ranks for part in MPI.COMM_WORLD.allgather(mine) for name, ranks in part.items()}
+def received_bytes(program, mesh):
+    return sum(wire_bytes(exchange, mesh.axes) for exchange in program.exchanges)
 
 
-told = oracles()
+def check_bytes(step, training, params):
+    """The step that ran received what `step_cost` says, and two norms: that of the metrics and that of the clipping."""
+    norm = functools.partial(tensor.global_norm, specs=training.specs, mesh=training.mesh)
+    norms = 2 * received_bytes(jaxcross.crossover(norm, axes=training.mesh.axes).trace(params).cut(), training.mesh)
+    cost = tensor.step_cost(training.model, BATCH, LENGTH)
+    assert received_bytes(step.latest_program, training.mesh) == cost.received_bytes + norms, training.mesh
+
+
+def check_replicas(params, training):
+    spread = functools.partial(tensor.replica_spread, specs=training.specs, mesh=training.mesh)
+    tensor.check_replicas(jaxcross.crossover(spread, axes=training.mesh.axes)(params))
+
+
+def averaging():
+    """Data parallelism of the serial model over all ranks, its gradients averaged by the step itself."""
+    plain = Training(Mesh(), **OPTIONS)
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = plain.loss_and_gradients(params, batch)
+        updates, opt_state = plain.tx.update(jax.lax.pmean(grads, "batch"), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": jax.lax.pmean(loss, "batch")}
+
+    return (
+        jaxcross.crossover(step, axes={"batch": world.size}),
+        lambda rank: plain.state(),
+        Mesh(data=world.size).local_batch,
+    )
+
+
+serial = Training(Mesh(), **OPTIONS)
+(want, want_adam), want_metrics = loop(None, jax.jit(serial.step), lambda rank: serial.state(), lambda b, rank: b)
+every = {}
 for name, mesh in MESHES.items():
     print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
     mesh.check_ranks(world.size)
-    training = Training(mesh, layers=1)
+    training = Training(mesh, **OPTIONS)
     step = jaxcross.crossover(training.step, axes=mesh.axes)
-    alone = loop(None, step, training)
-    assert_close(alone, told[name][rank], 5e-5, f"{name} against vmap")
+    how = {"step": step, "start": training.state, "rows": mesh.local_batch}
+    (params, adam), metrics = alone = loop(None, **how)
+    every[name] = how, alone
+    close(metrics, want_metrics, 2e-5, f"{name}, rank {rank}: ")
+    close(params, tensor.shard(want, training.specs, mesh, rank), 2e-4, f"{name}, rank {rank}: ")
+    specs = tensor.state_specs(training.tx, params, training.specs)
+    close(adam, tensor.shard(want_adam, specs, mesh, rank), 2e-3, f"{name}, rank {rank}: ")
+    check_bytes(step, training, params)
 
     gathered = jaxcross.crossover(functools.partial(tensor.gather, specs=training.specs, mesh=mesh), axes=mesh.axes)
     if mesh.inner:  # what nobody cuts, nobody gathers
-        whole = tensor.unshard([params for (params, _), _ in told[name]], training.specs, mesh)
-        assert_close(gathered(alone[0][0]), whole, 5e-5, f"{name}, gathered")
-
-    spread = functools.partial(tensor.replica_spread, specs=training.specs, mesh=mesh)
-    tensor.check_replicas(jaxcross.crossover(spread, axes=mesh.axes)(alone[0][0]))
+        close(gathered(params), want, 2e-4, f"{name}, gathered: ")
+    check_replicas(params, training)
 
     with jaxcross.Runner(world) as runner:
-        jobs = [runner.add(f"{name} {n}", loop, step=step, training=training) for n in range(2)]
+        jobs = [runner.add(f"{name} {n}", loop, **how) for n in range(2)]
         runner.run()
     for job in jobs:
         same_bits(job.state, alone, f"{name}, job {job.name}")
 
-grid = Training(Mesh(side=2))
-broken = grid.params(rank)
+if world.size == 4:
+    unlike = {name: every[name] for name in ("1-D on 4", "[2,2,1]")}
+    how = dict(zip(("step", "start", "rows"), averaging(), strict=True))
+    unlike["averages"] = how, loop(None, **how)
+    with jaxcross.Runner(world) as runner:
+        jobs = {name: runner.add(name, loop, **how) for name, (how, _) in unlike.items()}
+        runner.run()
+    for name, job in jobs.items():
+        same_bits(job.state, unlike[name][1], f"unlike jobs, {name}")
+
+training = Training(MESHES["[2,2,1]" if world.size == 4 else "[2,2,2]"], **OPTIONS)
+broken = training.params(rank)
 if rank == 3:
     broken["last"]["scale"] = broken["last"]["scale"] + jnp.float32(0.5)
-spread = functools.partial(tensor.replica_spread, specs=grid.specs, mesh=grid.mesh)
 try:
-    tensor.check_replicas(jaxcross.crossover(spread, axes=grid.mesh.axes)(broken))
+    check_replicas(broken, training)
 except ValueError as error:
     assert "up to 0.5 apart" in str(error), error
 else:
