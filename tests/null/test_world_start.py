@@ -111,7 +111,7 @@ def test_the_report_names_late_and_silent_ranks():
 
 def test_the_report_when_everybody_is_there():
     text = explain(0, WAIT, 1.0, {1: Standing(entered=7, waits=(WAIT,))})
-    assert "All ranks have arrived: MPI or the network is stuck." in text
+    assert "All ranks have arrived: MPI or the network is stuck" in text
 
 
 def test_the_report_of_a_wait_that_says_for_whom_it_is():
