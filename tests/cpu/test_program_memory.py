@@ -269,7 +269,9 @@ def program_peak_bytes(program: Any) -> int:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("sizes", [{"side": 2}, {"tensor": 4}], ids=["2-D", "1-D"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"side": 2}, id="2-D"), pytest.param({"tensor": 4}, id="1-D", marks=pytest.mark.exhaustive)]
+)
 def test_cutting_keeps_what_a_large_model_saves(sizes: dict[str, int], remat: bool) -> None:
     """Gathered weights of one layer at a time, and what `remat` recomputes when it is needed."""
     mesh, length = tensor.Mesh(**sizes), 64

@@ -64,8 +64,11 @@ def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
 
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(data=2, depth=2), Mesh(data=3, depth=2, side=2), Mesh(data=2, tensor=2)],
-    ids=["data 2 x depth 2", "data 3 x [2,2,2]", "data 2 x 1-D on 2"],
+    [
+        pytest.param(Mesh(data=2, depth=2), id="data 2 x depth 2"),
+        pytest.param(Mesh(data=3, depth=2, side=2), id="data 3 x [2,2,2]", marks=pytest.mark.exhaustive),
+        pytest.param(Mesh(data=2, tensor=2), id="data 2 x 1-D on 2", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_data_beside_depth(mesh: Mesh, serial: tuple[Any, Any, Any]) -> None:
     params, want_loss, want = serial

@@ -90,7 +90,7 @@ def held_against(
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(scale, 1.0), err_msg=f"rank {rank}")
 
 
-@pytest.mark.parametrize("mesh", [*GRIDS.values(), *LINES.values()], ids=[*GRIDS, *LINES])
+@over(GRIDS | LINES)
 @pytest.mark.parametrize("cut", ["column", "row"])
 def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
     takes, gives = (hidden, inner) if cut == "column" else (inner, hidden)

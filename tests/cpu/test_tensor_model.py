@@ -176,7 +176,7 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
 """
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_shard_map_gives_the_same_gradients(check_vma: bool, quick_compiler: dict[str, str]) -> None:
     """Four CPU devices need a process of their own. The global arrays go in: their specs cut them."""
     here = Path(__file__).parent

@@ -165,10 +165,11 @@ runner.run()
             "pass",
             r"step 4 \(call of the step\).\n  rank 1 has not arrived: its job 'bad' has not come so far; ",
         ),
-        (
+        pytest.param(
             "job.batches(data(world.rank == 1))",
             "pass",
             "rank 1 is late itself: own batch 4 of data 1 is its own affair",
+            marks=pytest.mark.exhaustive,
         ),
         (  # and on all ranks
             "job.batches(data(True))",
@@ -266,6 +267,7 @@ for policy, functions in (
 """
 
 
+@pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
     """All last twice the watchdog's time: for the policy, for a rest, for an evaluation, for others at the end."""
     done = mpirun(2, LONG, timeout=90).check()
