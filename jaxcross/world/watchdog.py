@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from operator import itemgetter
 from types import TracebackType
 from typing import Any, final
 
@@ -72,10 +71,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._entered = 0
         self._waits: dict[int, tuple[Activity, Awaited | None]] = {}
-        self._looked_s, self._away_s = (
-            time.monotonic(),
-            dict[int, float](),
-        )  # of each wait: while this thread was stopped
+        self._looked_s = time.monotonic()
         self._asking, self._questions = False, 0
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
@@ -120,12 +116,12 @@ class Watchdog:
             number = self._entered if awaited is None else 0
             wait = Activity.now(what, job=job, step=step, segment=segment, number=number)
             token = self._flight.begin(wait)
-            self._waits[token], self._away_s[token] = (wait, awaited), 0.0
+            self._waits[token] = wait, awaited
         return token
 
     def leave(self, token: int, *, failed: bool) -> None:
         with self._lock:
-            del self._waits[token], self._away_s[token]
+            del self._waits[token]
         self._flight.end(token, failed=failed)
 
     def _standing(self) -> Standing:
@@ -158,17 +154,16 @@ class Watchdog:
 
     def _look_at_waits(self) -> None:
         now_s = time.monotonic()
-        # A process that was stopped, and its watchdog with it, has not waited meanwhile.
-        away_s, self._looked_s = max(0.0, now_s - self._looked_s - _LONGEST_TURN_S), now_s
+        away_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
         with self._lock:
-            for token in self._away_s:
-                self._away_s[token] += away_s
-            waits = [(now_s - wait.since_s - self._away_s[token], wait, awaited)
-                     for token, (wait, awaited) in self._waits.items()]  # fmt: skip
-        if shared := [(waited_s, wait) for waited_s, wait, awaited in waits if awaited is None]:
-            self._check_left(*max(shared, key=itemgetter(0)))
-        if waits and (longest := max(waits, key=itemgetter(0)))[0] > self.timeout_s:
-            self._investigate(*longest[1:])
+            if away_s > 0:  # a process that was stopped, and its watchdog with it, has not waited meanwhile
+                for token, (wait, awaited) in self._waits.items():
+                    self._waits[token] = replace(wait, since_s=min(wait.since_s + away_s, now_s)), awaited
+            waits = sorted(self._waits.values(), key=lambda pair: pair[0].since_s)
+        if (shared := next((wait for wait, awaited in waits if awaited is None), None)) is not None:
+            self._check_left(shared)
+        if waits and now_s - waits[0][0].since_s > self.timeout_s:
+            self._investigate(*waits[0])
             self._looked_s = time.monotonic()
 
     def _leave(self) -> Leaving:
@@ -206,9 +201,9 @@ class Watchdog:
         else:
             self._report(str(self._heartbeat.loss(rank, self._heartbeat.silence_s)), rank)
 
-    def _check_left(self, waited_s: float, wait: Activity) -> None:
+    def _check_left(self, wait: Activity) -> None:
         """Who has left will never come: there is no need to wait for the watchdog's whole time."""
-        if self._heartbeat is None or waited_s < self._heartbeat.silence_s:
+        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.silence_s:
             return
         for rank, entered in self._heartbeat.left().items():
             if entered < wait.number:
@@ -271,9 +266,9 @@ class Watchdog:
             return
         late = late_ranks(wait, answers, those)
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
-        report = explain(self._rank, wait, time.monotonic() - wait.since_s, answers, those)
-        late += [r for r, standing in answers.items() if standing is None]
         waited_s = time.monotonic() - wait.since_s
+        report = explain(self._rank, wait, waited_s, answers, those)
+        late += [r for r, standing in answers.items() if standing is None]
         names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if set(late) - {self._rank} else ""
         abort_everywhere(
             f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
@@ -291,7 +286,6 @@ class Watchdog:
             for token, (other, awaited) in self._waits.items():
                 if other is wait:
                     self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
-                    self._away_s[token] = 0.0
 
 
 @final

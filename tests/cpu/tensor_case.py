@@ -28,6 +28,14 @@ QUICK = {"[2,2,2]", "1-D on 4", "data 2 x 1-D on 2"}
 FEATURES, HEADS, VOCABULARY, LENGTH, BATCH = 24, 12, 24, 5, 12
 
 
+def over(meshes: dict[str, Mesh]) -> Any:
+    """Runs a test on each of these meshes; in the usual run on the quick ones."""
+    import pytest  # ranks that train the table over MPI need none
+
+    params = [pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n, m in meshes.items()]
+    return pytest.mark.parametrize("mesh", params)
+
+
 def transformer(mesh: Mesh, **options: Any) -> tensor.Transformer:
     """The table's model."""
     options = {"layers": 2, "heads": HEADS, "tied": True, **options}

@@ -17,22 +17,16 @@ from tensor_case import (
     LENGTH,
     LINES,
     MESHES,
-    QUICK,
     VOCABULARY,
     close,
     on_ranks,
+    over,
     serial_params,
     transformer,
 )
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
-
-
-def over(meshes):
-    params = [pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n, m in meshes.items()]
-    return pytest.mark.parametrize("mesh", params)
-
 
 EVERY = over(MESHES)
 ROWS, FEATURES = 12, 24

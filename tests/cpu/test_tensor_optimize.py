@@ -7,9 +7,8 @@ from typing import Any, get_args
 import jax
 import numpy as np
 import optax
-import pytest
 from jax.sharding import PartitionSpec
-from tensor_case import MESHES, QUICK, close, on_ranks
+from tensor_case import MESHES, close, on_ranks, over
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
@@ -18,9 +17,7 @@ from jaxcross.tensor.mesh import Role
 SHAPES = {"column": (12, 24), "row": (24, 12), "table": (24, 12), "positions": (5, 12), "inner": (24,), "hidden": (12,)}
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, id=n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n, m in MESHES.items()]
-)
+@over(MESHES)
 def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
     """A parameter of every role; a bound that bites, and one that does not."""
     assert set(SHAPES) == set(get_args(Role))
