@@ -23,6 +23,7 @@ from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.job import JobContext
+from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
@@ -213,12 +214,8 @@ class Runner:
             for number, job in enumerate(jobs):
                 job.attach(driver, driver.seats[number], self._resumption(job))
         start_ns = time.monotonic_ns()
-        stopped = False
         with held_back() as held:  # whoever is told to stop while it saves does so already
-            try:
-                driver.run(held)
-            except KeyboardInterrupt:
-                stopped = True
+            stopped = driver.run(held)
             end_ns = time.monotonic_ns()
             for job in self.jobs:
                 job.close()
@@ -227,11 +224,13 @@ class Runner:
                 for job in self.jobs:
                     job.save_left()
                 self._session.close()
-            with self.world.watching(job="", step=0, segment=-1, what="report"):
+            with after_run(self.world, "report"):
                 left_out = self._left_out(driver)
                 self.report = self._report(start_ns, end_ns)
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
             ending = self._exit(driver.terminated, own) if stopped else own
+        if ending is None and held:  # while the handlers were put back
+            ending = held[0]
         if ending is not None:
             raise ending
         self._raise_errors(left_out)
@@ -305,7 +304,7 @@ class Runner:
 
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
-        with self.world.watching(job="", step=0, segment=-1, what="end of the run"):
+        with after_run(self.world, "end of the run"):
             some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
             self.world.flight.words(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
             # The first that leaves with an exit code ends all: not before each has written its last words.

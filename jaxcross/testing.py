@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -109,6 +109,13 @@ class FakeMailbox:
         self.closed = True
 
 
+class Unwatched(nullcontext[None]):
+    """A wait that nobody watches."""
+
+    def renew(self) -> None:
+        """Nobody counts its time."""
+
+
 class FakeWorld:
     """What a runner needs of a world, for one of several ranks that are threads."""
 
@@ -132,9 +139,10 @@ class FakeWorld:
         segment: int,
         what: str,
         awaited: Any = None,  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
+        own: bool = False,  # noqa: ARG002
+    ) -> Unwatched:
         self.watched.append((job, step, segment, what))
-        return nullcontext()
+        return Unwatched()
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:  # noqa: ARG002
         self.control.leave()

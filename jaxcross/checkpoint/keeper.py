@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,9 @@ from jaxcross.checkpoint.leaves import Form, Leaf, forms_of, rebuild, snapshot, 
 from jaxcross.checkpoint.part import Part, Saved
 from jaxcross.checkpoint.restore import Found, KeeperWorld, find
 from jaxcross.checkpoint.talk import Talk, Together
+from jaxcross.checkpoint.writer import Writer
+
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +45,15 @@ class Keeper:
         folders: Where the parts lie.
         keep: How many complete checkpoints are kept.
         environment: What else decides the last bits of results.
-        submit: Runs a function in the thread that writes.
+        writer: The thread that writes.
     """
 
     def __init__(
         self, talk: Talk, *, world: KeeperWorld, folders: Folders, keep: int, environment: Mapping[str, str],
-        submit: Callable[[Callable[[], None]], Future[None]],
+        writer: Writer,
     ) -> None:  # fmt: skip
         self._talk, self._world, self._folders, self._keep = talk, world, folders, keep
-        self._environment, self._submit = environment, submit
+        self._environment, self._writer = environment, writer
         self._wanted: dict[str, Form] | None = None  # the state that the job restored
         self._complete: list[str] = []  # on all ranks, oldest first
         self._own: set[str] = set()  # there at the start, or begun in this run: another run's would not be deleted
@@ -183,16 +186,22 @@ class Keeper:
                 self._folders.commit(name, describe(files=self._folders.describe_files(name)))
                 self._folders.delete(superfluous)
 
-        self._writing = (name, self._submit(write))
+        self._writing = (name, self._writer.submit(write))
 
     def _wait_for_writer(self) -> None:
         if self._writing is None:
             return
         name, written = self._writing
         late = {self._world.rank: "its disk has not taken the last checkpoint"}
-        with self._world.watching(
-            job=self._talk.job, step=step_of(name), segment=-1, what="own checkpoint", awaited=lambda _: late
-        ):
+        watch = self._world.watching(
+            job=self._talk.job, step=step_of(name), segment=-1, what="checkpoint", own=True, awaited=lambda _: late
+        )
+        with watch:
+            done = self._writer.done
+            while wait([written], _LOOK_S).not_done:
+                if self._writer.done != done:  # of other jobs, before this one
+                    done = self._writer.done
+                    watch.renew()
             written.result()
 
     def _previous_is_over(self, troubles: list[str], cause: Exception | None) -> None:

@@ -24,6 +24,12 @@ class KeeperFlight(Protocol):
     def during(self, what: str, *, job: str, step: int) -> AbstractContextManager[None]: ...
 
 
+class KeeperWatch(AbstractContextManager[None], Protocol):
+    """A context whose length is watched."""
+
+    def renew(self) -> None: ...
+
+
 class KeeperWorld(Protocol):
     """What the checkpoints of a job need of the world."""
 
@@ -34,8 +40,8 @@ class KeeperWorld(Protocol):
     @property
     def flight(self) -> KeeperFlight: ...
     def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Any = None
-    ) -> AbstractContextManager[None]: ...
+        self, *, job: str, step: int, segment: int, what: str, awaited: Any = None, own: bool = False
+    ) -> KeeperWatch: ...
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any: ...
 
 

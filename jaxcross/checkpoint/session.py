@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from jaxcross.checkpoint.part import FORMAT
 from jaxcross.checkpoint.restore import KeeperWorld
 from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.talk import Talk
+from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError
 
 
@@ -57,8 +57,7 @@ class Session:
         for rank, text in enumerate(world.control.allgather_text(trouble)):
             if text:
                 raise JobError(f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: {text}.")
-        # One thread for all jobs: what it takes of the cores and of the disk, the jobs lose.
-        self._writer = ThreadPoolExecutor(1, "jaxcross-checkpoint")
+        self._writer = Writer()
 
     @property
     def every(self) -> int | None:
@@ -69,12 +68,12 @@ class Session:
         folders = Folders(self._settings.path / folder_name(job), rank=self._world.rank, ranks=self._world.size)
         return Keeper(
             Talk(job, note), world=self._world, folders=folders, keep=self._settings.keep,
-            environment=self._environment, submit=self._writer.submit,
+            environment=self._environment, writer=self._writer,
         )  # fmt: skip
 
     def close(self) -> None:
         """Ends the thread that writes, after what it has begun. Waits."""
-        self._writer.shutdown()
+        self._writer.close()
 
 
 def _environment(world: SessionWorld) -> dict[str, str]:

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +28,6 @@ from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.seat import Call, Execution, NonFinite, RunWorld, Seat, Stopped
 from jaxcross.runtime.vote import Wish
 from jaxcross.world.abort import INTERRUPTED, TERMINATED, Terminated
-from jaxcross.world.interrupts import held_back
 
 
 class Driver:
@@ -93,22 +91,23 @@ class Driver:
         shared = agreed.jobs.get(job)
         return agreed.stopping or (shared is not None and shared.stop)
 
-    def run(self, held: deque[BaseException] | None = None) -> None:
+    def run(self, held: deque[BaseException]) -> bool:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
 
         Args:
-            held: Interrupts that somebody holds back; None to do so here.
+            held: What handlers of signals raise meanwhile: see `jaxcross.world.interrupts.held_back`.
+
+        Returns:
+            On every rank whether a signal on any of them stopped the run.
 
         Raises:
-            KeyboardInterrupt: On every rank, after a clean end, if a signal's handler raised on any of them.
             InternalError: A lane broke; only where no other rank waits (else all ranks are aborted).
         """
-        with held_back() if held is None else nullcontext(held) as self._held:
-            self._run()
+        self._held = held
+        self._run()
         if self._fatal is not None:
             raise self._fatal
-        if self._interleaver.agreed.stopping:
-            raise KeyboardInterrupt
+        return self._interleaver.agreed.stopping
 
     def _run(self) -> None:
         self._compute.start()

@@ -42,7 +42,7 @@ from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Outcome, Slot
 from jaxcross.runtime.compute_order import ComputeOrder
 from jaxcross.runtime.invariants import check_lanes
-from jaxcross.runtime.local import LocalCall, LocalJob, Point
+from jaxcross.runtime.local import LocalCall, LocalJob, Point, Wait
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.voice import Voice
 from jaxcross.runtime.vote import Verdict, point_hash
@@ -69,6 +69,7 @@ class Interleaver:
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
+        self._moves = 0  # exchanges, and votes that changed something
         self._out: list[m.Instruction] = []
 
     @property
@@ -84,19 +85,15 @@ class Interleaver:
         """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
         return self._voice.joiners.text()
 
-    def awaits(self) -> dict[int, tuple[int, str, int]]:
-        """Jobs that wait here, with nobody holding them and no exchange to come: in which step, for what, and a number
-        that changes with whatever moves on. A job at its end may wait for as long as others go on.
-        """
+    def awaits(self) -> dict[int, Wait]:
+        """Jobs that wait here, with nobody holding them and no exchange to come, and for what."""
         found = {}
-        ending = [mine.point is not None and mine.point.kind == "end" for mine in self._jobs.values()]
-        for (number, mine), ends in zip(self._jobs.items(), ending, strict=True):
+        for number, mine in self._jobs.items():
             shared = self.agreed.jobs[number]
-            if shared.held or shared.remaining or (ends and not all(ending)):
+            if shared.held or shared.remaining:
                 continue
-            what, moved = mine.awaits()
-            if what:
-                found[number] = (shared.step + 1, what, moved)
+            if (wait := mine.awaits(shared.step, self._moves)) is not None:
+                found[number] = wait
         return found
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
@@ -345,6 +342,7 @@ class Interleaver:
 
     def _exchange_done(self, job: int, segment: int, finite: bool) -> None:
         self._expect("exchange", job)
+        self._moves += 1
         call = self._jobs[job].call
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
@@ -357,6 +355,7 @@ class Interleaver:
         running = self.agreed.running
         outcomes = self.agreed.apply(verdict, lambda job: self._jobs[job].called())
         self._fruitless = 0 if outcomes else min(self._fruitless + 1, _MOST_PATIENT)
+        self._moves += bool(outcomes)
         for outcome in outcomes:
             self._follow(outcome)
             if outcome.job in self._jobs:

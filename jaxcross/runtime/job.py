@@ -20,8 +20,8 @@ from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Listeners, Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
+from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.kept import Kept, own_copy
-from jaxcross.runtime.local import OWN
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.place import START
@@ -216,7 +216,7 @@ class JobContext:
         """
         start_ns = time.monotonic_ns()
         busy = self._world.watching(
-            job=self.name, step=self.step, segment=-1, what=f"{OWN} {label or 'work'}", awaited=lambda _: {}
+            job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}
         )
         try:
             with busy if kind == "host" else nullcontext():
@@ -433,7 +433,7 @@ class JobContext:
             return
 
         def together(label: str, work: Callable[[Any], Any]) -> Any:
-            with self._world.watching(job=self.name, step=self.step, segment=-1, what=label):
+            with after_run(self._world, label, job=self.name, step=self.step):
                 return work(self._world.control)
 
         try:

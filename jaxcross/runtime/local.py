@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.vote import JobBallot, Wish
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
-OWN = "own"
-"""What a wait begins with whose end is this rank's own affair."""
+
+class Wait(NamedTuple):
+    """What a job waits for between two exchanges: the other ranks or, its `own` affair, something of this rank.
+
+    `moved` changes with whatever moves on meanwhile.
+    """
+
+    step: int
+    what: str
+    own: bool = False
+    moved: int = 0
+
+    @property
+    def point(self) -> tuple[int, str, bool]:
+        """Which wait it is."""
+        return self.step, self.what, self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +120,28 @@ class LocalJob:
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
-    def awaits(self) -> tuple[str, int]:
-        """What it waits for between two exchanges, "" if for nothing: for the other ranks, or for what is this rank's
-        own affair; and a number that changes with whatever moves on.
+    def awaits(self, committed: int, others: int) -> Wait | None:
+        """What it waits for between two exchanges.
+
+        Args:
+            committed: How many steps are.
+            others: A number that changes with whatever moves on in any job: its end may wait for that.
         """
+        step = committed + 1
         if self.failed is not None:
-            return "other ranks, to leave", 0
+            return Wait(step, "other ranks, to leave")
         if self.call is not None and self.call.committed:
-            return f"{OWN} end of the step", len(self.call.dispatched)
+            return Wait(committed, "end of the step", own=True, moved=len(self.call.dispatched))
         if self.point is None:
-            return "", 0
+            return None
         if self.point.kind == "batch":
             what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-            return (what, 0) if self.has_news() else (f"{OWN} {what}", self.replayed)
+            return Wait(step, what) if self.has_news() else Wait(step, what, own=True, moved=self.replayed)
         if self.point.kind == "sync":
-            return self.point.text.partition("\n")[0], self.syncs
-        return {"step": "call of the step", "end": "end of the job"}[self.point.kind], self.calls
+            return Wait(step, self.point.text.partition("\n")[0], moved=self.syncs)
+        if self.point.kind == "end":
+            return Wait(step, "end of the job", moved=others)
+        return Wait(step, "call of the step", moved=self.calls)
 
     def ballot(self) -> JobBallot:
         """What this rank says of it in a vote."""

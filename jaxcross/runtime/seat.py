@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -12,7 +11,7 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.outline import Outline
 from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.watchdog import Awaited
+from jaxcross.world.watchdog import Awaited, Watch
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values are not all finite."""
@@ -46,8 +45,8 @@ class RunWorld(Protocol):
     @property
     def control(self) -> Any: ...
     def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
-    ) -> AbstractContextManager[None]: ...
+        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
+    ) -> Watch: ...
     @property
     def flight(self) -> FlightRecorder: ...
     def abort(self, message: str, *, code: int = 1) -> NoReturn: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from jaxcross.server.shard import Shard
 from jaxcross.solo import ONLY_THREAD
 from jaxcross.world import World, current
 from jaxcross.world.mailbox import Mailbox
+from jaxcross.world.standing import Standing
 
 
 class ParameterServer:
@@ -205,7 +206,12 @@ class ParameterServer:
 
     def _watching(self, lane: Lane, what: str) -> Any:
         job = "" if self._job is None else self._job.name
-        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=lambda _: lane.awaited())
+
+        def awaited(answers: Mapping[int, Standing | None]) -> dict[int, str]:
+            patient = {rank for rank, s in answers.items() if job and s is not None and s.excused(job)}
+            return {rank: why for rank, why in lane.awaited().items() if rank not in patient}
+
+        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=awaited)
 
     def _placed(self, leaves: Sequence[np.ndarray]) -> Any:
         """A tree of JAX arrays that lie where the parameters lay; the memory is not used for anything else."""

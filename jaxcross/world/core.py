@@ -6,7 +6,6 @@ import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +17,8 @@ from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
 from jaxcross.world.slices import ask_for_short_slices
-from jaxcross.world.watchdog import Awaited, Watchdog
+from jaxcross.world.standing import missing
+from jaxcross.world.watchdog import Awaited, Watch, Watchdog
 
 if TYPE_CHECKING:
     from jaxcross.wire import MpiWire
@@ -104,7 +104,9 @@ class World:
                 group = self._base.Get_group().Incl(ranks)
                 # MPI tells concurrent creations over one parent apart by their tag alone.
                 tag = zlib.crc32(repr(key).encode()) % 2**20
-                with self.watching(job="", step=0, segment=-1, what=f"making a communicator of ranks {ranks}"):
+                what, others = f"making a communicator of ranks {ranks}", [r for r in ranks if r != self.rank]
+                # In a job's thread, hence in no order with what the lanes do.
+                with self.watching(job="", step=0, segment=-1, what=what, awaited=partial(missing, "", what, others)):
                     slot.comm = self._base.Create_group(group, tag)
                 group.Free()
         return slot.comm
@@ -121,14 +123,15 @@ class World:
             return MpiMailbox(self._base.Dup())
 
     def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
-    ) -> AbstractContextManager[None]:
+        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
+    ) -> Watch:
         """A context in which this rank waits for others; the watchdog reports and aborts if it lasts too long.
 
         Every rank must enter its contexts in the same order, but for those that say themselves which ranks are
-        `awaited`, and why. Costs about a microsecond; does not communicate.
+        `awaited`, and why, and for those whose end is this rank's `own` affair. Costs about a microsecond; does not
+        communicate.
         """
-        return self._watchdog.watching(job=job, step=step, segment=segment, what=what, awaited=awaited)
+        return self._watchdog.watching(job=job, step=step, segment=segment, what=what, awaited=awaited, own=own)
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""

@@ -173,6 +173,6 @@ class FlightRecorder:
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
     """A line of JSON. Written by hand, since `json.dumps` takes as long as everything else together."""
     return (
-        f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.what)},"job":{_quoted(activity.job)},'
+        f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.said)},"job":{_quoted(activity.job)},'
         f'"step":{activity.step},"segment":{activity.segment},"number":{activity.number}}}\n'
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +19,7 @@ class Activity:
         what: `exchange`, `vote`, `compute`, `compile`, ...
         number: Which in the sequence of waits that all ranks share; 0 for what is no such wait.
         since_s: Since when, in this rank's `time.monotonic`.
+        own: Whether its end is this rank's own affair: then no other rank is to blame for it.
     """
 
     job: str
@@ -27,26 +28,57 @@ class Activity:
     what: str
     number: int
     since_s: float
+    own: bool = False
 
     @classmethod
-    def now(cls, what: str, *, job: str = "", step: int = 0, segment: int = -1, number: int = 0) -> Self:
+    def now(
+        cls, what: str, *, job: str = "", step: int = 0, segment: int = -1, number: int = 0, own: bool = False
+    ) -> Self:
         """What begins now."""
-        return cls(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic())
+        return cls(job=job, step=step, segment=segment, what=what, number=number, since_s=time.monotonic(), own=own)
 
     def __str__(self) -> str:
         parts = [f"job {self.job!r}"] if self.job else []
         parts += [f"step {self.step}"] if self.job or self.step else []
         parts += [f"segment {self.segment}"] if self.segment >= 0 else []
-        return f"{', '.join(parts)} ({self.what})" if parts else self.what
+        return f"{', '.join(parts)} ({self.said})" if parts else self.said
+
+    @property
+    def said(self) -> str:
+        """What it is, in words."""
+        return f"own {self.what}" if self.own else self.what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How far a rank is: waits it has entered, those it is in, and whether it is about to report."""
+    """How far a rank is.
+
+    Attributes:
+        entered: Waits of the sequence that all ranks share which it has entered.
+        waits: Those of all kinds which it is in.
+        asking: Whether it is about to report.
+        lately: Jobs of which a wait that was this rank's own affair has ended a short while ago.
+    """
 
     entered: int
     waits: tuple[Activity, ...]
     asking: bool = False
+    lately: frozenset[str] = frozenset()
+
+    def excused(self, job: str | None = None) -> bool:
+        """Whether others must be patient with what the rank does, or did just now, in this job or in any."""
+        own = self.lately.union(wait.job for wait in self.waits if wait.own)
+        return bool(own) if job is None else job in own
+
+
+def missing(job: str, what: str, ranks: Iterable[int], answers: Mapping[int, Standing | None]) -> dict[int, str] | None:
+    """Of the ranks that must come to a wait, those that have not and have no excuse, and why; None if all are there."""
+    late = {
+        r: s
+        for r in ranks
+        if (s := answers.get(r)) is not None and not any((w.job, w.what) == (job, what) for w in s.waits)
+    }
+    return {r: "it has not come so far" for r, s in late.items() if not s.excused()} if late else None
 
 
 def explain(

@@ -56,11 +56,15 @@ class Termination:
         if self._pipe < 0:
             return False
         now_s = time.monotonic()
-        with suppress(BlockingIOError):
-            another = signal.SIGTERM in os.read(self._pipe, 4096) and now_s - self._handled_s > ONE_STOP_S
-            if another and self._came_s <= self._handled_s:
-                self._came_s = now_s
+        if self._drain() and now_s - self._handled_s > ONE_STOP_S and self._came_s <= self._handled_s:
+            self._came_s = now_s
         return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
+
+    def _drain(self) -> bool:
+        """Whether SIGTERM has come since the last time."""
+        with suppress(BlockingIOError):
+            return signal.SIGTERM in os.read(self._pipe, 4096)
+        return False
 
     def _hold_back(self) -> None:
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -78,6 +82,7 @@ class Termination:
     def _handle(self, number: int, frame: Any) -> None:
         del number, frame
         now_s = time.monotonic()
+        self._drain()  # or who looks into the pipe only later would take this signal for another one
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
         self._handled_s = now_s

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from jaxcross.world.abort import Ending, Terminated, abort_everywhere, stop_of
 from jaxcross.world.flight import FlightRecorder
@@ -24,11 +24,22 @@ from jaxcross.world.stacks import stacks
 from jaxcross.world.standing import Activity, Standing, explain, late_ranks
 from jaxcross.world.terminate import Termination
 
-Awaited = Callable[[Mapping[int, Standing | None]], Mapping[int, str]]
-"""The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered."""
+Awaited = Callable[[Mapping[int, Standing | None]], Mapping[int, str] | None]
+"""The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered.
+Where there are none, something else holds it up, which has its own watch. `None`: all are there, and it should be over.
+"""
+
+
+class Watch(AbstractContextManager[None], Protocol):
+    """A context whose length is watched."""
+
+    def renew(self) -> None:
+        """What is waited for has moved on: its time begins anew."""
+
 
 _QUERY, _ANSWER = 1, 2
 _ANSWER_S = 3.0
+_ASKING_INTERVAL_S = 0.02
 _HOLD_S = 10.0
 _LEAVING_INTERVAL_S = 0.02
 _LEAST_CALL_S = 3.0
@@ -72,6 +83,8 @@ class Watchdog:
         self._entered = 0
         self._waits: dict[int, tuple[Activity, Awaited | None]] = {}
         self._looked_s = time.monotonic()
+        self._ended: dict[str, float] = {}  # when a job last was in a wait of this rank's own
+        self._leaving: Leaving | None = None
         self._asking, self._questions = False, 0
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
@@ -103,77 +116,107 @@ class Watchdog:
         self._notices.tell(ending)
 
     def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None
-    ) -> AbstractContextManager[None]:
+        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
+    ) -> Watch:
         """A context whose length is watched."""
-        return _Watching(self, job, step, segment, what, awaited)
+        return _Watching(self, job, step, segment, what, awaited, own)
 
-    def enter(self, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None) -> int:
+    def enter(
+        self, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
+    ) -> int:
+        awaited = awaited or (self._itself if own else None)
         with self._lock:
             if awaited is None:
                 self._entered += 1
                 self._asked.clear()  # whoever asked before spoke of an earlier wait
             number = self._entered if awaited is None else 0
-            wait = Activity.now(what, job=job, step=step, segment=segment, number=number)
+            wait = Activity.now(what, job=job, step=step, segment=segment, number=number, own=own)
             token = self._flight.begin(wait)
             self._waits[token] = wait, awaited
         return token
 
     def leave(self, token: int, *, failed: bool) -> None:
         with self._lock:
-            del self._waits[token]
+            wait, _ = self._waits.pop(token)
+            if wait.own:
+                self._ended[wait.job] = time.monotonic()
         self._flight.end(token, failed=failed)
+
+    def renew(self, token: int) -> None:
+        with self._lock:
+            if token in self._waits:
+                wait, awaited = self._waits[token]
+                self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
+
+    def _itself(self, _: Mapping[int, Standing | None]) -> dict[int, str]:
+        return {self._rank: "it is its own affair"}
 
     def _standing(self) -> Standing:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
-            return Standing(entered=self._entered, waits=waits, asking=self._asking)
+            since_s = time.monotonic() - self.timeout_s
+            self._ended = {job: end_s for job, end_s in self._ended.items() if end_s > since_s}
+            return Standing(entered=self._entered, waits=waits, asking=self._asking, lately=frozenset(self._ended))
 
     def _run(self) -> None:
         from mpi4py import MPI
 
-        leaving: Leaving | None = None
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    leaving = leaving or self._leave()
-                    if leaving.over():
+                    self._leaving = self._leaving or self._leave()
+                    if self._leaving.over():
                         return
                     threading.Event().wait(_LEAVING_INTERVAL_S)
-                self._notices.hear()
-                self._serve()
-                self._beat(leaving)
+                self._attend()
                 self._look_at_waits()
             except MPI.Exception as error:
                 self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
-            if self._termination is not None and self._termination.overdue():
-                ending = stop_of(self._rank, terminated=True)
-                abort_everywhere(
-                    f"jaxcross: {ending.reason} while its main thread was busy in C; all ranks end.", ending
-                )
 
-    def _look_at_waits(self) -> None:
+    def _attend(self) -> None:
+        """What must go on whatever else is done. Often: between two calls less than a second goes by."""
+        self._leave_out_stops()
+        self._notices.hear()
+        self._serve()
+        self._beat()
+        if self._termination is not None and self._termination.overdue():
+            ending = stop_of(self._rank, terminated=True)
+            abort_everywhere(f"jaxcross: {ending.reason} while its main thread was busy in C; all ranks end.", ending)
+
+    def _leave_out_stops(self) -> None:
+        """A process that was stopped, and its watchdog with it, has not waited meanwhile."""
         now_s = time.monotonic()
         away_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
+        if away_s <= 0:
+            return
         with self._lock:
-            if away_s > 0:  # a process that was stopped, and its watchdog with it, has not waited meanwhile
-                for token, (wait, awaited) in self._waits.items():
-                    self._waits[token] = replace(wait, since_s=min(wait.since_s + away_s, now_s)), awaited
-            waits = sorted(self._waits.values(), key=lambda pair: pair[0].since_s)
-        if (shared := next((wait for wait, awaited in waits if awaited is None), None)) is not None:
+            for token, (wait, awaited) in self._waits.items():
+                self._waits[token] = replace(wait, since_s=min(wait.since_s + away_s, now_s)), awaited
+        if self._leaving is not None and self._leaving.silent_since_s is not None:
+            self._leaving.silent_since_s += away_s
+
+    def _look_at_waits(self) -> None:
+        with self._lock:
+            waits = sorted(self._waits.items(), key=lambda item: item[1][0].since_s)
+        if (shared := next((wait for _, (wait, awaited) in waits if awaited is None), None)) is not None:
             self._check_left(shared)
-        if waits and now_s - waits[0][0].since_s > self.timeout_s:
-            self._investigate(*waits[0])
-            self._looked_s = time.monotonic()
+        if waits and self._lasts(waits[0][0]):
+            self._investigate(waits[0][0])
+
+    def _lasts(self, token: int) -> Activity | None:
+        """The wait, if it goes on and has for too long."""
+        with self._lock:
+            wait, _ = self._waits.get(token, (None, None))
+        return wait if wait is not None and time.monotonic() - wait.since_s > self.timeout_s else None
 
     def _leave(self) -> Leaving:
         if self._heartbeat is not None:
             self._heartbeat.farewell(self._entered)
         return Leaving(self._comm)
 
-    def _beat(self, leaving: Leaving | None) -> None:
-        if leaving is not None and leaving.silent_since_s is not None:
-            if time.monotonic() - leaving.silent_since_s > self._limit_s:
+    def _beat(self) -> None:
+        if self._leaving is not None and self._leaving.silent_since_s is not None:
+            if time.monotonic() - self._leaving.silent_since_s > self._limit_s:
                 self._report("MPI does not let it leave after all scripts: a rank, its host or a link is gone")
         elif self._heartbeat is not None and (loss := self._heartbeat.turn()) is not None:
             self._report(str(loss), loss.rank)
@@ -220,49 +263,52 @@ class Watchdog:
         self._questions += 1
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, Standing | None] = dict.fromkeys(ranks)
-        deadline = time.monotonic() + _ANSWER_S
         status = MPI.Status()
-        while any(a is None for a in answers.values()) and time.monotonic() < deadline:
-            self._notices.hear()
-            self._serve()
-            self._beat(None)
+        # Counted are this thread's own turns: a process that was stopped meanwhile has still to hear the answers.
+        for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
+            if None not in answers.values():
+                break
+            self._attend()
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
                 number, standing = self._comm.recv(source=source, tag=_ANSWER)
                 if number == self._questions:  # not to an earlier one, late
                     answers[source] = standing
-            self._stop.wait(0.02)
+            self._stop.wait(_ASKING_INTERVAL_S)
         del pending  # whoever did not answer did not receive either; the abort comes next
         return answers
 
-    def _investigate(self, wait: Activity, awaited: Awaited | None) -> None:
+    def _investigate(self, token: int) -> None:
         """Reports and aborts, unless another rank does so, or the wait ends meanwhile.
 
         One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
         asked at once, see that of each other, and the lower one speaks. Who holds back speaks after all where nobody
         has ended it in 10 s. What is a rank's own affair it reports itself, whoever else asks.
         """
-        own = awaited is not None and self._rank in awaited({})
         with self._lock:
-            held = bool(self._asked) and not own
+            wait, awaited = self._waits.get(token, (None, None))
+            if wait is None:
+                return
+            held = bool(self._asked) and not wait.own
             self._asking = not held
         answers = {} if held else self._ask("standing", self._others)
         lower = any(s is not None and s.asking and r < self._rank for r, s in answers.items())
-        if held or (lower and not own):
+        if held or (lower and not wait.own):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
-                self._notices.hear()
-                self._serve()
-                self._beat(None)
+                self._attend()
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
-        with self._lock:
-            self._asking = any(wait is other for other, _ in self._waits.values()) and not self._stop.is_set()
-            if not self._asking:
-                return
+        self._leave_out_stops()
+        wait = self._lasts(token)
+        self._asking = wait is not None and not self._stop.is_set()
+        if wait is None or not self._asking:
+            return
         those = None if awaited is None else awaited(answers)
-        if those is not None and not those and None not in answers.values():
-            self._wait_anew(wait)
+        # Who answers nothing for a while is the heartbeats' affair, where there are any.
+        if those is not None and not those and (self._heartbeat is not None or None not in answers.values()):
+            self._asking = False
+            self.renew(token)
             return
         late = late_ranks(wait, answers, those)
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
@@ -279,24 +325,16 @@ class Watchdog:
             ),
         )
 
-    def _wait_anew(self, wait: Activity) -> None:
-        """There is nobody to wait for any more: what holds it up is another wait, which has its own watch."""
-        with self._lock:
-            self._asking = False
-            for token, (other, awaited) in self._waits.items():
-                if other is wait:
-                    self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
-
 
 @final
 class _Watching:
     __slots__ = ("_token", "_wait", "_watchdog")
 
-    def __init__(
-        self, watchdog: Watchdog, job: str, step: int, segment: int, what: str, awaited: Awaited | None
-    ) -> None:
-        self._watchdog = watchdog
-        self._wait = (job, step, segment, what, awaited)
+    def __init__(self, watchdog: Watchdog, *wait: Any) -> None:
+        self._watchdog, self._wait = watchdog, wait
+
+    def renew(self) -> None:
+        self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
         self._token = self._watchdog.enter(*self._wait)

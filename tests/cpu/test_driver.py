@@ -1,6 +1,7 @@
 """The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
 
 import time
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -140,7 +141,7 @@ def test_an_internal_error_reaches_the_caller():
             world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None)))], policy=RoundRobin()
         )
         with pytest.raises(InternalError, match="the interleaver does not know the event None"):
-            driver.run()
+            driver.run(deque())
 
     run_ranks(1, work)
 

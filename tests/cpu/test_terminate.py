@@ -47,3 +47,13 @@ def test_a_handler_of_the_user_stays():
         "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\ntermination.install()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(termination.overdue())"
     ) == "mine\nFalse\n"  # fmt: skip
+
+
+def test_a_signal_that_was_handled_is_not_taken_for_another_however_late_somebody_looks():
+    assert run(
+        "import time\ntermination.install()\n"
+        "try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "except Terminated: pass\n"
+        "termination._handled_s -= 10\n"
+        "print(termination.overdue(), termination._came_s)"
+    ) == "False 0.0\n"  # fmt: skip

@@ -1,6 +1,7 @@
 """Of several ranks that are stuck at once, one reports."""
 
 import random
+import re
 import threading
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     for dog in dogs:
         dog.start()
-    with dogs[0].watching(job="a", step=4, segment=-1, what="own batch 4", awaited=told):
+    with dogs[0].watching(job="a", step=4, segment=-1, what="batch 4", own=0 in awaited, awaited=told):
         assert asked.acquire(timeout=5)
         if awaited:
             assert over.wait(5)
@@ -135,15 +136,78 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(monkeypatch):
     monkeypatch.setattr("jaxcross.world.standing.time.monotonic", lambda: clock[0])
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
     found = []
-    dog._investigate = lambda wait, awaited: found.append(wait.job)
+    dog._investigate = lambda token: found.append(dog._waits[token][0].job)
+
+    def look():
+        dog._leave_out_stops()
+        dog._look_at_waits()
+
     with dog.watching(job="a", step=3, segment=1, what="psum"):
         clock[0] += 100  # a batch system suspends the job for so long
-        dog._look_at_waits()
+        look()
         for _ in range(15):
             clock[0] += 0.25
-            dog._look_at_waits()
+            look()
         assert found == []
         for _ in range(2):
             clock[0] += 0.25
-            dog._look_at_waits()
+            look()
     assert found == ["a"]
+
+
+@pytest.mark.parametrize("heartbeat", [None, SimpleNamespace(turn=lambda: None, left=dict)])
+def test_a_wait_with_nobody_to_blame_leaves_a_silent_rank_to_the_heartbeats(heartbeat, monkeypatch):
+    """An evaluation may hold the interpreter's lock for longer than a question waits."""
+    reports = []
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, ending: reports.append(ending.lost))
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([here()] * 2, 0))
+    dog._heartbeat = heartbeat
+    with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True, awaited=lambda _: {}):
+        threading.Event().wait(0.05)
+        dog._look_at_waits()
+    assert reports == ([] if heartbeat else [(1,)])
+
+
+def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("jaxcross.world.standing.time.monotonic", lambda: clock[0])
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
+    turns = iter([100.0])
+    dog._stop = SimpleNamespace(wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False)
+    reports = []
+    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, ending: reports.append(text))
+    with dog.watching(job="a", step=3, segment=1, what="psum"):
+        clock[0] += 0.5
+        with dog.watching(job="b", step=3, segment=1, what="psum"):
+            for _ in range(10):
+                clock[0] += 0.49
+                dog._leave_out_stops()
+            clock[0] += 0.49
+            dog._look_at_waits()  # a has waited 5.9 s; asks, and is stopped for 100 s meanwhile
+    assert len(reports) == 1
+    (said,) = re.findall(r"rank 0 has waited (\d+) s in job 'a'", reports[0])
+    assert int(said) in range(6, 16)  # with the 3 s of each of two questions, and what a stop may count for
+
+
+def test_waits_of_its_own_are_told_for_as_long_again():
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
+    with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True):
+        assert dog._standing().excused("a") and not dog._standing().excused("b") and dog._standing().entered == 0
+    with dog.watching(job="b", step=3, segment=1, what="psum"):
+        assert dog._standing().excused("a") and not dog._standing().excused("b")
+    threading.Event().wait(0.25)
+    assert not dog._standing().excused()
+
+
+def test_a_wait_that_moves_on_begins_anew():
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
+    watch = dog.watching(job="a", step=3, segment=-1, what="checkpoint", own=True)
+    with watch:
+        (token,) = dog._waits
+        threading.Event().wait(0.25)
+        assert dog._lasts(token)
+        watch.renew()
+        assert not dog._lasts(token)
+    watch.renew()  # it is over: nothing happens

@@ -41,7 +41,8 @@ def mpirun() -> Callable[..., Finished]:
 
     def call(n: int, case: str, *args: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
-        environ = {**os.environ, **(env or {})}
+        # A line is one write, where Python buffers: else those of several ranks get into each other.
+        environ = {**os.environ, "PYTHONUNBUFFERED": "", **(env or {})}
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,

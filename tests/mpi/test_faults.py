@@ -168,7 +168,7 @@ runner.run()
         pytest.param(
             "job.batches(data(world.rank == 1))",
             "pass",
-            "rank 1 is late itself: own batch 4 of data 1 is its own affair",
+            "rank 1 is late itself: it is its own affair",
             marks=pytest.mark.exhaustive,
         ),
         (  # and on all ranks
@@ -217,7 +217,7 @@ runner.run()
 def test_a_hang_after_the_commit_is_named_although_another_rank_has_failed_meanwhile(mpirun):
     done = mpirun(2, AFTER_THE_COMMIT, timeout=60)
     assert done.returncode != 0
-    said = "rank 1 has waited 2 s in job 'a', step 5 (own end of the step).\n  rank 1 is late itself"
+    said = "rank 1 has waited 2 s in job 'a', step 4 (own end of the step).\n  rank 1 is late itself"
     assert said in done.stderr, done.stderr
 
 
@@ -241,6 +241,14 @@ def evaluates(job):
         time.sleep(3 if world.rank == 0 else 0)
     return step(0.0, 1.0)
 
+def in_pieces(job):
+    steps(job, 3, 0)
+    for _ in range(3 if world.rank == 0 else 0):
+        with job.measure("host", "evaluation"):
+            time.sleep(1.2)
+        time.sleep(0.8)
+    return step(0.0, 1.0)
+
 def rests(job):
     other.pause()
     steps(job, 15, 0.2)
@@ -257,6 +265,7 @@ for policy, functions in (
     (jaxcross.Sequential(), (goes_on, goes_on)),
     (None, (rests, goes_on)),
     (None, (evaluates,)),
+    (None, (in_pieces,)),
     (None, (ends_early, goes_on)),
 ):
     runner = jaxcross.Runner(world, policy)
@@ -269,11 +278,44 @@ for policy, functions in (
 
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """All last twice the watchdog's time: for the policy, for a rest, for an evaluation, for others at the end."""
+    """All last twice the watchdog's time: for the policy, a rest, an evaluation, one in pieces, others at the end."""
     done = mpirun(2, LONG, timeout=90).check()
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: ['ended', 'ended']") == 3
-        assert done.stdout.count(f"rank {rank}: ['ended']") == 1
+        assert done.stdout.count(f"rank {rank}: ['ended']") == 2
+
+
+IDLE = """
+import threading, jaxcross
+world = jaxcross.initialize(watchdog_s=2, silence_s=0)
+from jax import lax
+
+step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+
+def trains(job):
+    w = job.restore(0.0)
+    for _ in range(3):
+        w = step(w, 1.0)
+    if world.rank == 1:
+        threading.Event().wait()
+
+def waits(job):
+    jobs[0].left.wait()
+
+runner = jaxcross.Runner(world, {policy})
+jobs = [runner.add("a", trains), runner.add("b", {other})]
+runner.run()
+"""
+
+
+@pytest.mark.parametrize(("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")])
+def test_a_hang_at_the_end_of_a_job_is_named_where_no_other_job_goes_on(mpirun, policy, other):
+    done = mpirun(2, IDLE.format(policy=policy, other=other), timeout=60)
+    assert done.returncode != 0
+    said = (
+        "rank 0 has waited 2 s in job 'a', step 4 (end of the job).\n  rank 1 has not arrived: its job 'a' has not come"
+    )
+    assert said in done.stderr, done.stderr
 
 
 def test_a_disk_that_hangs_is_named(mpirun, tmp_path):

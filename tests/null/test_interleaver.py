@@ -5,6 +5,7 @@ import pytest
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.interleaver import Interleaver
+from jaxcross.runtime.local import Wait
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import RoundRobin, Sequential
 from jaxcross.runtime.vote import Wish, tally
@@ -194,3 +195,55 @@ def test_a_paused_job_dispatches_nothing_for_its_next_step():
     vote(one, feed(one, m.PatienceElapsed()))
     out = vote(one, feed(one, m.JobWished(0, "", Wish.RESUME)))
     assert out[:2] == [m.JobPaused(0, False), m.Dispatch(0, 1, 1, 0)]
+
+
+def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    assert one.awaits() == {}  # its own code
+    feed(one, m.BatchWanted(0, 0, 0))
+    assert one.awaits() == {0: Wait(1, "batch 1 of data 1", own=True)}
+    feed(one, m.BatchDropped(0), m.BatchDropped(0))
+    assert one.awaits() == {0: Wait(1, "batch 1 of data 1", own=True, moved=2)}
+    out = feed(one, m.BatchPrepared(0, 0, 1))
+    assert one.awaits() == {0: Wait(1, "batch 1 of data 1")}  # it has it; have the others?
+    assert m.BatchGranted(0, True) in vote(one, out)
+    out = feed(one, m.StepCalled(0, PLAIN))
+    assert one.awaits() == {0: Wait(1, "call of the step", moved=1)}
+    vote(one, out)
+    assert one.awaits() == {}  # an exchange is to come, which is watched itself
+    feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0))
+    vote(one, feed(one, m.ExchangeDone(0, 1)))
+    assert one.awaits() == {0: Wait(1, "end of the step", own=True, moved=1)}
+    feed(one, m.SegmentDispatched(0, 1, 2), m.SegmentCompleted(0, 1, 2))
+    assert one.awaits() == {}
+    out = feed(one, m.SyncWanted(0, "owners agree\nand more"))
+    assert one.awaits() == {0: Wait(2, "owners agree", moved=1)}
+    feed(one, m.JobRaised(0, "no more"))
+    assert one.awaits() == {0: Wait(2, "other ranks, to leave")}
+
+
+def test_the_end_of_a_job_may_wait_for_whatever_moves_on():
+    here, there = ranks = [Interleaver(2, RoundRobin()) for _ in range(2)]
+    last = [feed(here, m.RunStarted(), m.JobReturned(0)), feed(there, m.RunStarted())]
+    before = here.awaits()[0]
+    assert before.what == "end of the job"
+    for n, rank in enumerate(ranks):
+        last[n] += feed(rank, m.StepCalled(1, PLAIN))
+    for _ in range(2):  # in the first nothing happens, in the second job 1 is admitted
+        assert here.awaits()[0] == before
+        ballots = [next(i.ballot for i in [*out, *feed(rank, m.PatienceElapsed())] if isinstance(i, m.CastVote))
+                   for rank, out in zip(ranks, last, strict=True)]  # fmt: skip
+        last = [feed(rank, m.VoteDone(tally(ballots))) for rank in ranks]
+    assert here.awaits()[0].moved > before.moved
+    assert there.awaits() == {}
+
+
+def test_who_is_held_is_not_awaited():
+    for policy, wishes in ((Sequential(), ()), (RoundRobin(), (m.JobWished(1, "b", Wish.PAUSE),))):
+        one = Interleaver(2, policy)
+        out = feed(one, m.RunStarted(), *wishes)
+        if wishes:
+            out = vote(one, out)
+        feed(one, m.StepCalled(1, PLAIN))
+        assert one.awaits() == {}
