@@ -133,7 +133,7 @@ def worker(args: Any) -> int:
         if world.rank == 0:
             rows: dict[str, Any] = {}
             for s in chosen:
-                cycle = [setting.freeze_step] if s.freezes else range(s.cycle)
+                cycle = s.begins(setting) or range(s.cycle)
                 nbytes = statistics.fmean(received_bytes(made[s.name], params, world.size, n) for n in cycle)
                 rows[s.name] = {"bytes": nbytes, **{key: spread(values) for key, values in raw[s.name].items()}}
             for row in rows.values():

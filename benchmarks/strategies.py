@@ -30,7 +30,7 @@ class Setting:
         signs: In its place behind gradients whose elements are 1 or -1.
         adam_rate: Of the strategy that is an Adam itself; may be a schedule.
         norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
-        freeze_step: Where 1-bit Adam begins to send signs.
+        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has fallen.
     """
 
     ranks: int
@@ -49,19 +49,20 @@ class Strategy:
         name: The exchange, and what is particular of it here.
         make: Setting -> the whole optimizer, its exchanges in it.
         cycle: Steps after which its messages repeat.
-        freezes: Whether its messages are others from the setting's `freeze_step` on.
+        begins: The steps from which on its messages are others, ascending.
         model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks along the first axis.
     """
 
     name: str
     make: Callable[[Setting], optax.GradientTransformation]
     cycle: int = 1
-    freezes: bool = False
+    begins: Callable[[Setting], tuple[int, ...]] = lambda setting: ()
     model: Callable[[Any, Any], Any] = lambda params, state: jax.tree.map(lambda x: x.mean(0), params)
 
     def like(self, step: int, setting: Setting) -> int:
         """The first step that sends what `step` does."""
-        return setting.freeze_step * (step >= setting.freeze_step) if self.freezes else step % self.cycle
+        begins = self.begins(setting)
+        return max((first for first in begins if first <= step), default=0) if begins else step % self.cycle
 
 
 def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setting], optax.GradientTransformation]:
@@ -86,7 +87,7 @@ STRATEGIES = (
     Strategy(name="power_sgd, rank 2", make=_before(lambda: exchange.power_sgd(2, AXIS))),
     Strategy(name="qsgd, 127 levels", make=_before(lambda: exchange.qsgd(127, AXIS))),
     Strategy(name="sign_sgd", make=lambda s: optax.chain(exchange.sign_sgd(AXIS), s.signs)),
-    Strategy(name="one_bit_adam", make=_one_bit, freezes=True),
+    Strategy(name="one_bit_adam", make=_one_bit, begins=lambda s: (s.freeze_step,)),
     Strategy(name="adasum of gradients", make=_before(lambda: exchange.adasum(AXIS))),
     Strategy(name="adasum of deltas", make=lambda s: exchange.adasum(AXIS, s.optimizer)),
     Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
@@ -104,6 +105,18 @@ STRATEGIES = (
     Strategy(name="asynchronous, 0 to 2 steps",
              make=lambda s: exchange.asynchronous(s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)])),
 )  # fmt: skip
+
+
+def _falling(s: Setting) -> list[tuple[int, float]]:
+    """Quarters of the steps to `freeze_step`: densities of 25, 6.25, 3.2 and 1.6%, as in arXiv 1712.01887."""
+    return [(s.freeze_step * (n + 1) // 4, density) for n, density in enumerate((0.25, 0.0625, 0.032, 0.016))]
+
+
+WARMED_UP = Strategy(
+    name="top_k 1%, falling to it",
+    make=lambda s: optax.chain(exchange.top_k(0.01, AXIS, selection="exact", warm_up=_falling(s)), s.optimizer),
+    begins=lambda s: tuple(step for step, _ in _falling(s)),
+)
 
 
 def received_bytes(tx: optax.GradientTransformation, params: Any, ranks: int, step: int = 0) -> int:

@@ -274,6 +274,8 @@ class Interleaver:
         """
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
+            if mine.call.outline.local_step:
+                self.agreed.jobs[job].step += 1  # a number for people; every rank counts it before the next exchange
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
             mine.returned = False
@@ -295,7 +297,7 @@ class Interleaver:
             call.issued.add(segment)
             self._compute.on_device.add((job, call.number, segment))
             # Work without exchanges happens between two steps; the others make the next one.
-            step = self.step(job) + (1 if call.outline.collectives and not call.committed else 0)
+            step = self.step(job) + (1 if call.outline.is_step and not call.committed else 0)
             self._out.append(m.Dispatch(job, call.number, step, segment))
             self._note_ready(job)
 

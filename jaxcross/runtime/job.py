@@ -40,6 +40,8 @@ def outline_of(program: Program) -> Outline:
         needs=program.needs(),
         after_commit=program.after_commit,
         nbytes=tuple(s.nbytes for s in program.segments),
+        # The host has chosen a branch in which nothing is exchanged; another one exchanges.
+        local_step=not program.exchanges and bool(program.traced.choices),
         signature=point_hash(program.exchange_hash(), layout),
         text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
     )
@@ -55,8 +57,9 @@ class JobContext:
             the function did not save it, the part of the step's results that has the structure, shapes and types of
             `state`, or all of them if none or several have. Never one of a step that some rank did not commit.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
-            the first function with exchanges that it called: evaluation does not count. A job that trains by a
-            `ParameterServer` counts its own pushes, which differ between ranks.
+            the first function with exchanges that it called, those between two exchanges of local SGD included:
+            evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
+            between ranks.
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
             a batch, times the ranks. Set it where that is not so.
@@ -303,7 +306,7 @@ class JobContext:
         if self._nonfinite != "ignore":
             execution.watch()
         outputs = driver.call(self._number, known[1], execution, self._nonfinite)
-        if known[1].collectives:
+        if known[1].is_step:
             if self._counted is None:
                 self._counted = compiled.program.name
             if compiled.program.name == self._counted:

@@ -16,6 +16,8 @@ class Outline:
         after_commit: Compute segments that may run only once the step is committed on every rank, because they
             donate or overwrite the step's input state.
         nbytes: Bytes that each segment hands to the wire; empty means none.
+        local_step: Whether a call is a step of its job although nothing is exchanged in it, as between the exchanges of
+            local SGD. Other programs without exchanges, as for an evaluation, are none.
         signature: What two ranks must agree on before the step is exchanged (see `vote.point_hash`).
         text: The same for people, one exchange a line.
         collectives: Indices of the collective segments, in order.
@@ -25,6 +27,7 @@ class Outline:
     needs: tuple[tuple[int, ...], ...]
     after_commit: frozenset[int] = frozenset()
     nbytes: tuple[int, ...] = ()
+    local_step: bool = False
     signature: int = 0
     text: str = ""
     collectives: tuple[int, ...] = field(init=False)
@@ -40,3 +43,10 @@ class Outline:
                 raise ValueError(f"exchange segment {index} waits for the commit that waits for it")
         if self.after_commit and not self.collectives:
             raise ValueError("a program without exchanges has no commit to wait for")
+        if self.local_step and self.collectives:
+            raise ValueError("a program with exchanges is no local step")
+
+    @property
+    def is_step(self) -> bool:
+        """Whether a call counts as a step of its job."""
+        return bool(self.collectives) or self.local_step
