@@ -25,6 +25,7 @@ def smoke(tmp_path, quick_compiler):
     return run
 
 
+@pytest.mark.exhaustive
 def test_overhead(smoke):
     result = smoke("overhead.py")
     assert result["question"].startswith("What does the cut cost")
@@ -45,6 +46,7 @@ def test_wire_call(smoke):
     assert "question" in smoke("wire_call.py")
 
 
+@pytest.mark.exhaustive
 def test_scale(smoke):
     result = smoke("scale.py")
     for part in ("decision_by_jobs", "decision_by_segments", "run_by_jobs", "run_by_segments"):
@@ -78,6 +80,7 @@ def test_endurance(smoke, tmp_path):
             assert objects <= (64 * done if part == "joins" else 300)
 
 
+@pytest.mark.exhaustive
 def test_selection(smoke):
     result = smoke("selection.py")
     assert [row["k"] for row in result["rows"]] == [4, 41, 410]
@@ -89,7 +92,7 @@ def test_selection(smoke):
     assert result["largest"]["count_error"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_convergence(smoke, tmp_path):
     picture = tmp_path / "curves.png"
     result = smoke("convergence.py", "--png", str(picture))
@@ -162,7 +165,7 @@ def test_crossover(smoke):
     assert result["bytes_crossed"] > 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exchanges(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")

@@ -94,6 +94,7 @@ def test_float64_agrees_to_rounding(name: str) -> None:
             close(gradients, tensor.shard(want, cut.specs, mesh, rank), 1e-11, f"rank {rank}: ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["[2,2,2]", *MORE])
 def test_bfloat16_follows_the_serial_model(name: str) -> None:
     mesh, half = MESHES[name], {"dtype": jnp.bfloat16, "layers": 1}
