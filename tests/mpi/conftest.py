@@ -32,6 +32,12 @@ class Finished:
         return self
 
 
+@pytest.fixture(scope="session", autouse=True)
+def whole_lines() -> None:
+    """A line is one write where Python buffers; else those of several ranks get into each other."""
+    os.environ.pop("PYTHONUNBUFFERED", None)
+
+
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Finished]:
     """`mpirun(n, case, *args, timeout=120, env={})`: `case` is a file (relative to `cases/`) or Python source."""
@@ -41,8 +47,7 @@ def mpirun() -> Callable[..., Finished]:
 
     def call(n: int, case: str, *args: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
-        # A line is one write, where Python buffers: else those of several ranks get into each other.
-        environ = {**os.environ, "PYTHONUNBUFFERED": "", **(env or {})}
+        environ = {**os.environ, **(env or {})}
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,
