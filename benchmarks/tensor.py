@@ -5,7 +5,7 @@
 Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share them. Three parts:
   scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows with the ranks).
              Meshes alternate in one run. model: `tensor.step_cost` with alpha, beta and operations a second that were
-             measured in the same run, from lone collectives and from a serial step on every rank at once
+             fitted in the same run to chains of products and collectives, and to products of a rank's width alone
   crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at the rate at which
              exchange and computation take equally long. Both must end in the same bits
   far        the model alone, with the constants of eight ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks

@@ -170,8 +170,7 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[Any]], int]:
 
 def _advise(program: Program, told: set[str]) -> None:
     """Says what is legal but rarely meant; about one loop once, however often the step is compiled."""
-    # Where the host chose a branch, another one exchanges: averaging every few steps does not, in between.
-    if not program.exchanges and not program.traced.choices:
+    if not program.exchanges and not program.local_step:
         axes = ", ".join(f"`{n}`" for n, _ in program.axes)
         warnings.warn(
             f"`{program.name}` has no exchange over {axes}: every rank computes alone. If it is a train step, it lacks"

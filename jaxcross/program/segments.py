@@ -152,6 +152,11 @@ class Program:
     late: frozenset[int] = field(default=frozenset(), compare=False)
     traced: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def local_step(self) -> bool:
+        """Whether nothing is exchanged because the host chose a branch: another one exchanges."""
+        return not self.exchanges and self.traced is not None and bool(self.traced.choices)
+
     def compile(self, inputs: Sequence[Any] | None = None, **options: Any) -> Any:
         """The program as executables: `jaxcross.program.compile.Compiled`. Waits for XLA.
 

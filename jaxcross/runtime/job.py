@@ -40,8 +40,7 @@ def outline_of(program: Program) -> Outline:
         needs=program.needs(),
         after_commit=program.after_commit,
         nbytes=tuple(s.nbytes for s in program.segments),
-        # The host has chosen a branch in which nothing is exchanged; another one exchanges.
-        local_step=not program.exchanges and bool(program.traced.choices),
+        local_step=program.local_step,
         signature=point_hash(program.exchange_hash(), layout),
         text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
     )

@@ -162,7 +162,9 @@ def test_outlines_follow_the_program():
     assert outline.nbytes == (0, 16, 0, 16, 0)
     assert outline.signature == outline_of(plain_program("other", exchanges=2, shape=(4,))).signature
     assert outline.signature != outline_of(plain_program(exchanges=1, shape=(4,))).signature
-    assert outline_of(plain_program(exchanges=0)).collectives == ()
+    alone = outline_of(plain_program(exchanges=0))
+    assert alone.collectives == () and not alone.is_step
+    assert outline.is_step and not outline.local_step
 
 
 def test_patience_is_bounded():
