@@ -69,7 +69,7 @@ class Interleaver:
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
-        self._moves = 0  # exchanges, and votes that changed something
+        self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
     @property
@@ -78,8 +78,10 @@ class Interleaver:
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """How many steps of a job that has not left are committed."""
-        return self.agreed.jobs[job].step
+        """How many steps a job that has not left has made here: committed ones, and those behind them that exchanged
+        nothing.
+        """
+        return self.agreed.jobs[job].step + self._jobs[job].ahead
 
     def news(self) -> str:
         """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
@@ -92,7 +94,7 @@ class Interleaver:
             shared = self.agreed.jobs[number]
             if shared.held or shared.remaining:
                 continue
-            if (wait := mine.awaits(shared.step, self._moves)) is not None:
+            if (wait := mine.awaits(self.step(number), self._moves)) is not None:
                 found[number] = wait
         return found
 
@@ -274,8 +276,8 @@ class Interleaver:
         """
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
-            if mine.call.outline.local_step:
-                self.agreed.jobs[job].step += 1  # a number for people; every rank counts it before the next exchange
+            mine.ahead += mine.call.outline.local_step
+            self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
             mine.returned = False
@@ -368,6 +370,9 @@ class Interleaver:
 
     def _follow(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call
+        if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # here all ranks have made the same steps
+            self.agreed.jobs[job].step += self._jobs[job].ahead
+            self._jobs[job].ahead = 0
         if outcome.kind == "admitted":
             assert call is not None
             call.admitted = True

@@ -56,7 +56,8 @@ class JobWaits:
 def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Watch:
     """A wait for all ranks at the end of a run; one whose job is still in work that it declared may take its time."""
     others = [rank for rank in range(world.size) if rank != world.rank]
-    return world.watching(job=job, step=step, segment=-1, what=what, awaited=partial(missing, job, what, others))
+    awaited = partial(missing, job, what, others, patient=True)
+    return world.watching(job=job, step=step, segment=-1, what=what, awaited=awaited)
 
 
 def absent(job: str, what: str, answers: Mapping[int, Standing | None]) -> dict[int, str]:

@@ -76,6 +76,7 @@ class LocalJob:
     """What this rank alone knows of a job."""
 
     started: bool = False
+    ahead: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
     call: LocalCall | None = None
     calls: int = 0
     waits: bool = False  # the thread waits for an answer

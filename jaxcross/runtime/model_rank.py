@@ -241,8 +241,8 @@ class RankModel:
         self.spec.happened(event)
         instructions = self.interleaver.handle(event)
         self.interleaver.check()
-        # How long a lane is patient does not change what may happen, only when: it would multiply the states.
-        self.interleaver._fruitless = 0
+        # How long a lane is patient, and what tells a hang, changes nothing that may happen: it would multiply states.
+        self.interleaver._fruitless = self.interleaver._moves = 0
         for instruction in instructions:
             self.spec.told(instruction)
             self._follow(instruction)

@@ -39,15 +39,17 @@ class Spec:
     Attributes:
         names: Of the jobs that joined during the run.
         steps: Committed steps of each job, of those that have left, too.
+        ahead: Steps of each job since, which exchanged nothing.
         finished: How each job that has left did so, with what the ranks said of it.
         failed: Jobs of which something failed on this rank before they left.
     """
 
-    __slots__ = ("calls", "failed", "finished", "names", "paused", "prepared", "steps")
+    __slots__ = ("ahead", "calls", "failed", "finished", "names", "paused", "prepared", "steps")
 
     def __init__(self, jobs: int) -> None:
         self.names: dict[int, str] = {}
         self.steps = dict.fromkeys(range(jobs), 0)
+        self.ahead: dict[int, int] = {}
         self.finished: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.failed: set[int] = set()
         self.calls: dict[int, SpecCall] = {}
@@ -95,7 +97,8 @@ class Spec:
                 call.doomed = job in failed
                 call.committed = not call.doomed
                 call.skipped = job in infinite
-                self.steps[job] += call.committed
+                if call.committed:
+                    self.steps[job] += self.ahead.pop(job, 0) + 1
             if self.steps[job] > self.paused.get(job, self.steps[job]):
                 raise InternalError(f"job {job} makes steps while it is paused")
 
@@ -122,7 +125,8 @@ class Spec:
                 order = call.outline.collectives
                 at = len(call.exchanged)
                 self._must(at < len(order) and segment == order[at], instruction, f"exchange {at} of {order} is next")
-                self._must(step == self.steps[job] + 1, instruction, f"{self.steps[job]} steps are committed")
+                made = self.steps[job] + self.ahead.get(job, 0)
+                self._must(step == made + 1, instruction, f"{made} steps are made")
                 self._must(zero == (job in self.failed), instruction, "zeros are for a job that has failed here")
                 ready = zero or set(call.outline.needs[segment]) <= call.done
                 self._must(ready, instruction, "its inputs are not there")
@@ -133,11 +137,16 @@ class Spec:
                 self._must(skipped == call.skipped, instruction, f"its step is skipped: {call.skipped}")
                 self._must(len(call.done) == len(call.outline.kinds), instruction, "segments are missing")
                 self._must(call.committed or not call.outline.collectives, instruction, "it is not committed")
-                self._must(step == self.steps[job], instruction, f"{self.steps[job]} steps are committed")
+                self.ahead[job] = self.ahead.get(job, 0) + call.outline.local_step
+                made = self.steps[job] + self.ahead[job]
+                self._must(step == made, instruction, f"{made} steps are made")
                 del self.calls[job]
             case m.JobFinished(job, how, step, texts):
                 self._must(job not in self.finished, instruction, "it was over before")
-                self._must(step == self.steps[job], instruction, f"{self.steps[job]} steps are committed")
+                common = self.steps[job] + (self.ahead.get(job, 0) if how in ("ended", "stopped") else 0)
+                self._must(step == common, instruction, f"{common} steps are common to all ranks")
+                self.steps[job] = common
+                self.ahead.pop(job, None)
                 call = self.calls.get(job)
                 received = call is None or not call.committed or job in self.failed
                 self._must(received, instruction, "it has not received here what its last committed step made")

@@ -106,7 +106,8 @@ class World:
                 tag = zlib.crc32(repr(key).encode()) % 2**20
                 what, others = f"making a communicator of ranks {ranks}", [r for r in ranks if r != self.rank]
                 # In a job's thread, hence in no order with what the lanes do.
-                with self.watching(job="", step=0, segment=-1, what=what, awaited=partial(missing, "", what, others)):
+                awaited = partial(missing, "", what, others, patient=False)
+                with self.watching(job="", step=0, segment=-1, what=what, awaited=awaited):
                     slot.comm = self._base.Create_group(group, tag)
                 group.Free()
         return slot.comm

@@ -71,14 +71,18 @@ class Standing:
         return bool(own) if job is None else job in own
 
 
-def missing(job: str, what: str, ranks: Iterable[int], answers: Mapping[int, Standing | None]) -> dict[int, str] | None:
-    """Of the ranks that must come to a wait, those that have not and have no excuse, and why; None if all are there."""
+def missing(
+    job: str, what: str, ranks: Iterable[int], answers: Mapping[int, Standing | None], *, patient: bool
+) -> dict[int, str] | None:
+    """Of the ranks that must come to a wait, those that have not, and why; None if all are there. A `patient` wait
+    excuses ranks that are in waits of their own.
+    """
     late = {
         r: s
         for r in ranks
         if (s := answers.get(r)) is not None and not any((w.job, w.what) == (job, what) for w in s.waits)
     }
-    return {r: "it has not come so far" for r, s in late.items() if not s.excused()} if late else None
+    return {r: "it has not come so far" for r, s in late.items() if not (patient and s.excused())} if late else None
 
 
 def explain(

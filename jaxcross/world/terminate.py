@@ -39,11 +39,11 @@ class Termination:
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        signal.signal(signal.SIGTERM, self._handle)
         # Python runs a handler when the main thread is back from C. What it writes to a pipe is there at once.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
+        signal.signal(signal.SIGTERM, self._handle)
         others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)

@@ -192,6 +192,7 @@ class Watchdog:
         with self._lock:
             for token, (wait, awaited) in self._waits.items():
                 self._waits[token] = replace(wait, since_s=min(wait.since_s + away_s, now_s)), awaited
+            self._ended = {job: min(end_s + away_s, now_s) for job, end_s in self._ended.items()}
         if self._leaving is not None and self._leaving.silent_since_s is not None:
             self._leaving.silent_since_s += away_s
 
@@ -287,7 +288,7 @@ class Watchdog:
         """
         with self._lock:
             wait, awaited = self._waits.get(token, (None, None))
-            if wait is None:
+            if wait is None or self._stop.is_set():
                 return
             held = bool(self._asked) and not wait.own
             self._asking = not held

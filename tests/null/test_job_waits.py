@@ -1,5 +1,7 @@
 """Which waits of jobs are watched, and for whom they are."""
 
+from functools import partial
+
 import pytest
 
 from jaxcross.runtime.job_waits import JobWaits, absent
@@ -109,8 +111,10 @@ def test_who_waited_for_what_is_its_own_affair_a_short_while_ago_is_not_blamed_e
 
 def test_a_wait_for_all_ranks_says_who_is_missing():
     there, late, busy = standing("report", job=""), standing("vote", job=""), standing("evaluation", own=True)
-    assert missing("", "report", [1, 2, 3], {1: there, 2: late, 3: busy}) == {2: "it has not come so far"}
-    assert missing("", "report", [1, 3], {1: there, 2: late, 3: busy}) == {}
-    assert missing("", "report", [1], {1: there, 2: late, 3: busy}) is None
-    assert missing("a", "report", [1], {1: there}) == {1: "it has not come so far"}
-    assert missing("", "report", [1], {1: None}) is None  # who does not answer is named as such
+    answers, patient = {1: there, 2: late, 3: busy}, partial(missing, patient=True)
+    assert patient("", "report", [1, 2, 3], answers) == {2: "it has not come so far"}
+    assert patient("", "report", [1, 3], answers) == {}
+    assert missing("", "report", [1, 3], answers, patient=False) == {3: "it has not come so far"}
+    assert patient("", "report", [1], answers) is None
+    assert patient("a", "report", [1], answers) == {1: "it has not come so far"}
+    assert patient("", "report", [1], {1: None}) is None  # who does not answer is named as such

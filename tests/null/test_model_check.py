@@ -28,6 +28,7 @@ TWICE = Outline(
 SHORT = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
 WIDE = Outline(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
 LOCAL = Outline(kinds=("compute",), needs=((),))
+BETWEEN = Outline(kinds=("compute",), needs=((),), local_step=True)
 
 
 EXHAUSTIVE = pytest.mark.exhaustive  # seconds each; benchmarks/model_check.py has larger ones
@@ -66,6 +67,7 @@ def ends(case):
         (alike(3, (step(PLAIN), step(PLAIN))), [2]),
         (alike(2, (step(TWICE), Think(0), step(LOCAL), step(TWICE))), [2]),
         (alike(2, (Sync("restore"), step(PLAIN), Sync("save"))), [1]),
+        (alike(2, (step(BETWEEN), step(SHORT), step(BETWEEN))), [3]),
         pytest.param(alike(2, fed(1, PLAIN)), [1], marks=EXHAUSTIVE),
         (unlike(fed(1), fed(0)), [0]),
         (alike(2, (step(SHORT),), (step(SHORT),), policy=Sequential()), [1, 1]),
@@ -90,6 +92,7 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(PLAIN, s2="complete"), step(PLAIN)), (step(PLAIN), step(PLAIN)), {1, 2}),
         ((step(SHORT), step(LOCAL, s0="complete"), step(SHORT)), (step(SHORT), step(LOCAL), step(SHORT)), {1, 2}),
         ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), {1}),
+        ((step(SHORT), step(BETWEEN), Fail("boom")), (step(SHORT), step(BETWEEN), step(BETWEEN), step(SHORT)), {1}),
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
