@@ -5,7 +5,7 @@
 Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share them. Three parts:
   scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows with the ranks).
              Meshes alternate in one run. model: `tensor.step_cost` with alpha, beta and operations a second that were
-             fitted in the same run to chains of products and collectives, and to products of a rank's width alone
+             measured in the same run, from lone collectives and from a serial step on every rank at once
   crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at the rate at which
              exchange and computation take equally long. Both must end in the same bits
   far        the model alone, with the constants of eight ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks
@@ -15,7 +15,6 @@ Over a slow link tensor parallelism is a matter of memory; nothing here is a cla
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import time
@@ -26,13 +25,10 @@ from hosts import on_hosts, parser_of_hosts
 from tensor_show import draw, far, say
 from workloads import spread, write_json
 
-FEATURES = 256
-GPT = {"vocabulary": 512, "features": FEATURES, "layers": 2, "heads": 8, "positions": 64}
+GPT = {"vocabulary": 512, "features": 256, "layers": 2, "heads": 8, "positions": 64}
 TOY = {"vocabulary": 32, "features": 32, "layers": 1, "heads": 8, "positions": 8}
 MESHES = {4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}}, 8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}}}
-LINKS = 4  # of a calibrated chain: a product and a collective each
-BURST_KB = 64  # a rested link passes so much at full speed: of the usual 256 a step of many messages gains a fifth
-SUSTAINED_BYTES = 4e6  # of each calibrated chain, without a pause
+SUSTAINED_BYTES = 4e6  # of each calibrated collective, without a pause
 CALIBRATED_BITS_PER_S = 200e6
 STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
 
@@ -49,7 +45,7 @@ def main() -> int:
         return worker(args)
     result: dict[str, Any] = {"rate": args.rate, "scaling": {}}
     for ranks in [4] if args.smoke else MESHES:
-        result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"], burst_kb=BURST_KB)
+        result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"])
     result["calibration"] = on_hosts(__file__, f"{CALIBRATED_BITS_PER_S / 1e3:.0f}kbit", 2, ["--part", "calibrate"])
     rate = f"{balanced_bits_per_s(result['calibration']) / 1e3:.0f}kbit"
     result["crossover"] = on_hosts(__file__, rate, 2, ["--part", "crossover"])
@@ -141,7 +137,7 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
     for key, work in works.items():
         report, _ = run(world, work, calls[key], jaxcross.Sequential(), steps, jobs=1)
         accounts[key] = report.summary()["jobs"][0]
-    machine, fit = constants(world, args, [work.mesh for work in works.values()])
+    machine = constants(world, args, [work.mesh for work in works.values()])
     rows = []
     for (name, batch), work in works.items():
         # What the step holds on the device and what it compiled are not offered to users.
@@ -158,89 +154,65 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
             "peak_live_bytes": compiled.peak_live_bytes(), "segments": len(compiled.runnables),
             "executables": len({id(r.call) for r in compiled.runnables}),
         })  # fmt: skip
-    return {"ranks": world.size, "rows": rows, "machine": dataclasses.asdict(machine), "fit": fit}
+    values = {name: getattr(machine, name) for name in ("alpha_s", "bytes_per_s", "operations_per_s")}
+    return {"ranks": world.size, "rows": rows, "machine": values}
 
 
-def constants(world: Any, args: Any, meshes: list[Any]) -> tuple[Any, dict[str, Any]]:
-    """Alpha, beta and operations a second, fitted together to chains that do what a step does: a product, and a
-    collective of what it gave. Alone, neither has to wait for a rank that computes or a core that another one has.
-    """
+def constants(world: Any, args: Any, meshes: list[Any]) -> Any:
+    """Alpha and beta fitted to lone collectives along the meshes' axes; operations of a step on each rank at once."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax import lax
-    from scipy.optimize import nnls
 
     import jaxcross
-    from jaxcross.tensor import Machine
+    from jaxcross.tensor import Machine, Mesh
 
-    ways: dict[str, Any] = {  # k to n features by a product, n to k by a collective; messages, elements over m k
-        "psum": (lambda k, p: k, lambda x, a: lax.psum(x, a), lambda p: (2 * (p - 1), 2 * (p - 1) / p)),
-        "all_gather": (lambda k, p: k // p, lambda x, a: lax.all_gather(x, a, axis=1, tiled=True),
-                       lambda p: (p - 1, (p - 1) / p)),
-        "psum_scatter": (lambda k, p: k * p, lambda x, a: lax.psum_scatter(x, a, scatter_dimension=1, tiled=True),
-                         lambda p: (p - 1, p - 1)),
-    }  # fmt: skip
-    shapes, repeats = (((8, 8), (16, 8)), 2) if args.smoke else (((16, 256), (128, 64), (256, 256), (1024, 128)), 3)
+    sizes, repeats = ((256, 1024), 2) if args.smoke else ((256, 16_384, 262_144), 3)
     measured = []
     for axes in dict.fromkeys(tuple(mesh.axes.items()) for mesh in meshes):  # in one order on all ranks
-        axis, p = axes[-1]
-        for (m, k), way in ((shape, way) for shape in shapes for way in ways):
-            width, collective, costs = ways[way]
-            n, (messages, elements) = width(k, p), costs(p)
-
-            def chain(x: Any, w: Any, collective: Any = collective, axis: str = axis) -> Any:
-                for _ in range(LINKS):
-                    x = collective(jax.nn.gelu(x @ w), axis)
-                return x
-
-            call = jaxcross.crossover(chain, axes=dict(axes))
-            x, w, took = jnp.ones((m, k), jnp.float32), jnp.full((k, n), 1 / k, jnp.float32), []
-            nbytes = elements * m * k * 4 * LINKS
-            # One after the other, as steps are: a link that rested passes its first bytes at full speed.
-            times = 2 if args.smoke else int(min(max(SUSTAINED_BYTES / nbytes, 2), 20))
+        axis, ranks = axes[-1]
+        ways = {
+            "psum": (lambda x, a=axis: lax.psum(x, a), 2),
+            "all_gather": (lambda x, a=axis: lax.all_gather(x, a), ranks),
+            "psum_scatter": (lambda x, a=axis: lax.psum_scatter(x, a, tiled=True), 1),
+        }
+        for way, count in ((way, count) for way in ways for count in sizes):
+            function, shares = ways[way]
+            call = jaxcross.crossover(function, axes=dict(axes))
+            x, took = jnp.ones(count, jnp.float32), []
+            nbytes = shares * (ranks - 1) * count * 4 / ranks
+            # As in a step, one after the other: a link that rested passes its first 256 kB at full speed.
+            times = 2 if args.smoke else int(min(max(SUSTAINED_BYTES / nbytes, 4), 200))
             for _ in range(repeats + 1):
                 world.control.allgather_text("")
                 start = time.perf_counter()
                 for _ in range(times):
-                    jax.block_until_ready(call(x, w))
+                    jax.block_until_ready(call(x))
                 took.append((time.perf_counter() - start) / times)
-            measured.append((messages * LINKS, nbytes, 2 * m * k * n * LINKS, statistics.median(took[1:])))
-        for m in {m for m, _ in shapes}:  # what a rank computes by itself: a normalisation and an MLP of its width
-            width = 4 * FEATURES // p
-            up, down = jnp.full((FEATURES, width), 1e-3), jnp.full((width, FEATURES), 1e-3)
-
-            @jax.jit
-            def own(x: Any, up: Any, down: Any) -> Any:
-                for _ in range(LINKS):
-                    x = x + jax.nn.gelu(jax.nn.standardize(x) @ up) @ down
-                return x
-
-            x, took = jnp.ones((m, FEATURES)), []
-            for _ in range(repeats + 1):
-                world.control.allgather_text("")
-                start = time.perf_counter()
-                jax.block_until_ready(own(x, up, down))
-                took.append(time.perf_counter() - start)
-            measured.append((0, 0, 4 * m * FEATURES * width * LINKS, statistics.median(took[1:])))
-    everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(measured))]
-    table = np.array(everywhere[0], float)
-    table[:, 3] = np.median([[row[3] for row in rows] for rows in everywhere], axis=0)
-    # Relative errors count: else the longest chain alone would decide.
-    relative = table[:, :3] / table[:, 3:]
-    scale = relative.max(axis=0)
-    found = nnls(relative / scale, np.ones(len(table)))[0] / scale
-    off = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
-    alpha_s, s_per_byte, s_per_operation = (max(float(value), 1e-15) for value in found)
-    machine = Machine(alpha_s=alpha_s, bytes_per_s=1 / s_per_byte, operations_per_s=1 / s_per_operation)
-    return machine, {"relative_rms": off, "chains": table.tolist()}
+            messages = (2 if way == "psum" else 1) * (ranks - 1)
+            measured.append((messages, nbytes, statistics.median(took[1:])))
+    a, seconds = np.array([row[:2] for row in measured]), np.array([row[2] for row in measured])
+    # Relative errors count: else the longest message alone would decide.
+    (alpha, per_byte), *_ = np.linalg.lstsq(a / seconds[:, None], np.ones(len(a)), rcond=None)
+    serial = Work(Mesh(), 2 if args.smoke else STRONG // 4, 0, args.smoke)
+    step, took = jax.jit(serial.step), []
+    for _ in range(repeats + 1):
+        world.control.allgather_text("")
+        start = time.perf_counter()
+        jax.block_until_ready(step(serial.params, serial.batch))
+        took.append(time.perf_counter() - start)
+    found = [alpha, 1 / max(per_byte, 1e-12), serial.cost.operations / statistics.median(took[1:])]
+    everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(found))]
+    alpha, beta, rate = (statistics.median(values) for values in zip(*everywhere, strict=True))
+    return Machine(alpha_s=max(alpha, 0.0), bytes_per_s=beta, operations_per_s=rate)
 
 
 def pair(world: Any, args: Any) -> Work:
     """The job of which two run in crossover: 1-D on two ranks."""
     from jaxcross.tensor import Mesh
 
-    wide = {} if args.smoke else {"features": 512, "layers": 4}
+    wide = {} if args.smoke else {"features": 384}
     return Work(Mesh(tensor=2), 4 if args.smoke else STRONG, world.rank, args.smoke, **wide)
 
 
@@ -268,7 +240,7 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
     work = pair(world, args)
     step = jaxcross.crossover(work.step, axes=work.mesh.axes)
     policies = {"one after the other": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
-    steps, repeats = (3, 1) if args.smoke else (8, 2 * args.repeats - 1)
+    steps, repeats = (3, 1) if args.smoke else (24, 2 * args.repeats - 1)
     raw: dict[str, list[float]] = {name: [] for name in policies}
     finals, summaries = {}, {}
     for repeat in range(-1, repeats):
