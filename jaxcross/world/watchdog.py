@@ -124,7 +124,9 @@ class Watchdog:
     def enter(
         self, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
     ) -> int:
-        awaited = awaited or (self._itself if own else None)
+        if own and awaited is None:
+            itself = {self._rank: f"own {what} is its own affair"}
+            awaited = lambda _: itself  # noqa: E731
         with self._lock:
             if awaited is None:
                 self._entered += 1
@@ -147,9 +149,6 @@ class Watchdog:
             if token in self._waits:
                 wait, awaited = self._waits[token]
                 self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
-
-    def _itself(self, _: Mapping[int, Standing | None]) -> dict[int, str]:
-        return {self._rank: "it is its own affair"}
 
     def _standing(self) -> Standing:
         with self._lock:

@@ -195,6 +195,8 @@ def test_waits_of_its_own_are_told_for_as_long_again():
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
     with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True):
         assert dog._standing().excused("a") and not dog._standing().excused("b") and dog._standing().entered == 0
+        ((_, awaited),) = dog._waits.values()
+        assert awaited({1: None}) == {0: "own evaluation is its own affair"}
     with dog.watching(job="b", step=3, segment=1, what="psum"):
         assert dog._standing().excused("a") and not dog._standing().excused("b")
     threading.Event().wait(0.25)

@@ -168,7 +168,7 @@ runner.run()
         pytest.param(
             "job.batches(data(world.rank == 1))",
             "pass",
-            "rank 1 is late itself: it is its own affair",
+            "rank 1 is late itself: own batch 4 of data 1 is its own affair",
             marks=pytest.mark.exhaustive,
         ),
         (  # and on all ranks
