@@ -126,12 +126,14 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
     assert done.returncode == 143
 
 
+# The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they begin.
 HANGS = """
 import os, threading, jaxcross
-world = jaxcross.initialize(watchdog_s=2, silence_s=0)
 from jax import lax
+from jaxcross import Runner, crossover
+world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
-step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
 def data(hangs):
     for n in range(10_000):
@@ -150,7 +152,7 @@ def hangs(job):
         w = step(w, x)
         {then}
 
-runner = jaxcross.Runner(world, {checkpoints})
+runner = Runner(world, {checkpoints})
 runner.add("good", goes_on)
 runner.add("bad", hangs)
 runner.run()
@@ -187,8 +189,9 @@ def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, 
 
 AFTER_THE_COMMIT = """
 import threading, jax, jaxcross, numpy as np
-world = jaxcross.initialize(watchdog_s=2, silence_s=0)
 from jax import lax
+from jaxcross import Runner, crossover
+world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
 def last(total):
     if world.rank == 1 and total >= 6:
@@ -199,7 +202,7 @@ def step(w, x):
     total = lax.psum(x, "batch")
     return w + jax.pure_callback(last, jax.ShapeDtypeStruct((), np.float32), total)
 
-step = jaxcross.crossover(step, axes="batch")
+step = crossover(step, axes="batch")
 
 def work(job):
     w = job.restore(np.float32(0))
@@ -208,7 +211,7 @@ def work(job):
         if job.step == 4 and world.rank == 0:
             raise ValueError("no more")
 
-runner = jaxcross.Runner(world)
+runner = Runner(world)
 runner.add("a", work)
 runner.run()
 """
@@ -223,10 +226,11 @@ def test_a_hang_after_the_commit_is_named_although_another_rank_has_failed_meanw
 
 LONG = """
 import time, jaxcross
-world = jaxcross.initialize(watchdog_s=1.5, silence_s=0)
 from jax import lax
+from jaxcross import Runner, crossover
+world = jaxcross.initialize(watchdog_s=3, silence_s=0)
 
-step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
 def steps(job, count, pause_s):
     w = job.restore(0.0)
@@ -238,28 +242,28 @@ def steps(job, count, pause_s):
 def evaluates(job):
     steps(job, 3, 0)
     with job.measure("host", "evaluation"):
-        time.sleep(3 if world.rank == 0 else 0)
+        time.sleep(6 if world.rank == 0 else 0)
     return step(0.0, 1.0)
 
 def in_pieces(job):
     steps(job, 3, 0)
     for _ in range(3 if world.rank == 0 else 0):
         with job.measure("host", "evaluation"):
-            time.sleep(1.2)
-        time.sleep(0.8)
+            time.sleep(2.4)
+        time.sleep(1.6)
     return step(0.0, 1.0)
 
 def rests(job):
     other.pause()
-    steps(job, 15, 0.2)
+    steps(job, 15, 0.4)
     other.resume()
 
 def ends_early(job):
     steps(job, 2, 0)
-    time.sleep(0 if world.rank else 3)
+    time.sleep(0 if world.rank else 6)
 
 def goes_on(job):
-    steps(job, 20, 0.2)
+    steps(job, 20, 0.4)
 
 for policy, functions in (
     (jaxcross.Sequential(), (goes_on, goes_on)),
@@ -268,7 +272,7 @@ for policy, functions in (
     (None, (in_pieces,)),
     (None, (ends_early, goes_on)),
 ):
-    runner = jaxcross.Runner(world, policy)
+    runner = Runner(world, policy)
     jobs = [runner.add(f"job-{n}", function) for n, function in enumerate(functions)]
     other = jobs[-1]
     runner.run()
@@ -287,10 +291,11 @@ def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
 
 IDLE = """
 import threading, jaxcross
-world = jaxcross.initialize(watchdog_s=2, silence_s=0)
 from jax import lax
+from jaxcross import Runner, crossover
+world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
-step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
 def trains(job):
     w = job.restore(0.0)
@@ -302,7 +307,7 @@ def trains(job):
 def waits(job):
     jobs[0].left.wait()
 
-runner = jaxcross.Runner(world, {policy})
+runner = Runner(world, {policy})
 jobs = [runner.add("a", trains), runner.add("b", {other})]
 runner.run()
 """

@@ -12,8 +12,9 @@ CASES = [
 STUCK = """
 import threading
 import jax.numpy as jnp, optax, jaxcross
-world = jaxcross.initialize(watchdog_s=2)
-with jaxcross.ParameterServer(jnp.ones(4), optax.sgd(0.1), staleness=1) as server:
+from jaxcross import ParameterServer
+world = jaxcross.initialize(watchdog_s=4)
+with ParameterServer(jnp.ones(4), optax.sgd(0.1), staleness=1) as server:
     if world.rank == 1:
         {late}
     for _ in range({steps}):

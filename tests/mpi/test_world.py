@@ -78,7 +78,7 @@ def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
 
 
 def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
-    code = START.format(watchdog=0.5) + (
+    code = START.format(watchdog=3) + (
         "def decode_for_ever():\n    threading.Event().wait()\n"
         "if world.rank == 1:\n    decode_for_ever()\n"
         "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
@@ -96,7 +96,7 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
 
 def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
     # The late rank holds the interpreter lock, so it cannot answer.
-    code = START.format(watchdog=0.5) + (
+    code = START.format(watchdog=3) + (
         "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
         "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
     )
