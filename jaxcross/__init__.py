@@ -20,7 +20,8 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 if TYPE_CHECKING:
     from jaxcross import exchange, tensor
     from jaxcross.checkpoint import Checkpoints
-    from jaxcross.runner import Job, Runner, run
+    from jaxcross.loop import Job, run
+    from jaxcross.runner import Runner
     from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
     from jaxcross.server import ParameterServer
     from jaxcross.step import crossover
@@ -34,10 +35,10 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Checkpoints": "checkpoint", "Job": "runner", "ParameterServer": "server", "RoundRobin": "runtime.policy",
+    "Checkpoints": "checkpoint", "Job": "loop", "ParameterServer": "server", "RoundRobin": "runtime.policy",
     "Runner": "runner",
     "Sequential": "runtime.policy", "Weighted": "runtime.policy", "World": "world",
-    "crossover": "step", "current": "world", "initialize": "world", "run": "runner",
+    "crossover": "step", "current": "world", "initialize": "world", "run": "loop",
 }  # fmt: skip
 
 

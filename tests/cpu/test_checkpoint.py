@@ -9,7 +9,8 @@ from checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, 
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.runner import Job, Runner, run
+from jaxcross.loop import Job, run
+from jaxcross.runner import Runner
 from jaxcross.runtime.events import SpanLog
 from jaxcross.testing import run_ranks
 

@@ -12,8 +12,9 @@ import pytest
 
 import jaxcross
 from jaxcross.errors import JobError
+from jaxcross.loop import Job, run
 from jaxcross.report import Report
-from jaxcross.runner import Job, Runner, run
+from jaxcross.runner import Runner
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import current_job

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.runner import Job, Runner, run
+from jaxcross.loop import Job, run
+from jaxcross.runner import Runner
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted

@@ -1,0 +1,93 @@
+"""`Job` and `run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state, batch)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.report import Report
+from jaxcross.runner import Runner
+from jaxcross.runtime.events import Instrument
+from jaxcross.runtime.job import JobContext
+from jaxcross.runtime.link import Link
+from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.seat import NonFinite
+from jaxcross.world import World
+
+
+class Job:
+    """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
+
+    Attributes:
+        name: Unique among the jobs.
+        state: The latest state; final after the run. Same on all ranks for data-parallel steps.
+        step: Steps done.
+
+    Args:
+        name: Unique among the jobs.
+        step: A `crossover` step that returns `(state, metrics)`.
+        state: The initial state, checked to be equal on all ranks.
+        batches: This rank's batches.
+        steps: Ends after so many steps, or with the shortest rank's data.
+        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`, `raise`, `skip` or
+            `eject`; see `JobContext.nonfinite`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[Any, Any], Any],
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        nonfinite: NonFinite = "ignore",
+    ) -> None:
+        if not callable(step):
+            raise TypeError(f"Job `{name}` needs a step function, not `{type(step).__name__}`")
+        if steps is not None and steps < 0:
+            raise ValueError(f"Job `{name}`: `steps` is {steps}, below 0")
+        self.name, self.state, self.step = name, state, 0
+        self._function, self._batches, self._steps = step, batches, steps
+        self._nonfinite: NonFinite = nonfinite
+
+    def _run(self, job: JobContext) -> Any:
+        job.nonfinite = self._nonfinite
+        self.state, every = job.restore(self.state), job.save_every
+        self.step = job.step
+        for batch in job.batches(self._batches, self._steps):
+            result = self._function(self.state, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(f"the step of job `{self.name}` returned no pair `(state, metrics)`")
+            self.state, metrics = result
+            job.state, self.step = self.state, self.step + 1
+            job.log(metrics)
+            if every is not None and self.step % every == 0:
+                job.save(self.state)
+        return self.state
+
+
+def run(
+    jobs: Sequence[Job],
+    *,
+    policy: Policy | None = None,
+    world: World | None = None,
+    instruments: Iterable[Instrument] = (),
+    depth: int = 2,
+    link: Link | str | None = None,
+    events: str | os.PathLike[str] | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> Report:
+    """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
+
+    Example:
+        >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
+    """
+    with Runner(
+        world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints
+    ) as runner:
+        for job in jobs:
+            runner.add(job.name, job._run)
+        return runner.run()
