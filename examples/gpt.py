@@ -4,6 +4,7 @@
     mpirun -n 4 python examples/gpt.py --mesh 2d
     mpirun -n 4 python examples/gpt.py --mesh 1d
     mpirun -n 8 python examples/gpt.py --mesh 2.5d
+    mpirun -n 4 python examples/gpt.py --mesh 2d --data FILE
 
 The model is the same on every mesh, and so is what it learns, to rounding. Two jobs with unlike learning rates are
 trained one after the other and in crossover, end in the same bits, and are gathered to write a few letters each.
@@ -28,13 +29,14 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 ALPHABET = [chr(code) for code in range(32, 127)] + ["\n"]  # 96 letters: divided by 2, 3, 4, 6 and 8 ranks
 
 
-def text():
-    """Every page of the documentation, as numbers below 96. Letters outside the alphabet are left out."""
+def text(file, length):
+    """The file, or every page of the documentation, as numbers below 96. Letters outside the alphabet are left out."""
     number = {letter: n for n, letter in enumerate(ALPHABET)}
-    pages = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
-    if not pages:
-        raise SystemExit(f"There is no documentation in {DOCS}: run this from a checkout of jaxcross.")
-    return np.array([number[letter] for letter in pages if letter in number], np.int32)
+    pages = "\n".join(page.read_text() for page in ([file] if file else sorted(DOCS.glob("*.md"))))
+    letters = np.array([number[letter] for letter in pages if letter in number], np.int32)
+    if len(letters) < length + 2:
+        raise SystemExit(f"{file or DOCS} has {len(letters)} letters of the alphabet: a sequence needs {length + 1}.")
+    return letters
 
 
 def mesh_for(kind, ranks, depth):
@@ -107,9 +109,9 @@ def write(model, params, prompt, letters, key):
     return "".join(ALPHABET[n] for n in known)
 
 
-def train_all(world, policy, model, step, tx, args):
+def train_all(world, policy, model, step, tx, data, args):
     """Trains one job for each learning rate; returns the report and the final states."""
-    data, mesh = text(), model.mesh
+    mesh = model.mesh
 
     def train(job, lr):
         params = tensor.init(model, jax.random.key(0), jnp.zeros((1, args.length), jnp.int32), world.rank)
@@ -130,6 +132,7 @@ def train_all(world, policy, model, step, tx, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", choices=["serial", "1d", "2d", "2.5d"], default="1d", help="how the model is cut")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="a text to learn instead of the documentation")
     parser.add_argument("--depth", type=int, default=2, help="layers of a 2.5d mesh")
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.003], help="one job each")
     parser.add_argument("--steps", type=int, default=300)
@@ -152,10 +155,11 @@ def main():
     adam = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)  # rates are data: one executable
     tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), adam)
     step = make_step(model, tx)
-    check_copies(world, model, specs, next(batches(text(), 1, args.batch_size, args.length, mesh, world.rank)))
+    data = text(args.data, args.length)
+    check_copies(world, model, specs, next(batches(data, 1, args.batch_size, args.length, mesh, world.rank)))
 
-    _, alone = train_all(world, jaxcross.Sequential(), model, step, tx, args)
-    report, together = train_all(world, jaxcross.RoundRobin(), model, step, tx, args)
+    _, alone = train_all(world, jaxcross.Sequential(), model, step, tx, data, args)
+    report, together = train_all(world, jaxcross.RoundRobin(), model, step, tx, data, args)
     say(report)
     gathered = jaxcross.crossover(partial(tensor.gather, specs=specs, mesh=mesh), axes=mesh.axes)
     for lr, state in together.items():

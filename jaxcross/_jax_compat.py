@@ -132,6 +132,18 @@ def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), effects=effects)
 
 
+def one_result(jaxpr: Any, n: int) -> Any:
+    """The jaxpr, closed or open, with what computes its n-th result alone."""
+    inner, _ = open_jaxpr(jaxpr)
+    wanted, eqns = {v for v in inner.outvars[n : n + 1] if not isinstance(v, Literal)}, []
+    for eqn in reversed(inner.eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
+    changed = replace_eqns(inner, eqns[::-1], inner.outvars[n : n + 1])
+    return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
+
+
 def is_named_axis_effect(effect: Any) -> bool:
     """Whether an effect only says that an equation speaks of a named axis."""
     return isinstance(effect, _core.NamedAxisEffect)

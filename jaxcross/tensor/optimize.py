@@ -22,13 +22,15 @@ def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
     at least.
 
     Args:
-        tree: This rank's parts.
+        tree: This rank's parts. What `optax.masked` left out, or None, counts for nothing.
         specs: Of each leaf, as `partition` gives them.
         mesh: The ranks.
     """
     groups: dict[tuple[str, ...], list[jax.Array]] = {}
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_left_out)
     for leaf, spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
+        if _left_out(leaf):
+            continue
         axes = tuple(a for a in named(tuple(spec)) if mesh.size((a,)) > 1)
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         groups.setdefault(axes, []).append(jnp.sum(wide * wide))
@@ -38,6 +40,9 @@ def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
 
 def clip_by_global_norm(max_norm: float, specs: Any, mesh: Mesh) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for gradients that are cut over ranks. Stateless; exchanges what `global_norm` does.
+
+    If the norm is not finite, every element becomes NaN, on every rank, those included whose own part is finite: what
+    comes behind and looks, such as `optax.apply_if_finite`, decides the same everywhere.
 
     ```python
     tx = optax.chain(jaxcross.tensor.clip_by_global_norm(1.0, specs, mesh), optax.adamw(1e-3))
@@ -63,7 +68,12 @@ def clip_by_global_norm(max_norm: float, specs: Any, mesh: Mesh) -> optax.Gradie
     ) -> tuple[optax.Updates, optax.OptState]:
         del params
         norm = global_norm(updates, specs, mesh)
-        clip = norm >= max_norm
-        return jax.tree.map(lambda u: jnp.where(clip, u / norm.astype(u.dtype) * max_norm, u), updates), state
+        norm = jnp.where(jnp.isfinite(norm), norm, jnp.nan)
+        keep = norm < max_norm  # not of NaN
+        return jax.tree.map(lambda u: jnp.where(keep, u, u / norm.astype(u.dtype) * max_norm), updates), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _left_out(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, optax.MaskedNode)

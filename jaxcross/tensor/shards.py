@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from jaxcross._jax_compat import one_result
 from jaxcross.tensor.mesh import Mesh, named
 
 
@@ -35,7 +37,8 @@ def partition(model: nn.Module, tokens: Any) -> Any:
 def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     """The parameters that `rank` holds: those of the serial model from the same key, cut. Sends nothing.
 
-    Equal to `shard` of the serial model's parameters, bit for bit.
+    Equal to `shard` of the serial model's parameters, which this gives too, bit for bit. One parameter is drawn after
+    the other, and cut at once: of the serial model, memory never holds more than that one, a few times.
 
     Args:
         model: Has a field `mesh`.
@@ -50,9 +53,15 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     whole = _whole(model)
 
     def draw(key: jax.Array) -> Any:
-        return shard(nn.unbox(whole.init(key, jnp.zeros(tokens.shape, tokens.dtype)))["params"], specs, mesh, rank)
+        return nn.unbox(whole.init(key, jnp.zeros(tokens.shape, tokens.dtype)))["params"]
 
-    return jax.jit(draw)(key)
+    traced, types = jax.make_jaxpr(draw, return_shape=True)(key)
+    treedef = jax.tree.structure(types)
+    parts = []
+    for n, spec in enumerate(treedef.flatten_up_to(specs)):
+        (leaf,) = jaxpr_as_fun(one_result(traced, n))(key)
+        parts.append(mesh.part(leaf, tuple(spec), rank))
+    return treedef.unflatten(parts)
 
 
 def shard(tree: Any, specs: Any, mesh: Mesh, rank: int) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks
+from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
 
 from jaxcross import tensor
 from jaxcross.program.trace import trace
@@ -140,6 +140,24 @@ def test_initialising_inside_a_step_gives_the_cut_serial_parameters(name: str) -
     last = tensor.init(cut.model, jax.random.key(3), cut.example, mesh.ranks - 1)
     pairs = zip(jax.tree.leaves(last), jax.tree.leaves(expected), strict=True)
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, held, part = Mesh(tensor=4), [], Mesh.part
+    model = transformer(mesh, layers=4)
+    example = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    serial = jax.eval_shape(lambda: tensor.init(model.clone(mesh=Mesh()), jax.random.key(0), example))
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(serial)]
+    before = {id(array) for array in jax.live_arrays()}
+
+    def watched(self: Mesh, value: Any, *where: Any) -> Any:
+        held.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in before))
+        return part(self, value, *where)
+
+    monkeypatch.setattr(Mesh, "part", watched)
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(tensor.init(model, jax.random.key(0), example, rank=1)))
+    assert own < sum(sizes) / 3
+    assert max(held) < own + 2 * max(sizes) < sum(sizes) / 2
 
 
 def test_the_norm_counts_every_element_once() -> None:
