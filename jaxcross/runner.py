@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +34,8 @@ from jaxcross.runtime.threads import runner_active
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
+
+_log = logging.getLogger("jaxcross")
 
 
 class Runner:
@@ -121,6 +125,8 @@ class Runner:
                 seat = None if driver is None else driver.join(name, job.thread, attach)
                 if seat is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
+                if self._session is not None:
+                    self._session.added(name)
             self.jobs.append(job)
         return job
 
@@ -156,6 +162,8 @@ class Runner:
             if self._driver is None or not self._driver.submit(text):
                 raise JobError(f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs.")
             self._submitted.add(job)
+            if self._session is not None:
+                self._session.added(job, text)
 
     def _check_name(self, name: str) -> None:
         if not name.isprintable():
@@ -169,6 +177,26 @@ class Runner:
         with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
             self.add(name, fn, **arguments)
+
+    def _again(self, session: Session) -> list[JobContext]:
+        """Jobs that an earlier run was given by `submit`, and that are not over. Tells of those that it was given
+        otherwise, and that this one lacks.
+        """
+        jobs = []
+        for text in session.again:  # the same on all ranks, whatever it is
+            try:
+                name, fn, arguments = self._offers.resolve(text, self.world.rank)
+                self._check_name(name)
+                jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                _log.warning("A submission of an earlier run cannot be understood, and is left out: %s.", error)
+        if session.missing and self.world.rank == 0:
+            _log.warning(
+                "These jobs joined an earlier run with these checkpoints, were not over when it ended, and are not "
+                "added now: %s. Add them before `runner.run()`, and they go on where they stood.",
+                ", ".join(f"`{name}`" for name in session.missing),
+            )
+        return jobs
 
     def run(self) -> Report:
         """Runs all jobs to their end; waits for it, and for all ranks.
@@ -206,6 +234,9 @@ class Runner:
             self._used, jobs = True, tuple(self.jobs)
             self._agree(jobs)
             self._session = self._open(jobs)
+            if self._session is not None:
+                self.jobs += self._again(self._session)
+                jobs = tuple(self.jobs)
             driver = self._driver = Driver(
                 world=self.world, jobs=[(job.name, job.thread) for job in jobs], policy=self.policy, depth=self.depth,
                 listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
@@ -325,9 +356,16 @@ def _facts(job: JobContext) -> JobFacts:
     metrics: dict[str, float] = {}
     for _, values in job.history:
         if isinstance(values, dict):
-            metrics.update({key: float(v) for key, v in values.items() if isinstance(v, int | float)})
+            metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
     loss = metrics.pop("loss", None)
     return JobFacts(
         name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss, metrics=metrics,
         how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
     )  # fmt: skip
+
+
+def _float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a Python integer may be longer than any float
+        return math.inf if number > 0 else -math.inf

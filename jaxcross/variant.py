@@ -25,6 +25,7 @@ from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
 from jaxcross.world import World
+from jaxcross.world.control import Control
 
 _log = logging.getLogger("jaxcross")
 
@@ -86,9 +87,8 @@ class Variant:
     def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
         """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
 
-        The ranks agree (without a job: by `agree`) before anything is compiled, because compiling makes communicators,
-        for which every member must come. Jobs agree each for themselves: which of two like jobs compiles first may
-        differ between ranks.
+        The ranks agree (without a job: by `agree`) before anything is compiled. Jobs agree each for themselves, making
+        their communicators: which of two like jobs compiles first may differ between ranks.
         """
         program = self.program
         assert program is not None
@@ -115,7 +115,14 @@ class Variant:
     def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
         if program.exchanges and job.first_use(program):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
-            job.together(f"first call of `{program.name}`\n{program.exchange_signature()}", lambda _: None)
+            label = f"first call of `{program.name}`\n{program.exchange_signature()}"
+
+            def agree(control: Control) -> None:
+                job.check_alike(control)
+                # Not while they compile: there, a rank that fails would not come.
+                self.world.wire().meet(program.exchanges, dict(program.axes))
+
+            job.together(label, agree)
 
     def _search(self, job: runtime.JobContext | None) -> Compiled:
         """The fastest cut: measured, where nothing else runs beside this step."""

@@ -2,6 +2,7 @@
 
     <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part without it is none
                                    state/        its arrays, by orbax
+    <job>/left-0000, paused-0000                 marks of a rank: the job is over, and how; it rests
 
 The token tells two attempts at the same step apart: no rank ever writes into a folder that another attempt began.
 """
@@ -14,18 +15,23 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from jaxcross.checkpoint.part import MAX_BYTES, Part, UnusableError, parse, to_text
 
+SET_FILE = "jobs.json"  # beside the jobs' folders
+Mark = Literal["left", "paused"]
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
 
 
 def folder_name(job: str) -> str:
-    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for each job."""
+    """A job's name as the name of a folder: no slash, no dot in front, not too long; another for each job, and never
+    that of the set's own file.
+    """
     name = quote(job, safe=" =,+")
-    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    name = f"%{ord(name[0]):02X}{name[1:]}" if name.startswith((".", SET_FILE)) else name
     if len(name) <= 200:
         return name
     return f"{name[:160]}~{hashlib.sha256(job.encode()).hexdigest()[:32]}"
@@ -58,6 +64,31 @@ class Folders:
         if not self.path.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.path) if _NAME.fullmatch(entry.name) and entry.is_dir())
+
+    def holders(self) -> dict[str, list[int]]:
+        """Of each checkpoint, the ranks that have completed a part here; below the number of ranks of this run."""
+        return {
+            name: [n for n in range(self._ranks) if (self.path / name / f"rank-{n:04d}" / "part.json").is_file()]
+            for name in self.names()
+        }
+
+    def mark(self, what: Mark, text: str | None) -> None:
+        """Leaves this rank's mark, or takes it away (None). Waits for the disk."""
+        file = self.path / f"{what}-{self._rank:04d}"
+        if text is None:
+            file.unlink(missing_ok=True)
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(file, text)
+
+    def marked(self, what: Mark) -> str:
+        """This rank's mark: its first characters, or nothing."""
+        file = self.path / f"{what}-{self._rank:04d}"
+        try:
+            with file.open("rb") as stream:
+                return stream.read(40).decode(errors="replace")
+        except OSError:
+            return ""
 
     def part_path(self, name: str) -> Path:
         """The folder of this rank's part."""
@@ -122,12 +153,17 @@ class Folders:
         return {str(file.relative_to(folder)): (file.stat().st_size, _digest(file)) for file in _files(folder)}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have. Others' remain."""
+        """Deletes this rank's parts; rank 0 also those of ranks that this run does not have. Others' remain, and what
+        cannot be deleted.
+        """
         for name in names:
             folder = self.path / name
             parts = list(folder.glob("rank-*")) if self._rank == 0 else []
             for part in [self.part_path(name), *(p for p in parts if _number(p) >= self._ranks)]:
-                (part / "part.json").unlink(missing_ok=True)  # first: half a part must not look whole
+                try:
+                    (part / "part.json").unlink(missing_ok=True)  # first: half a part must not look whole
+                except OSError:
+                    continue  # no part: something else lies there; or the disk does not let go of it
                 shutil.rmtree(part, ignore_errors=True)
             try:
                 folder.rmdir()

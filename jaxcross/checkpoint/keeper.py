@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.folders import Folders, checkpoint_name, step_of
+from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.leaves import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint.part import Part, Saved
 from jaxcross.checkpoint.restore import Found, KeeperWorld, find
@@ -90,6 +90,37 @@ class Keeper:
         self._saved = (part.step, [saved.digest for saved in part.leaves.values()])
         self._say_what_changed(found)
         return rebuild(target, part.forms, found.arrays), Progress(step=part.step, places=part.places, cuts=part.cuts)
+
+    def standing(self, together: Together) -> tuple[bool, bool]:
+        """Whether an earlier run left the job stopped, by itself and for good, or paused; the same on every rank, for
+        which it waits. What it says of a job that is over otherwise is forgotten: it begins anew.
+        """
+        left, paused = (self._folders.marked(what) for what in ("left", "paused"))
+        said = [json.loads(text) for text in self._talk.gather(together, "its standing", json.dumps([left, paused]))]
+        stopped = any(left == "stopped" for left, _ in said)
+        if stopped:
+            marks = self._folders.path / "left-*"
+            self._talk.warn(f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`")
+        elif left:
+            self._mark("left", None)
+        return stopped, any(paused for _, paused in said)
+
+    def left(self, how: str) -> None:
+        """The job is over, and not because the run is. Does not wait; on disk before what is saved later."""
+        self._mark("left", how)
+
+    def paused(self, paused: bool) -> None:
+        """The job rests, or goes on. Does not wait; on disk before what is saved later."""
+        self._mark("paused", "paused" if paused else None)
+
+    def _mark(self, what: Mark, text: str | None) -> None:
+        def write() -> None:
+            try:
+                self._folders.mark(what, text)
+            except OSError as error:
+                self._talk.warn(f"a restart will not know that it is {text or 'going on'}: {error}")
+
+        self._writer.submit(write)
 
     def save(
         self, state: Any, progress: Progress, together: Together, *, unfit: str = "", last: bool = False

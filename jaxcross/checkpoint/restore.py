@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -97,7 +98,27 @@ def find(
         apart = ", ".join(f"`{path}`" for path in parts[name].apart[:3]) if world.rank == 0 else ""
         apart = talk.gather(together, "which leaves", apart)[0]
         raise _refusal(talk, f"{folders.path / name}", apart, saved_on=choice.foreign[name], ranks=world.size)
+    _refuse_astray(talk, talk.gather(together, "whose parts are where", json.dumps(folders.holders())), world.size)
     return None
+
+
+def _refuse_astray(talk: Talk, texts: Sequence[str], ranks: int) -> None:
+    """Nothing is whole: but is a checkpoint whole on other ranks' disks?
+
+    Raises:
+        JobError: On every rank.
+    """
+    told: list[dict[str, list[int]]] = [json.loads(text) for text in texts]
+    for name in sorted({name for each in told for name in each}, reverse=True):
+        where = {
+            r: here for here, each in enumerate(told) for r in each.get(name, ()) if r not in told[r].get(name, ())
+        }
+        if where and {r for each in told for r in each.get(name, ())} == set(range(ranks)):
+            astray = ", ".join(f"that of rank {r} on rank {here}'s disk" for r, here in sorted(where.items()))
+            raise talk.error(
+                f"has a checkpoint `{name}` whose parts lie where other ranks look for theirs: {astray}. Start each "
+                "rank on the node on which it was, copy the parts, or name another directory."
+            )
 
 
 def _survey(folders: Folders, talk: Talk, together: Together) -> dict[str, Part]:

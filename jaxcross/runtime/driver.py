@@ -25,7 +25,7 @@ from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import Policy
-from jaxcross.runtime.seat import Call, Execution, NonFinite, RunWorld, Seat, Stopped
+from jaxcross.runtime.seat import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
 from jaxcross.runtime.vote import Wish
 from jaxcross.world.abort import INTERRUPTED, TERMINATED, Terminated
 
@@ -71,6 +71,7 @@ class Driver:
         self.left_out: tuple[str, ...] = ()
         self._joining: dict[str, Seat] = {}
         self._threads: list[threading.Thread] = []  # of jobs; some have ended
+        self._left_behind: set[threading.Thread] = set()
         self._on_text = on_text
         self._heard: list[str] = []
         self._early: list[m.Event] | None = []  # what came before the run began
@@ -119,7 +120,7 @@ class Driver:
         self._wait_for(self._over.is_set, self._over.wait)
         if self._fatal is None:
             for thread in self._threads:
-                self._wait_for(lambda t=thread: not t.is_alive(), thread.join)
+                self._wait_for(lambda t=thread: not t.is_alive() or t in self._left_behind, thread.join)
         self._job_waits.look({})
         self._exchange.close()
         self._compute.close()
@@ -185,9 +186,11 @@ class Driver:
                 self._exchange.put(instruction, None)
             case m.StepReturned(job) | m.BatchGranted(job) | m.SyncReturned(job) | m.Raised(job):
                 self.seats[job].answers.put(instruction)
-            case m.JobFinished(job, how, step, texts):
+            case m.JobFinished(job, how, step, texts, asked):
                 seat = self.seats[job]
                 seat.how = how
+                if how != "stopped" or asked:
+                    seat.tell_left(how)
                 if texts:
                     seat.error = explain(seat.name, step, texts)
                     seat.error.__cause__ = seat.cause
@@ -210,6 +213,7 @@ class Driver:
             case m.JobPaused(job, paused):
                 seat = self.seats[job]
                 seat.paused = paused
+                seat.tell_paused(paused)
                 self.listeners.note(job=seat.name, kind="status", value="paused" if paused else "goes on")
             case m.TextHeard(text):
                 self._heard.append(text)
@@ -298,6 +302,9 @@ class Driver:
         answer = seat.answers.get()
         if not isinstance(answer, m.Raised):
             return answer
+        seat.refusals += 1
+        if seat.refusals > MOST_REFUSALS:
+            seat.abandon()
         if self._fatal is not None:
             raise JobError(f"Job `{seat.name}` cannot go on: the run broke.") from self._fatal
         if seat.error is not None:
@@ -318,6 +325,10 @@ class Driver:
         if seat is not None and seat.how is None and seat.cause is None:
             seat.cause = error
         self.post(m.JobRaised(job, f"{where}: {describe(error)}"))
+
+    def leave_behind(self, thread: threading.Thread) -> None:
+        """Nobody needs to wait for the end of this thread: it will not end."""
+        self._left_behind.add(thread)
 
     def vacate(self, job: int) -> None:
         """The job is over on all ranks, and its thread ends."""

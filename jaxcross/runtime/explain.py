@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.program.agreement import disagreement
 
+_LONGEST = 4000  # of what one rank tells all others of an exception
+
 
 def describe(error: BaseException) -> str:
     """One line for an exception, its notes included."""
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
+    try:
+        text = "".join([str(error), *(f" ({note})" for note in getattr(error, "__notes__", ()))])
+    except Exception as worse:
+        text = f"(its text cannot be made: {type(worse).__name__})"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
+    return f"{type(error).__name__}: {text}"
 
 
 def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeError:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import numpy as np
@@ -19,9 +19,11 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Listeners, Span, SpanKind
+from jaxcross.runtime.explain import describe
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.kept import Kept, own_copy
+from jaxcross.runtime.meeting import meet
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.place import START
@@ -29,6 +31,7 @@ from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.seat import NonFinite, Seat, Stopped
 from jaxcross.runtime.threads import JobThread, current_job
 from jaxcross.runtime.vote import Wish, point_hash
+from jaxcross.world.control import Control
 
 
 def outline_of(program: Program) -> Outline:
@@ -122,6 +125,8 @@ class JobContext:
     def nonfinite(self, policy: NonFinite) -> None:
         if policy not in get_args(NonFinite):
             raise ValueError(f"Job `{self.name}`: `nonfinite` is `{policy!r}`, not one of {get_args(NonFinite)}")
+        if self._outlines and policy != self._nonfinite:
+            raise JobError(f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before.")
         self._nonfinite = policy
 
     def log(self, metrics: Any) -> None:
@@ -175,15 +180,28 @@ class JobContext:
             TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
-        if self._resumption is not None and (found := self._resumption.restore(state, self.together)) is not None:
-            self.step = self._resumption.first_step
-            self._running().resumed(self._number, self.step)
-            self.state = found
-            return found
+        if self._resumption is not None:
+            found = self._resumption.restore(state, self.together)
+            if found is not None:
+                self.step = self._resumption.first_step
+                self._running().resumed(self._number, self.step)
+                self.state = found
+            self._stand(*self._resumption.standing(self.together))
+            if found is not None:
+                return found
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
         self.state = own_copy(state)
         return self.state
+
+    def _stand(self, stopped: bool, paused: bool) -> None:
+        """What earlier runs left of the job's membership holds from its first step on."""
+        if stopped:
+            self.stop()
+            while True:  # until the vote says so
+                self.together("it was stopped", lambda _: None)
+        if paused:
+            self.pause()
 
     def save(self, state: Any) -> None:
         """Keeps `state` as the job's. If the job ends early, a later committed step's replaces it.
@@ -205,7 +223,9 @@ class JobContext:
         `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
 
         Raises:
-            JobError: This thread is not the job's own.
+            JobError: This thread is not the job's own; on every rank: `work` failed on another one, or ranks talk
+                unequally often.
+            Exception: Whatever `work` raises.
         """
         driver = self._running()
         if error := self._stray("`job.together` or `job.restore`", "called"):
@@ -286,6 +306,20 @@ class JobContext:
         """
         return self._seat is not None and self._seat.sole
 
+    def check_alike(self, control: Control) -> None:
+        """Makes sure that all ranks want the same of this job. Waits for all ranks.
+
+        Raises:
+            JobError: On every rank: `nonfinite` differs.
+        """
+        number = get_args(NonFinite).index(self._nonfinite)
+        low, high = control.allreduce_min(np.array([number, -number], np.int64))
+        if low != -high:
+            said = ", ".join(f"`{text}` on rank {n}" for n, text in enumerate(control.allgather_text(self._nonfinite)))
+            raise JobError(
+                f"Job `{self.name}`: `nonfinite` is {said}. Ranks would drift apart: set the same on every rank."
+            )
+
     def first_use(self, program: Program) -> bool:
         """Whether this job has not asked about `program` before. The same on every rank."""
         new = id(program) not in self._programs
@@ -363,6 +397,10 @@ class JobContext:
     def attach(self, driver: Driver, seat: Seat, resumption: Resumption | None = None) -> None:
         """The run begins, or the job is added to it: this is its seat."""
         self._driver, self._seat, self._resumption = driver, seat, resumption
+        seat.abandon = self.abandon
+        if resumption is not None:
+            # Before any job saves what it did with this knowledge.
+            seat.tell_left, seat.tell_paused = resumption.left, resumption.paused
 
     def thread(self) -> threading.Thread:
         """A new thread that will run the job."""
@@ -385,15 +423,35 @@ class JobContext:
         except Stopped as stopped:
             self._unwound = True
             _forget_locals(stopped)
-            driver.job_returned(self._number)
+            driver.job_returned(seat.number)
         except BaseException as error:
-            driver.job_raised(self._number, self._strayed or error, f"after step {self.step}")
+            driver.job_raised(seat.number, self._strayed or error, f"after step {self.step}")
             _forget_locals(error)
         else:
-            driver.job_returned(self._number)
-        finally:
-            for feed in self._feeds:
-                feed.close()
+            driver.job_returned(seat.number)
+        self._vanish(driver, seat)
+
+    def abandon(self) -> NoReturn:
+        """The job is over, but its function catches what says so, and calls again. Its thread is left behind."""
+        driver, seat = self._running(), self._seat
+        assert seat is not None
+        _log.warning(
+            "Job `%s` is over (%s), but its function catches every exception and goes on: its thread stays, asleep. "
+            "Let `except` name what it expects.", self.name, describe(seat.error) if seat.error else "stopped",
+        )  # fmt: skip
+        self._unwound = True
+        driver.job_returned(seat.number)
+        self._vanish(driver, seat)
+        thread = threading.current_thread()
+        assert isinstance(thread, JobThread)
+        thread.living.discard(thread)
+        driver.leave_behind(thread)
+        while True:
+            threading.Event().wait()
+
+    def _vanish(self, driver: Driver, seat: Seat) -> None:
+        for feed in self._feeds:
+            feed.close()
         seat.left.wait()
         self.close()
         driver.vacate(seat.number)
@@ -412,6 +470,7 @@ class JobContext:
             if how != "ended":
                 self._kept.settle()
             self._kept.release()
+            seat.abandon = seat.tell_left = seat.tell_paused = _no_function
         failure = self._metrics.settle()
         if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
             self.error = JobError(f"Job `{self.name}`: what it logged cannot be read back: {failure}")
@@ -438,7 +497,7 @@ class JobContext:
 
         def together(label: str, work: Callable[[Any], Any]) -> Any:
             with after_run(self._world, label, job=self.name, step=self.step):
-                return work(self._world.control)
+                return meet(work, self._world.control)
 
         try:
             self._save_last(together)

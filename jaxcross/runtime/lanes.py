@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
+from jaxcross.runtime.meeting import meet
 from jaxcross.runtime.vote import Verdict
 from jaxcross.world.slices import ask_for_short_slices
 from jaxcross.world.standing import Activity
@@ -230,7 +231,7 @@ class ExchangeLane:
                 assert seat.sync is not None
                 with world.watching(job=job, step=0, segment=-1, what="restore or the like"):
                     try:
-                        seat.sync_result = (seat.sync(world.control), None)
+                        seat.sync_result = (meet(seat.sync, world.control), None)
                     except Exception as error:
                         seat.sync_result = (None, error)
                 event = m.SyncDone(number)

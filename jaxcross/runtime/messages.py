@@ -345,9 +345,12 @@ class Raised(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Instruction):
-    """The job is over on every rank, after so many committed steps. `texts` by rank if it failed or was ejected."""
+    """The job is over on every rank, after so many committed steps. `texts` by rank if it failed or was ejected.
+    `asked` if it was stopped by itself, and not with the whole run.
+    """
 
     job: int
     how: Leaving
     step: int
     texts: tuple[str, ...] = ()
+    asked: bool = False

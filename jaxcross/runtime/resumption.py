@@ -44,6 +44,18 @@ class Resumption:
         self._cuts.update(progress.cuts)
         return state
 
+    def standing(self, together: Together) -> tuple[bool, bool]:
+        """Whether an earlier run left the job stopped or paused. Waits for all ranks; see `Keeper.standing`."""
+        return self._keeper.standing(together)
+
+    def left(self, how: str) -> None:
+        """The job is over, and not because the run is."""
+        self._keeper.left(how)
+
+    def paused(self, paused: bool) -> None:
+        """The job rests, or goes on."""
+        self._keeper.paused(paused)
+
     def next_place(self) -> Place:
         """Where the job's next loop over batches begins."""
         return self._ahead.pop(0) if self._ahead else START

@@ -77,6 +77,9 @@ class Call:
         return min(max(ends, default=self.called_ns), start_ns)
 
 
+MOST_REFUSALS = 100  # that a job's function may catch
+
+
 class Seat:
     """What the driver holds for one job.
 
@@ -85,6 +88,10 @@ class Seat:
         left: Set once the job is over on every rank; `how` and `error` are final then.
         sole: Whether it was the run's only job ever, when the ranks last did something together in it.
         skipped: Committed steps that kept their state.
+        refusals: How often its function was told that the job is over.
+        tell_left: Hears how the job left, unless because the whole run ends; must not wait.
+        tell_paused: Hears whether it rests; must not wait.
+        abandon: Sees to it that the others need not wait for the function, and never returns.
     """
 
     def __init__(
@@ -103,4 +110,11 @@ class Seat:
         self.how: m.Leaving | None = None
         self.left = threading.Event()
         self.paused = self.sole = False
-        self.skipped = 0
+        self.skipped = self.refusals = 0
+        self.tell_left: Callable[[m.Leaving], None] = _nobody
+        self.tell_paused: Callable[[bool], None] = _nobody
+        self.abandon: Callable[[], None] = _nobody
+
+
+def _nobody(*_: Any) -> None:
+    """In place of what a job's context provides."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from jaxcross.program.segments import Exchange
@@ -47,6 +47,15 @@ class MpiWire:
             return Channel(comm=comm, rank=ranks.index(mesh.rank), size=len(ranks), max_count=self._max_count)
 
         return lower(jaxpr, mesh, connect)
+
+    def meet(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
+        """Makes the communicators that these exchanges need, so that `lower` waits for nobody.
+
+        Waits for the other members of each group that has none yet, in the order of `exchanges`.
+        """
+        mesh = self._world.mesh(axes)
+        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring theirs along
+            self._world.communicator(mesh, exchange.axes, dict(exchange.params).get("groups"), lane=self._lane)
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """This rank's index along each axis. Pure."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +19,11 @@ def check_equal(state: Any, comm: Any) -> Any:
     """`state` itself, after all ranks have compared their leaves' bytes. Waits for every rank.
 
     Raises:
-        ExchangeError: On every rank, naming the first leaf that differs and two ranks.
+        ExchangeError: On every rank, naming the first leaf that differs and two ranks; or a rank that cannot read its
+            own, where it is what reading raised.
         TypeError: On every rank, naming the first leaf that is no array and no number.
     """
-    mine = [(path, _digest(leaf)) for path, leaf in _leaves(state)]
-    _compare(comm.allgather(mine), hint="Build it from the same seed on every rank, or use `mode='broadcast'`.")
+    _compare(_told(_digest, state, comm), hint="Build it from the same seed on every rank, or use `mode='broadcast'`.")
     _check_arrays(state)
     return state
 
@@ -31,13 +32,29 @@ def broadcast(state: Any, comm: Any) -> Any:
     """Rank 0's values in this rank's tree, each leaf where it was (device, sharding). Waits for every rank.
 
     Raises:
-        ExchangeError: On every rank, if shapes, element types or the tree itself differ.
+        ExchangeError: On every rank, if shapes, element types or the tree itself differ; or a rank cannot read its own,
+            where it is what reading raised.
         TypeError: On every rank, naming the first leaf that is no array and no number.
     """
-    mine = [(path, _form(leaf)) for path, leaf in _leaves(state)]
-    _compare(comm.allgather(mine), hint="Only values can be broadcast: make the trees alike first.")
+    _compare(_told(_form, state, comm), hint="Only values can be broadcast: make the trees alike first.")
     _check_arrays(state)
     return jax.tree.map(lambda leaf: _broadcast_leaf(leaf, comm), state)
+
+
+def _told(what: Callable[[Any], str], state: Any, comm: Any) -> list[list[tuple[str, str]]]:
+    """By rank, the path of each leaf, and what there is to say of it."""
+    mine, trouble, failure = [], "", None
+    try:
+        mine = [(path, what(leaf)) for path, leaf in _leaves(state)]
+    except Exception as error:  # of memory perhaps, or the leaf was donated: the others wait all the same
+        trouble, failure = f"{type(error).__name__}: {error}", error
+    every = comm.allgather((mine, trouble))
+    if failure is not None:
+        raise failure
+    for rank, (_, trouble) in enumerate(every):
+        if trouble:
+            raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
+    return [leaves for leaves, _ in every]
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:

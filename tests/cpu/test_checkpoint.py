@@ -42,11 +42,11 @@ def test_a_finished_set_is_not_trained_again(tmp_path):
 def test_so_many_are_kept(tmp_path):
     train(2, tmp_path, keep=2, steps=11)
     for job in "ab":
-        steps = [int(folder.name[:12]) for folder in sorted((tmp_path / job).iterdir())]
+        steps = [int(folder.name[:12]) for folder in sorted((tmp_path / job).glob("0*/"))]
         assert steps == [9, 11]
         assert {p.parent.name for p in (tmp_path / job).glob("*/*/part.json")} == {"rank-0000", "rank-0001"}
     train(2, tmp_path, keep=1)
-    assert [int(folder.name[:12]) for folder in (tmp_path / "a").iterdir()] == [12]
+    assert [int(folder.name[:12]) for folder in (tmp_path / "a").glob("0*/")] == [12]
 
 
 def test_equal_leaves_are_written_by_one_rank(tmp_path):
@@ -174,7 +174,7 @@ def test_the_plain_loop_saves_by_itself(tmp_path):
         return jobs[0].state, jobs[0].step
 
     run_ranks(2, lambda world: work(world, 5))
-    assert [int(folder.name[:12]) for folder in sorted((tmp_path / "a").iterdir())] == [2, 4, 5]
+    assert [int(folder.name[:12]) for folder in sorted((tmp_path / "a").glob("0*/"))] == [2, 4, 5]
     states = run_ranks(2, lambda world: work(world, 8))
     assert [step for _, step in states] == [8, 8]
     same(states[0][0], train(2, None, names="a", steps=8)[0]["a"][0])

@@ -56,7 +56,7 @@ DAMAGES = [flip, truncate, linked, emptied, os.remove]
 
 
 def newest(folder, job="a"):
-    return max((folder / job).iterdir())
+    return max(path for path in (folder / job).iterdir() if path.is_dir())
 
 
 def kinds(folder):
@@ -358,6 +358,35 @@ def test_each_job_has_a_folder_of_its_own(jobs):
     assert one != other
     for name in (one, other):
         assert "/" not in name and not name.startswith(".") and len(name.encode()) < 250
+
+
+def test_a_job_cannot_take_the_place_of_the_set_s_own_file(tmp_path):
+    names = ("jobs.json", "jobs.json.draft", "left-0000")
+    first = train(2, tmp_path, names=names, after=7)
+    assert (tmp_path / "jobs.json").is_file()
+    again, _ = train(2, tmp_path, names=names)
+    assert [again[name][1] for name in names] == [STEPS] * 3 and [first[0][name][1] for name in names] == [7] * 3
+
+
+def test_what_lies_in_the_way_of_a_deletion_stays(tmp_path):
+    """A file where a part's folder should be, and a folder where its text should be."""
+    train(2, tmp_path, steps=3)
+    for number, place in enumerate(("rank-0000", "rank-0001/part.json/x")):
+        path = tmp_path / "a" / f"{number:012d}-{number:016x}" / place
+        path.parent.mkdir(parents=True)
+        path.write_text("no part")
+    again, _ = train(2, tmp_path)
+    assert again["a"][1] == STEPS
+    assert sum(path.is_file() and path.read_text() == "no part" for path in (tmp_path / "a").glob("0*/rank*")) == 1
+
+
+def test_parts_on_other_ranks_disks_are_refused(tmp_path):
+    """Nodes in another order: to begin anew would lose the night."""
+    train(3, lambda rank: tmp_path / str(rank), own=True, steps=8)
+    with pytest.raises(JobError, match="that of rank 0 on rank 1's disk, that of rank 1 on rank 0's disk"):
+        train(3, lambda rank: tmp_path / str((1, 0, 2)[rank]), own=True)
+    whole, again = train(3, None, own=True), train(3, lambda rank: tmp_path / str(rank), own=True)
+    same(again[1]["a"][0], whole[1]["a"][0])
 
 
 def test_names_of_jobs_that_are_no_names_of_folders(tmp_path):

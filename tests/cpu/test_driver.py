@@ -202,3 +202,13 @@ def test_a_manual_clock():
     clock = ManualClock(5)
     clock.advance(1e-6)
     assert clock() == 1005
+
+
+def test_any_exception_can_be_told_of_in_few_words():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
+    text = describe(ValueError("x" * 10**6))
+    assert len(text) < 5000 and text.endswith("(1000000 characters)")

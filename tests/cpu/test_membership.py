@@ -2,8 +2,10 @@
 
 import gc
 import itertools
+import json
 import threading
 import weakref
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -579,3 +581,96 @@ def test_an_exchange_in_the_middle_is_named_by_its_line():
     with pytest.raises(JobError, match=r"FloatingPointError: `psum batch bfloat16\[4\]` at \S*test_membership.py:\d+"):
         run([job], world=world)
     assert job.step == 0
+
+
+def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
+    """One would skip the step that the other one takes."""
+
+    def work(world):
+        step = make_step(world)
+
+        def fn(job):
+            job.nonfinite = "skip" if world.rank else "ignore"
+            job.together("first call", job.check_alike)
+            return loop(job, step, [1.0])
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        with pytest.raises(JobError, match="`nonfinite` is `ignore` on rank 0, `skip` on rank 1"):
+            runner.run()
+
+    run_ranks(2, work)
+
+
+def test_a_policy_for_values_comes_before_the_first_step():
+    def work(world):
+        step = make_step(world)
+
+        def fn(job):
+            state = step(job.restore(0.0), 1.0)
+            job.nonfinite = "ignore"  # as it was
+            with pytest.raises(JobError, match="after its first step"):
+                job.nonfinite = "skip"
+            return state
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        runner.run()
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("ends", ["stops", "fails"])
+def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
+    """It hears at each call that it is over, and calls again for ever."""
+
+    def work(world):
+        step = make_step(world)
+
+        def compute(index, values):
+            return 1 / 0 if ends == "fails" and bad.step == 3 else sum(values)
+
+        breaks = make_step(world, "breaks", compute=compute)
+
+        def deaf(job):
+            state = job.restore(0.0)
+            while True:
+                with suppress(BaseException):
+                    state = breaks(state, 1e-3)
+
+        runner = Runner(world)
+        bad = runner.add("deaf", deaf)
+        other = runner.add("other", loop, step=step, data=[1.0] * 5)
+
+        def stops(job):
+            until(job, step, lambda: bad.step >= 3)
+            if ends == "stops":
+                bad.stop()
+
+        runner.add("stops", stops)
+        if ends == "stops":
+            runner.run()
+        else:
+            with pytest.raises(JobError, match="division by zero"):
+                runner.run()
+        return bad.how, bad.state is not None, other.state
+
+    (how, kept, state), second = run_ranks(2, work)
+    assert (how, kept, state) == second
+    assert (how, kept, state) == ("stopped" if ends == "stops" else "failed", True, solo(2, [1.0] * 5))
+    assert sum("catches every exception" in r.getMessage() for r in caplog.records) == 2
+
+
+def test_numbers_and_names_that_no_float_and_no_json_holds_are_reported_all_the_same():
+    def work(world):
+        def fn(job):
+            job.log({"huge": 10**400, "low": -(10**400)})
+            job.log({("a", 1): 2.0})
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        report = runner.run()
+        json.dumps(report.summary())
+        return report.jobs[0].metrics
+
+    assert run_ranks(1, work)[0] == {"huge": np.inf, "('a', 1)": 2.0, "low": -np.inf}

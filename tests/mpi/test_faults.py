@@ -187,6 +187,81 @@ def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, 
     assert re.search(said, done.stderr), done.stderr
 
 
+ALONE = """
+import jax.numpy as jnp, numpy as np
+from jax import lax
+from jaxcross import Runner, crossover, initialize
+from jaxcross.program.segments import Program
+world = initialize(watchdog_s=30, silence_s=0)
+compiled = Program.compile
+
+def fails(self, *args, **kwargs):
+    if world.rank == 1 and self.name == "unlucky":
+        raise MemoryError("no room")
+    return compiled(self, *args, **kwargs)
+
+Program.compile = fails
+
+@crossover(axes="batch")
+def unlucky(w, x):
+    return w + lax.psum(x, "batch")
+
+@crossover(axes="batch")
+def lucky(w, x):
+    return w + lax.psum(x, "batch")
+
+def compiles(job):  # before there is any communicator
+    return unlucky(job.restore(0.0), 1.0)
+
+def reads(job):
+    leaf = jnp.zeros(3)
+    if world.rank == 1:
+        leaf.delete()
+    return job.restore(leaf)
+
+def talks(job):
+    return job.together("mine", lambda control: control.allgather_text("x") if world.rank == 0 else 1 / 0)
+
+def differs(job):
+    job.nonfinite = "skip" if world.rank == 1 else "raise"
+    return lucky(job.restore(0.0), 1.0)
+
+def goes_on(job):
+    w = job.restore(0.0)
+    over = lambda control: control.allreduce_min(np.array([all(other.left.is_set() for other in bad)]))[0]
+    while not job.together("are they over?", over):
+        pass
+    for _ in range(3):
+        w = lucky(w, 1.0)
+    return w
+
+runner = Runner(world)
+bad = [runner.add(fn.__name__, fn) for fn in (compiles, reads, talks, differs)]
+good = runner.add("good", goes_on)
+try:
+    runner.run()
+except Exception as error:
+    print(f"rank {world.rank}: {type(error).__name__}", flush=True)
+for job in runner.jobs:
+    print(f"rank {world.rank}: {job.name} {job.how}: {job.error or job.state}", flush=True)
+"""
+
+
+def test_a_job_that_fails_where_others_wait_for_it_leaves_alone(mpirun):
+    """In its compiler, while its state is compared, in what ranks do together: nobody waits for it, others go on."""
+    done = mpirun(2, ALONE, timeout=60).check()
+    for rank in (0, 1):
+        assert f"rank {rank}: JobError" in done.stdout
+        assert f"rank {rank}: good ended: 6.0" in done.stdout
+        for job, why in (
+            ("compiles", "MemoryError: no room"),
+            ("reads", "deleted"),
+            ("talks", "ZeroDivisionError"),
+            ("differs", "`raise` on rank 0, `skip` on"),
+        ):
+            assert re.search(rf"rank {rank}: {job} failed: .*rank 1 .*{why}", done.stdout), done.stdout
+
+
 AFTER_THE_COMMIT = """
 import threading, jax, jaxcross, numpy as np
 from jax import lax

@@ -170,7 +170,7 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     out = feed(one, m.NewsGathered((one.news(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
     out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.PatienceElapsed()))
-    assert out[:2] == [m.JobFinished(1, "stopped", 0), m.Raised(1)]  # a stop is for good
+    assert out[:2] == [m.JobFinished(1, "stopped", 0, asked=True), m.Raised(1)]  # a stop is for good
 
 
 def test_what_comes_late_from_a_job_that_left_disturbs_nobody():

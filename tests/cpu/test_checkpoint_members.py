@@ -1,0 +1,153 @@
+"""The set of jobs survives a restart: what was submitted, what was stopped, what rests, what joined by a function."""
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_jobs import batches, loop, make_step, resumes, same
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.checkpoint.members import Members, parse, read
+from jaxcross.checkpoint.part import UnusableError
+from jaxcross.runner import Runner
+from jaxcross.testing import run_ranks
+
+STEPS = 30
+
+
+def as_killed(folder, copy):
+    """What a run that is killed at this moment leaves; other threads may be writing."""
+    for where, _, files in os.walk(folder):
+        target = copy / Path(where).relative_to(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                shutil.copyfile(Path(where, file), target / file)
+
+
+def train(folder, *, killed=None, by="submit", offers=True, added=()):
+    """`first` makes `later` join, stops `endless`, lets `rests` rest from its step 5 to 25, and at 20 keeps what a
+    kill would leave. By rank: name -> (how, step, state), and whether `rests` rested at its step 22.
+    """
+
+    def work(world):
+        runner = Runner(world, checkpoints=Checkpoints(folder, keep=3))
+        rested = []
+
+        def offered(job, seed, steps=STEPS):
+            return loop(job, world, batches(world, seed), steps=steps)
+
+        def first(job):
+            step, state = make_step(world, "first"), job.restore({"w": np.arange(3.0)})
+            for batch in job.batches(batches(world), STEPS):
+                if job.step == 3 and by == "submit" and world.rank == 0:
+                    runner.submit("offered", job="later", seed=3)
+                if job.step == 3 and by == "add":
+                    runner.add("later", offered, seed=3)
+                if job.step == 5:
+                    endless.stop()
+                    rests.pause()
+                if job.step == 20 and killed is not None and world.rank == 0:
+                    as_killed(folder, killed)
+                if job.step == 22:
+                    rested.append(rests.paused)
+                if job.step == 25:
+                    rests.resume()
+                state = step(state, batch)
+                if job.step % 3 == 0:
+                    job.save(state)
+            return state
+
+        if offers:
+            runner.offer("offered", offered)
+        runner.add("first", first)
+        endless = runner.add("endless", offered, seed=1, steps=None)
+        rests = runner.add("rests", offered, seed=2)
+        for name in added:
+            runner.add(name, offered, seed=3)
+        runner.run()
+        return {job.name: (job.how, job.step, job.state) for job in runner.jobs}, rested
+
+    return run_ranks(2, work)
+
+
+@pytest.mark.parametrize("by", ["submit", "add"])
+def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
+    whole = train(tmp_path / "whole", killed=tmp_path / "killed", by=by)
+    caplog.clear()
+    again = train(tmp_path / "killed", by=by, added=["later"] if by == "add" else [])
+    for (want, rested), (got, rested_again) in zip(whole, again, strict=True):
+        assert rested == rested_again == [True]
+        assert got.keys() == want.keys() == {"first", "endless", "rests", "later"}
+        assert {name: how for name, (how, _, _) in got.items()} == {name: how for name, (how, _, _) in want.items()}
+        for name in ("first", "rests", "later"):
+            assert got[name][:2] == ("ended", STEPS)
+            same(got[name][2], want[name][2])
+        assert 0 < got["endless"][1] <= want["endless"][1], "of its newest checkpoint, and not a step more"
+    assert sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
+
+
+def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
+    train(tmp_path / "whole", killed=tmp_path / "killed", by="add")
+    caplog.clear()
+    train(tmp_path / "killed", by="add")
+    (said,) = [text for text in resumes(caplog) if "joined an earlier run" in text]
+    assert "`later`" in said and "endless" not in said
+    caplog.clear()
+    train(tmp_path / "killed", by="add", added=["later"])
+    train(tmp_path / "killed", by="add")
+    assert not any("joined an earlier run" in text for text in resumes(caplog)), "it has ended"
+
+
+def test_a_submission_that_means_nothing_any_more_is_left_out(tmp_path, caplog):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    strange = {"x": "[", "y": json.dumps({"offer": "offered"}), "first": json.dumps({"offer": 1, "job": "first"})}
+    (folder / "jobs.json").write_text(json.dumps({"jobs": list(strange), "submitted": strange}))
+    (got, _), _ = train(folder, by="none")
+    assert got["first"][0] == "ended"
+    assert sum("cannot be understood" in text for text in resumes(caplog)) == 4, "two, on each rank"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | st.recursive(
+        st.none() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["jobs", "submitted", "a"]), inner, max_size=3)
+        ),
+        max_leaves=9,
+    ).map(lambda value: json.dumps(value).encode())
+)
+@example(b'{"jobs": ["a", "a"], "submitted": {"a": "text"}}')
+@example(b'{"jobs": "ab", "submitted": {}}')
+@example(b"[" * 100_000)
+def test_any_text_is_a_set_or_refused(content):
+    try:
+        found = parse(content)
+    except UnusableError:
+        return
+    texts = (*found.jobs, *found.submitted, *found.submitted.values())
+    assert all(type(text) is str for text in texts) and len(set(found.jobs)) == len(found.jobs)
+
+
+def test_a_set_that_is_no_file_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "jobs.json"
+    assert read(file) == Members(submitted={})
+    file.write_text('{"jobs": ["a"]}')
+    assert read(file) == Members(jobs=("a",), submitted={})
+    monkeypatch.setattr("jaxcross.checkpoint.members.MAX_BYTES", 5)
+    with pytest.raises(UnusableError):
+        read(file)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UnusableError):
+        read(file)
