@@ -26,7 +26,9 @@ def parser_of_hosts(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def on_hosts(script: str, rate: str, hosts: int = 2, words: Sequence[str] = ()) -> dict[str, Any]:
+def on_hosts(
+    script: str, rate: str, hosts: int = 2, words: Sequence[str] = (), *, burst_kb: int = 256
+) -> dict[str, Any]:
     """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each, a rank a host.
 
     Args:
@@ -34,6 +36,7 @@ def on_hosts(script: str, rate: str, hosts: int = 2, words: Sequence[str] = ()) 
         rate: Of each host's link, in each direction.
         hosts: How many; beyond the machine's cores they share them.
         words: More of the script's arguments.
+        burst_kb: Kilobytes that a link which has rested passes at full speed.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
@@ -41,7 +44,7 @@ def on_hosts(script: str, rate: str, hosts: int = 2, words: Sequence[str] = ()) 
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=hosts, rate=rate) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab:
         out = Path(folder) / "result.json"
         program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
         line, extra = mpirun_command(

@@ -247,26 +247,26 @@ def tensor(_: str) -> Iterator[tuple[str, ...]]:
 
 
 def tensor_crossover(_: str) -> Iterator[tuple[str, ...]]:
-    """Two tensor-parallel jobs."""
-    found = read("tensor")["crossover"]
-    yield "two jobs", "s a job-step", "times as fast", "exchange, share of a step", "dispatch and votes"
-    for way, row in found["s_per_job_step"].items():
-        fast, share = ("1", f"{found['exchange_share']:.0%}") if way != "crossover" else (f"{found['speedup']:.2f}", "")
-        yield way, f"{row['median']:.3f}", fast, share, f"{found['overhead'][way]:.1%}"
+    """Two jobs, one of them or both tensor-parallel."""
+    yield "jobs", "turns", "s a job-step", "times as fast", "exchange, share of a step", "dispatch and votes"
+    for part, what in (("crossover", "two 1-D"), ("unlike", "1-D and data-parallel")):
+        found = read("tensor")[part]
+        for way, row in found["s_per_job_step"].items():
+            alone = way != "crossover"
+            fast, share = ("1", f"{found['exchange_share']:.0%}") if alone else (f"{found['speedup']:.2f}", "")
+            yield what, way, f"{row['median']:.3f}", fast, share, f"{found['overhead'][way]:.1%}"
 
 
 def tensor_far(_: str) -> Iterator[tuple[str, ...]]:
-    """The model's word on 64 ranks: bytes, which no measurement enters."""
-    from tensor_show import far
-
-    yield "b, s, h", "b s / h", "mesh", "MB received", "MB of weights", "over [8,8,1]'s bytes"
-    rows = far({"alpha_s": 0.0, "bytes_per_s": 1.0, "operations_per_s": 1.0})
-    flat = {row["bs_over_h"]: row["received_bytes"] for row in rows if row["mesh"] == "2-D [8,8,1]"}
+    """The model's word on 64 ranks: bytes, which no measurement enters, and times with the constants of four ranks."""
+    yield "b, s, h", "b s / h", "mesh", "MB received", "MB of weights", "over [8,8,1]'s bytes", "over its time"
+    rows = read("tensor")["far"]
+    flat = {row["bs_over_h"]: row for row in rows if row["mesh"] == "2-D [8,8,1]"}
     for row in rows:
         sizes = (f"{row[key] / 1e6:.0f}" for key in ("received_bytes", "weights_bytes"))
         shape = f"{row['sequences']}, {row['length']}, {row['features']}"
-        over = row["received_bytes"] / flat[row["bs_over_h"]]
-        yield shape, f"{row['bs_over_h']:.1f}", row["mesh"], *sizes, f"{over:.2f}"
+        over = (f"{row[key] / flat[row['bs_over_h']][key]:.2f}" for key in ("received_bytes", "s"))
+        yield shape, f"{row['bs_over_h']:.1f}", row["mesh"], *sizes, *over
 
 
 TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {

@@ -5,19 +5,23 @@
 Hosts of one rank each, joined by real links of that rate; beyond the machine's cores they share them. Three parts:
   scaling    a small GPT's step on 4 and 8 ranks: strong (one batch) and weak (a batch that grows with the ranks).
              Meshes alternate in one run. model: `tensor.step_cost` with alpha, beta and operations a second that were
-             measured in the same run, from lone collectives and from a serial step on every rank at once
+             fitted, in the same run, to steps of smaller models and batches
   crossover  two such jobs on two ranks with a core each, 1-D, one after the other and in turns, at the rate at which
              exchange and computation take equally long. Both must end in the same bits
-  far        the model alone, with the constants of eight ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks
+  unlike     the same of one 1-D job and of one that is data-parallel and cut into 32 pieces, at that rate, by shares
+  far        the model alone, with the constants of four ranks: [4,4,4], [8,8,1] and 1-D on 64 ranks
 
 Over a slow link tensor parallelism is a matter of memory; nothing here is a claim that it is fast.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,12 @@ from hosts import on_hosts, parser_of_hosts
 from tensor_show import draw, far, say
 from workloads import spread, write_json
 
-GPT = {"vocabulary": 512, "features": 256, "layers": 2, "heads": 8, "positions": 64}
+FEATURES = 256
+GPT = {"vocabulary": 512, "features": FEATURES, "layers": 2, "heads": 8, "positions": 64}
 TOY = {"vocabulary": 32, "features": 32, "layers": 1, "heads": 8, "positions": 8}
 MESHES = {4: {"1-D": {"tensor": 4}, "2-D": {"side": 2}}, 8: {"1-D": {"tensor": 8}, "2.5-D": {"side": 2, "depth": 2}}}
-SUSTAINED_BYTES = 4e6  # of each calibrated collective, without a pause
+SMALLER = ((128, 16), (128, 32), (256, 8))  # features and batch of the steps that the constants are fitted to
+BURST_KB = 64  # a rested link passes so much at full speed: of the usual 256 a step of many messages gains a fifth
 CALIBRATED_BITS_PER_S = 200e6
 STRONG = 16  # sequences; weak scaling has four a rank, so that both have them on four ranks
 
@@ -39,17 +45,18 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=2, help="of a mesh, a repeat (default %(default)s)")
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     options.add_argument("--png", metavar="FILE", help="draw measured and modelled times")
-    options.add_argument("--part", choices=["scaling", "calibrate", "crossover"], help="(internal)")
+    options.add_argument("--part", choices=["scaling", "calibrate", "crossover", "unlike"], help="(internal)")
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result: dict[str, Any] = {"rate": args.rate, "scaling": {}}
     for ranks in [4] if args.smoke else MESHES:
-        result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"])
+        result["scaling"][str(ranks)] = on_hosts(__file__, args.rate, ranks, ["--part", "scaling"], burst_kb=BURST_KB)
     result["calibration"] = on_hosts(__file__, f"{CALIBRATED_BITS_PER_S / 1e3:.0f}kbit", 2, ["--part", "calibrate"])
     rate = f"{balanced_bits_per_s(result['calibration']) / 1e3:.0f}kbit"
-    result["crossover"] = on_hosts(__file__, rate, 2, ["--part", "crossover"])
-    result["far"] = far([*result["scaling"].values()][-1]["machine"])
+    for part in ("crossover", "unlike"):
+        result[part] = on_hosts(__file__, rate, 2, ["--part", part])
+    result["far"] = far(next(iter(result["scaling"].values()))["machine"])  # where the fewest ranks share a core
     say(result)
     write_json(args.json, __doc__, result)
     if args.png:
@@ -69,7 +76,7 @@ def worker(args: Any) -> int:
     import jaxcross
 
     world = jaxcross.initialize(watchdog_s=300)
-    part = {"scaling": scaling, "calibrate": calibrate, "crossover": crossover}[args.part]
+    part = {"scaling": scaling, "calibrate": calibrate, "crossover": crossover, "unlike": crossover}[args.part]
     found = part(world, args)
     if world.rank == 0:
         Path(args.worker).write_text(json.dumps(found))
@@ -119,8 +126,12 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
 
     steps, repeats = (1, 1) if args.smoke else (args.steps, args.repeats)
     batches = {"strong": STRONG, "weak": 4 * world.size}
-    works = {(name, batch): Work(Mesh(**sizes), batch, world.rank, args.smoke)
-             for name, sizes in MESHES[world.size].items() for batch in sorted(set(batches.values()))}  # fmt: skip
+    wanted = [(FEATURES, batch) for batch in sorted(set(batches.values()))]
+    works = {}
+    for name, sizes in MESHES[world.size].items():
+        for features, batch in (*SMALLER, *wanted):
+            wide = {} if args.smoke else {"features": features}
+            works[name, features, batch] = Work(Mesh(**sizes), batch, world.rank, args.smoke, **wide)
     calls = {key: jaxcross.crossover(work.step, axes=work.mesh.axes) for key, work in works.items()}
     raw: dict[Any, list[float]] = {key: [] for key in works}
     for repeat in range(-1, repeats):
@@ -133,96 +144,66 @@ def scaling(world: Any, args: Any) -> dict[str, Any]:
                 jax.block_until_ready((params, metrics))
             if repeat >= 0:
                 raw[key].append((time.perf_counter() - start) / steps)
+    smaller = [(work.cost, statistics.median(raw[key])) for key, work in works.items() if key[1:] in SMALLER]
+    machine, fit = constants(smaller)
     accounts = {}
-    for key, work in works.items():
-        report, _ = run(world, work, calls[key], jaxcross.Sequential(), steps, jobs=1)
+    for key, work in ((key, work) for key, work in works.items() if key[1:] in wanted):
+        report, _ = run(world, [(work, calls[key])], jaxcross.Sequential(), steps)
         accounts[key] = report.summary()["jobs"][0]
-    machine = constants(world, args, [work.mesh for work in works.values()])
     rows = []
-    for (name, batch), work in works.items():
+    for key in accounts:
+        (name, _, batch), work = key, works[key]
         # What the step holds on the device and what it compiled are not offered to users.
-        compiled = calls[name, batch]._last[2].compiled_for(None)
+        compiled = calls[key]._last[2].compiled_for(None)
         sent = sum(wire_bytes(x, work.mesh.axes) for x in compiled.program.exchanges)
         assert sent == work.cost.received_bytes, "the formula is exact"
         rows.append({
             "mesh": name, "axes": dict(work.mesh.axes), "batch": batch,
             "scaling": [kind for kind, size in batches.items() if size == batch],
-            "s": spread(raw[name, batch]), "model_s": work.cost.seconds(machine),
-            "model_exchange_s": work.cost.exchange_s(machine), "exchange_s": accounts[name, batch]["exchange_s"],
-            "compute_s": accounts[name, batch]["compute_s"], "messages": work.cost.messages,
+            "s": spread(raw[key]), "model_s": work.cost.seconds(machine),
+            "model_exchange_s": work.cost.exchange_s(machine), "exchange_s": accounts[key]["exchange_s"],
+            "compute_s": accounts[key]["compute_s"], "messages": work.cost.messages,
             "received_bytes": sent, "operations": work.cost.operations, "weights_bytes": work.cost.weights_bytes,
             "peak_live_bytes": compiled.peak_live_bytes(), "segments": len(compiled.runnables),
             "executables": len({id(r.call) for r in compiled.runnables}),
         })  # fmt: skip
-    values = {name: getattr(machine, name) for name in ("alpha_s", "bytes_per_s", "operations_per_s")}
-    return {"ranks": world.size, "rows": rows, "machine": values}
+    return {"ranks": world.size, "rows": rows, "machine": dataclasses.asdict(machine), "fit": fit}
 
 
-def constants(world: Any, args: Any, meshes: list[Any]) -> Any:
-    """Alpha and beta fitted to lone collectives along the meshes' axes; operations of a step on each rank at once."""
-    import jax
-    import jax.numpy as jnp
+def constants(rows: Sequence[tuple[Any, float]]) -> tuple[Any, dict[str, Any]]:
+    """Alpha, beta and operations a second, fitted to steps of smaller models and batches on the same meshes."""
     import numpy as np
-    from jax import lax
+    from scipy.optimize import nnls
 
+    from jaxcross.tensor import Machine
+
+    table = np.array([(cost.messages, cost.received_bytes, cost.operations, seconds) for cost, seconds in rows], float)
+    relative = table[:, :3] / table[:, 3:]  # relative errors count: else the longest step alone would decide
+    scale = relative.max(axis=0)
+    found = nnls(relative / scale, np.ones(len(table)))[0] / scale
+    off = float(np.sqrt(np.mean((relative @ found - 1) ** 2)))
+    none = [name for name, value in zip(("messages", "bytes", "operations"), found, strict=True) if value <= 0]
+    alpha_s, s_per_byte, s_per_operation = (max(float(value), 1e-15) for value in found)
+    machine = Machine(alpha_s=alpha_s, bytes_per_s=1 / s_per_byte, operations_per_s=1 / s_per_operation)
+    return machine, {"relative_rms": off, "found_free": none, "steps": table.tolist()}
+
+
+def job_of(world: Any, args: Any, cut: int = 1, **sizes: int) -> tuple[Work, Any]:
+    """A job on two ranks, of which or beside which another one runs: its work and its step."""
     import jaxcross
-    from jaxcross.tensor import Machine, Mesh
-
-    sizes, repeats = ((256, 1024), 2) if args.smoke else ((256, 16_384, 262_144), 3)
-    measured = []
-    for axes in dict.fromkeys(tuple(mesh.axes.items()) for mesh in meshes):  # in one order on all ranks
-        axis, ranks = axes[-1]
-        ways = {
-            "psum": (lambda x, a=axis: lax.psum(x, a), 2),
-            "all_gather": (lambda x, a=axis: lax.all_gather(x, a), ranks),
-            "psum_scatter": (lambda x, a=axis: lax.psum_scatter(x, a, tiled=True), 1),
-        }
-        for way, count in ((way, count) for way in ways for count in sizes):
-            function, shares = ways[way]
-            call = jaxcross.crossover(function, axes=dict(axes))
-            x, took = jnp.ones(count, jnp.float32), []
-            nbytes = shares * (ranks - 1) * count * 4 / ranks
-            # As in a step, one after the other: a link that rested passes its first 256 kB at full speed.
-            times = 2 if args.smoke else int(min(max(SUSTAINED_BYTES / nbytes, 4), 200))
-            for _ in range(repeats + 1):
-                world.control.allgather_text("")
-                start = time.perf_counter()
-                for _ in range(times):
-                    jax.block_until_ready(call(x))
-                took.append((time.perf_counter() - start) / times)
-            messages = (2 if way == "psum" else 1) * (ranks - 1)
-            measured.append((messages, nbytes, statistics.median(took[1:])))
-    a, seconds = np.array([row[:2] for row in measured]), np.array([row[2] for row in measured])
-    # Relative errors count: else the longest message alone would decide.
-    (alpha, per_byte), *_ = np.linalg.lstsq(a / seconds[:, None], np.ones(len(a)), rcond=None)
-    serial = Work(Mesh(), 2 if args.smoke else STRONG // 4, 0, args.smoke)
-    step, took = jax.jit(serial.step), []
-    for _ in range(repeats + 1):
-        world.control.allgather_text("")
-        start = time.perf_counter()
-        jax.block_until_ready(step(serial.params, serial.batch))
-        took.append(time.perf_counter() - start)
-    found = [alpha, 1 / max(per_byte, 1e-12), serial.cost.operations / statistics.median(took[1:])]
-    everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(found))]
-    alpha, beta, rate = (statistics.median(values) for values in zip(*everywhere, strict=True))
-    return Machine(alpha_s=max(alpha, 0.0), bytes_per_s=beta, operations_per_s=rate)
-
-
-def pair(world: Any, args: Any) -> Work:
-    """The job of which two run in crossover: 1-D on two ranks."""
     from jaxcross.tensor import Mesh
 
-    wide = {} if args.smoke else {"features": 384}
-    return Work(Mesh(tensor=2), 4 if args.smoke else STRONG, world.rank, args.smoke, **wide)
+    wide = {} if args.smoke else {"features": 512, "layers": 8, "positions": 128}
+    work = Work(Mesh(**sizes), 4 if args.smoke else STRONG, world.rank, args.smoke, **wide)
+    return work, jaxcross.crossover(work.step, axes=work.mesh.axes, cut=cut)
 
 
 def calibrate(world: Any, args: Any) -> dict[str, Any]:
     """A job's bytes, and its seconds of computation and of exchange, nothing else beside it."""
     import jaxcross
 
-    work = pair(world, args)
-    step = jaxcross.crossover(work.step, axes=work.mesh.axes)
-    report, _ = run(world, work, step, jaxcross.Sequential(), 2 if args.smoke else 5)
+    work, step = job_of(world, args, tensor=2)
+    report, _ = run(world, [(work, step)] * 2, jaxcross.Sequential(), 2 if args.smoke else 3)
     jobs = report.summary()["jobs"]
     mine = [statistics.fmean(job[key] for job in jobs) for key in ("compute_s", "exchange_s")]
     everywhere = [json.loads(text) for text in world.control.allgather_text(json.dumps(mine))]
@@ -237,10 +218,14 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
 
     import jaxcross
 
-    work = pair(world, args)
-    step = jaxcross.crossover(work.step, axes=work.mesh.axes)
-    policies = {"one after the other": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
-    steps, repeats = (3, 1) if args.smoke else (24, 2 * args.repeats - 1)
+    unlike = (
+        args.part == "unlike"
+    )  # by whole steps, the one of fewer exchanges would soon have none left to hide behind
+    one = job_of(world, args, tensor=2)
+    jobs = [one, job_of(world, args, cut=4 if args.smoke else 32, data=2) if unlike else one]
+    turns = partial(jaxcross.Weighted, (1.0, 1.0)) if unlike else jaxcross.RoundRobin
+    policies = {"one after the other": jaxcross.Sequential, "crossover": turns}
+    steps, repeats = (3, 1) if args.smoke else (4, 2 * args.repeats - 1)
     raw: dict[str, list[float]] = {name: [] for name in policies}
     finals, summaries = {}, {}
     for repeat in range(-1, repeats):
@@ -248,7 +233,7 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
             count = 2 if repeat < 0 else steps
             world.control.allgather_text("")
             start = time.perf_counter()
-            report, states = run(world, work, step, policy(), count)
+            report, states = run(world, jobs, policy(), count)
             if repeat >= 0:
                 raw[name].append((time.perf_counter() - start) / (2 * count))
                 finals[name], summaries[name] = states, report.summary()
@@ -257,24 +242,24 @@ def crossover(world: Any, args: Any) -> dict[str, Any]:
     if not same:
         raise SystemExit("crossover and one after the other end in different states")
     return {"equal_to_the_bit": same, "s_per_job_step": {name: spread(times) for name, times in raw.items()},
-            "accounts": summaries, "received_bytes": work.cost.received_bytes}  # fmt: skip
+            "accounts": summaries, "received_bytes": [work.cost.received_bytes for work, _ in jobs]}  # fmt: skip
 
 
-def run(world: Any, work: Work, step: Any, policy: Any, steps: int, jobs: int = 2) -> tuple[Any, list[Any]]:
-    """Jobs of so many steps; the report and the final states."""
+def run(world: Any, jobs: Sequence[tuple[Work, Any]], policy: Any, steps: int) -> tuple[Any, list[Any]]:
+    """Jobs of so many steps, of a work and a step each; the report and the final states."""
     import jax
     import jax.numpy as jnp
 
     import jaxcross
 
-    def loop(job: Any) -> Any:
+    def loop(job: Any, work: Work, step: Any) -> Any:
         params = job.restore(jax.tree.map(jnp.array, work.params), mode="local")  # ranks hold other parts
         for _ in range(steps):
             params, _ = step(params, work.batch)
         return params
 
     with jaxcross.Runner(world, policy) as runner:
-        added = [runner.add(f"job{n}", loop) for n in range(jobs)]
+        added = [runner.add(f"job{n}", loop, work=work, step=step) for n, (work, step) in enumerate(jobs)]
         report = runner.run()
     return report, [job.state for job in added]
 

@@ -44,9 +44,13 @@ def speedup(found: dict[str, Any]) -> float:
 def say(result: dict[str, Any]) -> None:
     """The numbers as lines, and what is derived from them into the result."""
     for ranks, part in result["scaling"].items():
-        machine = part["machine"]
+        machine, fit = part["machine"], part["fit"]
         print(f"{ranks} ranks: alpha {machine['alpha_s'] * 1e3:.2f} ms, {machine['bytes_per_s'] / 1e6:.1f} MB/s, "
-              f"{machine['operations_per_s'] / 1e9:.1f} Gflop/s a rank")  # fmt: skip
+              f"{machine['operations_per_s'] / 1e9:.1f} Gflop/s a rank, off by {fit['relative_rms']:.0%}")  # fmt: skip
+        if fit["found_free"]:
+            print(
+                f"  the fit cannot tell {' and '.join(fit['found_free'])} from the rest: trust its sums, not its parts"
+            )
         for row in part["rows"]:
             row["model_over_measured"] = row["model_s"] / row["s"]["median"]
             print(f"  {row['mesh']:5} batch {row['batch']:3} {row['s']['median']:.3f} s, model {row['model_s']:.3f} "
@@ -55,14 +59,15 @@ def say(result: dict[str, Any]) -> None:
                   f"{row['model_exchange_s']:.3f}; {row['received_bytes'] / 1e6:.1f} MB received, "
                   f"{row['weights_bytes'] / 1e6:.2f} MB of weights, {row['peak_live_bytes'] / 1e6:.1f} MB at most; "
                   f"{row['segments']} segments, {row['executables']} executables")  # fmt: skip
-    found = result["crossover"]
-    found["speedup"], summary = speedup(found), found["accounts"]["one after the other"]
-    jobs = summary["jobs"]
-    found["exchange_share"] = sum(j["exchange_s"] for j in jobs) / sum(j["exchange_s"] + j["compute_s"] for j in jobs)
-    found["overhead"] = {name: overhead(account) for name, account in found["accounts"].items()}
-    print(f"crossover of two jobs: {found['speedup']:.2f} times as fast, {found['exchange_share']:.0%} of a step is "
-          f"exchange; bound / T {found['accounts']['crossover']['efficiency']:.2f}; the host costs "
-          f"{max(found['overhead'].values()):.1%}")  # fmt: skip
+    for part, what in (("crossover", "two 1-D jobs"), ("unlike", "a 1-D and a data-parallel job")):
+        found = result[part]
+        found["speedup"], summary = speedup(found), found["accounts"]["one after the other"]
+        exchange_s, compute_s = (sum(job[key] for job in summary["jobs"]) for key in ("exchange_s", "compute_s"))
+        found["exchange_share"] = exchange_s / (exchange_s + compute_s)
+        found["overhead"] = {name: overhead(account) for name, account in found["accounts"].items()}
+        print(f"crossover of {what}: {found['speedup']:.2f} times as fast, {found['exchange_share']:.0%} of a step is "
+              f"exchange; bound / T {found['accounts']['crossover']['efficiency']:.2f}; the host costs "
+              f"{max(found['overhead'].values()):.1%}")  # fmt: skip
     for row in result["far"]:
         times = f"{row['exchange_s']:6.1f} s of {row['s']:6.1f} s"
         size = f"{row['received_bytes'] / 1e6:7.0f} MB a layer"

@@ -20,6 +20,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.extend import core as _excore
+from jax.interpreters import partial_eval
 
 Var = _excore.Var
 Literal = _excore.Literal
@@ -135,12 +136,7 @@ def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any
 def one_result(jaxpr: Any, n: int) -> Any:
     """The jaxpr, closed or open, with what computes its n-th result alone."""
     inner, _ = open_jaxpr(jaxpr)
-    wanted, eqns = {v for v in inner.outvars[n : n + 1] if not isinstance(v, Literal)}, []
-    for eqn in reversed(inner.eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(v for v in eqn.invars if not isinstance(v, Literal))
-    changed = replace_eqns(inner, eqns[::-1], inner.outvars[n : n + 1])
+    changed, _, *_ = partial_eval.dce_jaxpr(inner, [i == n for i in range(len(inner.outvars))], instantiate=True)
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 

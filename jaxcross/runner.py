@@ -105,7 +105,8 @@ class Runner:
         """Adds a job: `fn(job, **kwargs)` will run in a thread of its own. Returns what `fn` will receive as `job`.
 
         During the run it may be called too, in any thread and on every rank, in any order: the job joins, between two
-        steps of the others, once every rank has added it. Never waits.
+        steps of the others, once every rank has added it. Never waits. A job that joined an earlier run, and has been
+        added before this one, is not added twice: returned is the one that is there.
 
         Raises:
             ValueError: The name is empty or taken.
@@ -117,6 +118,8 @@ class Runner:
         if not callable(fn):
             raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, not `{type(fn).__name__}`")
         with self._lock:
+            if (known := self._added_before(name)) is not None:
+                return known
             self._check_name(name)
             job = JobContext(name, fn, kwargs, listeners=self._listeners, world=self.world)
             if self._used:
@@ -158,12 +161,22 @@ class Runner:
             raise ValueError(f"`{job!r}` is no name for a job: use a text that is not empty")
         text = self._offers.request(offer, job, arguments)
         with self._lock:
+            if self._added_before(job) is not None:
+                return
             self._check_name(job)
             if self._driver is None or not self._driver.submit(text):
                 raise JobError(f"Job `{job}` cannot be submitted: jobs are, while `runner.run()` runs.")
             self._submitted.add(job)
             if self._session is not None:
                 self._session.added(job, text)
+
+    def _added_before(self, name: str) -> JobContext | None:
+        """A job that joined during an earlier run, and that this run has from its beginning: a function that goes on
+        from before the step in which it added that job adds it once more.
+        """
+        if self._session is None or name not in self._session.added_before:
+            return None
+        return next((job for job in self.jobs if job.name == name), None)
 
     def _check_name(self, name: str) -> None:
         if not name.isprintable():
@@ -178,16 +191,15 @@ class Runner:
             self._submitted.discard(name)
             self.add(name, fn, **arguments)
 
-    def _again(self, session: Session) -> list[JobContext]:
-        """Jobs that an earlier run was given by `submit`, and that are not over. Tells of those that it was given
-        otherwise, and that this one lacks.
+    def _take_over(self, session: Session) -> None:
+        """Adds the jobs that an earlier run was given by `submit`, and that have not ended. Tells of those that it was
+        given otherwise, and that this one lacks.
         """
-        jobs = []
         for text in session.again:  # the same on all ranks, whatever it is
             try:
                 name, fn, arguments = self._offers.resolve(text, self.world.rank)
                 self._check_name(name)
-                jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
+                self.jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 _log.warning("A submission of an earlier run cannot be understood, and is left out: %s.", error)
         if session.missing and self.world.rank == 0:
@@ -196,7 +208,6 @@ class Runner:
                 "added now: %s. Add them before `runner.run()`, and they go on where they stood.",
                 ", ".join(f"`{name}`" for name in session.missing),
             )
-        return jobs
 
     def run(self) -> Report:
         """Runs all jobs to their end; waits for it, and for all ranks.
@@ -235,7 +246,7 @@ class Runner:
             self._agree(jobs)
             self._session = self._open(jobs)
             if self._session is not None:
-                self.jobs += self._again(self._session)
+                self._take_over(self._session)
                 jobs = tuple(self.jobs)
             driver = self._driver = Driver(
                 world=self.world, jobs=[(job.name, job.thread) for job in jobs], policy=self.policy, depth=self.depth,

@@ -73,8 +73,13 @@ class Folders:
         }
 
     def mark(self, what: Mark, text: str | None) -> None:
-        """Leaves this rank's mark, or takes it away (None). Waits for the disk."""
+        """Leaves this rank's mark, or takes it away (None); rank 0 takes away those of ranks that are no more. Waits
+        for the disk.
+        """
         file = self.path / f"{what}-{self._rank:04d}"
+        for other in self.path.glob(f"{what}-*") if self._rank == 0 else ():
+            if _number(other) >= self._ranks:
+                other.unlink(missing_ok=True)
         if text is None:
             file.unlink(missing_ok=True)
         else:
@@ -181,7 +186,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _number(part: Path) -> int:
-    digits = part.name.removeprefix("rank-")
+    digits = part.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 

@@ -98,16 +98,20 @@ class Keeper:
         left, paused = (self._folders.marked(what) for what in ("left", "paused"))
         said = [json.loads(text) for text in self._talk.gather(together, "its standing", json.dumps([left, paused]))]
         stopped = any(left == "stopped" for left, _ in said)
+        rests = any(paused for _, paused in said) and not stopped
         if stopped:
             marks = self._folders.path / "left-*"
             self._talk.warn(f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`")
-        elif left:
+        elif rests:
+            self._talk.warn("rests, as in an earlier run, until somebody resumes it")
+        if left and not stopped:
             self._mark("left", None)
-        return stopped, any(paused for _, paused in said)
+        return stopped, rests
 
     def left(self, how: str) -> None:
         """The job is over, and not because the run is. Does not wait; on disk before what is saved later."""
         self._mark("left", how)
+        self._mark("paused", None)
 
     def paused(self, paused: bool) -> None:
         """The job rests, or goes on. Does not wait; on disk before what is saved later."""

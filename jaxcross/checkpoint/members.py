@@ -1,6 +1,6 @@
-"""Which jobs a set of checkpoints has, beside those that the command adds: what joined during a run, or was submitted.
+"""Which jobs a set of checkpoints has: those that a command adds, and what joined during a run.
 
-jobs.json     the set: every job that is not known to be over, and what was submitted; read as data from a stranger
+jobs.json     the set, as data from a stranger: jobs, added, submitted, and what else a person may want to know
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ MAX_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The jobs of a set.
+    """The jobs of a set that are not known to have ended.
 
     Attributes:
-        jobs: Their names.
-        submitted: Of those that rank 0 submitted, the text by which it did.
+        jobs: All their names.
+        added: Of those that joined during a run.
+        submitted: Of those that rank 0 submitted, by name: the text by which it did.
     """
 
     jobs: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
     submitted: Mapping[str, str]
 
 
@@ -38,7 +40,7 @@ def read(file: Path) -> Members:
     if not file.exists():
         return Members(submitted={})
     if not file.is_file() or file.is_symlink() or file.stat().st_size > MAX_BYTES:
-        raise UnusableError(f"`{file}` is no list of jobs")
+        raise UnusableError("is no list of jobs")
     return parse(file.read_bytes())
 
 
@@ -50,10 +52,16 @@ def parse(content: bytes) -> Members:
     """
     try:
         said = json.loads(content)
-        jobs, submitted = said["jobs"], said.get("submitted", {})
-        texts = [*jobs, *submitted, *submitted.values()]
+        jobs, added, submitted = said["jobs"], said.get("added", []), said.get("submitted", {})
+        names, texts = [*jobs, *added, *submitted], submitted.values()
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise UnusableError(f"is no list of jobs ({type(error).__name__})") from None
-    if type(jobs) is not list or not all(type(text) is str for text in texts):
+    if not type(jobs) is type(added) is list or not all(type(text) is str for text in (*names, *texts)):
         raise UnusableError("is no list of jobs")
-    return Members(jobs=tuple(dict.fromkeys(jobs)), submitted=dict(submitted))
+    if not all(name and name.isprintable() for name in names):
+        raise UnusableError("has names that no job can have")
+    return Members(
+        jobs=tuple(dict.fromkeys(names)),
+        added=tuple(dict.fromkeys([*added, *submitted])),
+        submitted=dict(submitted),
+    )

@@ -45,8 +45,10 @@ class Session:
         policy: Whose turn it is, for that list.
 
     Attributes:
-        again: What was submitted in an earlier run and is not over, as texts: to be submitted again.
-        missing: Names of jobs of an earlier run that are not over, and of which this one has no function.
+        again: What was submitted in an earlier run and has not ended, as texts: to be submitted again.
+        added_before: Jobs that joined during an earlier run and have not ended: who repeats the step in which one was
+            added adds it once more.
+        missing: Jobs of an earlier run that are not over, and of which this one has no function.
 
     Raises:
         JobError: On every rank: the folder cannot be made or written on one of them.
@@ -56,43 +58,49 @@ class Session:
         self._settings, self._world = settings, world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
-        self._lock = threading.Lock()
-        self._jobs: list[str] = list(jobs)  # rank 0 keeps the list
-        self._submitted: dict[str, str] = {}
-        trouble, left = "", Members(submitted={})
+        self._lock = threading.Lock()  # of what follows, which rank 0 alone keeps up to date
+        self._jobs, self._added, self._submitted = list(jobs), [], {}
+        said: dict[str, Any] = {"trouble": ""}
         try:
             settings.path.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
-                left = self._left_from_before()
-                self._jobs += left.jobs
-                self._submitted = dict(left.submitted)
+                said |= self._take_over()
                 self._write_set()
-        except OSError as error:
-            trouble = str(error)
-        said = {"trouble": trouble, "jobs": left.jobs, "submitted": left.submitted}
+        except Exception as error:
+            said["trouble"] = f"{type(error).__name__}: {error}"
         heard = [json.loads(text) for text in world.control.allgather_text(json.dumps(said))]
         for rank, each in enumerate(heard):
             if each["trouble"]:
                 raise JobError(f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: {each['trouble']}.")
-        self.again: list[str] = list(heard[0]["submitted"].values())
-        self.missing = [name for name in heard[0]["jobs"] if name not in heard[0]["submitted"]]
+        self.again: list[str] = heard[0]["again"]
+        self.added_before: frozenset[str] = frozenset(heard[0]["added"])
+        self.missing: list[str] = heard[0]["missing"]
         self._writer = Writer()
 
-    def _left_from_before(self) -> Members:
-        """What earlier runs had, and did not end, and this one lacks."""
+    def _take_over(self) -> dict[str, list[str]]:
+        """What earlier runs had, and did not end, is still part of the set."""
         file = self._settings.path / SET_FILE
         try:
             before = read(file)
         except UnusableError as error:
             _log.warning("`%s` %s: jobs that joined during an earlier run are not known.", file, error)
-            return Members(submitted={})
-        jobs = [name for name in before.jobs if name not in self._jobs and not self._folders(name).marked("left")]
-        return Members(jobs=tuple(jobs), submitted={n: text for n, text in before.submitted.items() if n in jobs})
+            before = Members(submitted={})
+        left = {name: self._folders(name).marked("left") for name in before.jobs}
+        going = [name for name in before.jobs if left[name] != "ended"]
+        lacking = [name for name in going if name not in self._jobs]
+        self._submitted = {name: text for name, text in before.submitted.items() if name in lacking}
+        self._added = [name for name in before.added if name in going]
+        self._jobs += lacking
+        return {
+            "again": list(self._submitted.values()),
+            "added": self._added,
+            "missing": [name for name in lacking if name not in self._submitted and left[name] != "stopped"],
+        }
 
     def _write_set(self) -> None:
         with self._lock:
-            about = {**self._about, "jobs": self._jobs, "submitted": self._submitted}
-            text = json.dumps(about, indent=1)
+            members = {"jobs": self._jobs, "added": self._added, "submitted": self._submitted}
+            text = json.dumps({**self._about, **members}, indent=1)
         write_text(self._settings.path / SET_FILE, text)
 
     def _note_members(self) -> None:
@@ -105,10 +113,11 @@ class Session:
         """A job was added during the run; by which text, if it was submitted. Does not wait: this is on disk before any
         checkpoint that begins later.
         """
+        if self._world.rank != 0:
+            return
         with self._lock:
-            if self._world.rank != 0 or job in self._jobs:
-                return
-            self._jobs.append(job)
+            self._jobs += [job] if job not in self._jobs else []
+            self._added += [job] if job not in self._added else []
             if submission is not None:
                 self._submitted[job] = submission
         self._writer.submit(self._note_members)

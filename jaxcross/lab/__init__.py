@@ -35,10 +35,11 @@ class Lab:
         hosts: How many.
         rate: Of each host's link in each direction, as `tc` spells it (`500mbit`); None leaves it unshaped.
         latency: Added to each packet that a host sends (`1ms`); needs a kernel with netem. None adds nothing.
+        burst_kb: Kilobytes that a link which has rested passes at full speed.
 
     Raises:
         OSError: (on enter) This machine does not allow it; says which step failed.
-        ValueError: A rate, latency or number of hosts that cannot be meant.
+        ValueError: A rate, latency, burst or number of hosts that cannot be meant.
 
     Example:
         >>> with Lab(rate="500mbit") as lab:  # doctest: +SKIP
@@ -46,15 +47,20 @@ class Lab:
         ...     print(lab.bytes_crossed())
     """
 
-    def __init__(self, hosts: int = 2, rate: str | None = "500mbit", latency: str | None = None) -> None:
+    def __init__(
+        self, hosts: int = 2, rate: str | None = "500mbit", latency: str | None = None, *, burst_kb: int = 256
+    ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"a lab has 1 to 200 hosts, not `{hosts}`.")
         if rate is not None:
             _check_rate(rate)
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
             raise ValueError(f"`{latency}` is no latency: write 200us, 1ms, ... as tc does.")
+        if burst_kb < 64:
+            raise ValueError(f"a link passes 64 kB at once, the kernel's largest packet, or more, not {burst_kb}.")
         self.hosts = hosts
         self.rate = rate
+        self.burst_kb = burst_kb
         self.latency = latency
         self._holder: subprocess.Popen[str] | None = None
         self._facts: dict[str, Any] = {}
@@ -65,7 +71,7 @@ class Lab:
                 raise OSError(f"no lab on this machine: the command `{tool}` is missing. Install {package}.")
         if not sys.platform.startswith("linux"):
             raise OSError(f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`.")
-        wish = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency}
+        wish = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency, "burst_kb": self.burst_kb}
         # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is for the command only
         self._holder = subprocess.Popen(
             [sys.executable, "-I", str(HOLDER), json.dumps(wish)],
@@ -176,7 +182,7 @@ class Lab:
             raise ValueError(f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at first.")
         for host in range(self.hosts):
             tc = ["tc", "qdisc", "change", "dev"]
-            new = ["root", "handle", "1:", *shape(rate)]
+            new = ["root", "handle", "1:", *shape(rate, self.burst_kb)]
             for line in (self.wrap([*tc, f"to-h{host}", *new]), self.wrap_host(host, [*tc, "eth0", *new])):
                 done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=START_S)
                 if done.returncode != 0:
@@ -247,9 +253,9 @@ class Lab:
         return sum(int(values.split()[0]) for values in ports)
 
 
-def shape(rate: str) -> tuple[str, ...]:
+def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
     """The arguments of `tc` for a link of this rate; the holder, which can import nothing, spells them alike."""
-    return ("tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+    return ("tbf", "rate", rate, "burst", f"{burst_kb}kb", "latency", "100ms")
 
 
 def _check_rate(rate: str) -> None:

@@ -180,7 +180,8 @@ def _connect(name: str, pid: int, address: str, wish: dict[str, Any]) -> None:
     _do(*inside, "ip", "link", "set", "lo", "up")
     _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _do(*inside, "ip", "link", "set", "eth0", "up")
-    shape = ("tbf", "rate", wish["rate"], "burst", "256kb", "latency", "100ms") if wish["rate"] else ()
+    burst = f"{wish['burst_kb']}kb"
+    shape = ("tbf", "rate", wish["rate"], "burst", burst, "latency", "100ms") if wish["rate"] else ()
     if shape:
         _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
         _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)

@@ -189,8 +189,7 @@ class Driver:
             case m.JobFinished(job, how, step, texts, asked):
                 seat = self.seats[job]
                 seat.how = how
-                if how != "stopped" or asked:
-                    seat.tell_left(how)
+                seat.tell_left(how, asked)
                 if texts:
                     seat.error = explain(seat.name, step, texts)
                     seat.error.__cause__ = seat.cause

@@ -263,7 +263,7 @@ class Interleaver:
     def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.agreed.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        self._out.append(m.JobFinished(job, how, shared.step, texts, asked=how == "stopped" and shared.stop))
+        self._out.append(m.JobFinished(job, how, shared.step, texts, asked=shared.stop))
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]

@@ -24,6 +24,7 @@ from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.kept import Kept, own_copy
 from jaxcross.runtime.meeting import meet
+from jaxcross.runtime.messages import Leaving
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.place import START
@@ -186,22 +187,24 @@ class JobContext:
                 self.step = self._resumption.first_step
                 self._running().resumed(self._number, self.step)
                 self.state = found
-            self._stand(*self._resumption.standing(self.together))
-            if found is not None:
-                return found
+                return self._stand(self._resumption)
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
         self.state = own_copy(state)
-        return self.state
+        return self.state if self._resumption is None else self._stand(self._resumption)
 
-    def _stand(self, stopped: bool, paused: bool) -> None:
-        """What earlier runs left of the job's membership holds from its first step on."""
+    def _stand(self, resumption: Resumption) -> Any:
+        """The state, unless an earlier run has stopped the job for good. If it rested there, it rests before its first
+        step.
+        """
+        stopped, paused = resumption.standing(self.together)
         if stopped:
             self.stop()
             while True:  # until the vote says so
                 self.together("it was stopped", lambda _: None)
-        if paused:
+        if paused and self._world.rank == 0:  # a second wish would come after somebody's `resume`, perhaps
             self.pause()
+        return self.state
 
     def save(self, state: Any) -> None:
         """Keeps `state` as the job's. If the job ends early, a later committed step's replaces it.
@@ -400,7 +403,13 @@ class JobContext:
         seat.abandon = self.abandon
         if resumption is not None:
             # Before any job saves what it did with this knowledge.
-            seat.tell_left, seat.tell_paused = resumption.left, resumption.paused
+            seat.tell_left, seat.tell_paused = self._tell_left, resumption.paused
+
+    def _tell_left(self, how: Leaving, asked: bool) -> None:
+        # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
+        how = "stopped" if self._unwound and how == "ended" else how
+        if self._resumption is not None and (how != "stopped" or asked):
+            self._resumption.left(how)
 
     def thread(self) -> threading.Thread:
         """A new thread that will run the job."""

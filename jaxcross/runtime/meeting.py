@@ -16,7 +16,7 @@ from jaxcross.errors import JobError
 from jaxcross.runtime.explain import describe
 from jaxcross.world.control import Control
 
-_FAILED, _TALKS, _DONE = range(3)
+_FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # the last one and above: how many values
 
 
 def meet(work: Callable[[Any], Any], control: Control) -> Any:
@@ -45,11 +45,14 @@ class _Meeting:
         self.rank, self.size = control.rank, control.size
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
-        self.compare(_TALKS)
+        values = np.ascontiguousarray(values, dtype=np.int64)  # what can fail comes before the others are told
+        self.compare(_REDUCES + values.size)
         return self._control.allreduce_min(values)
 
     def allgather_text(self, text: str) -> list[str]:
-        self.compare(_TALKS)
+        if not isinstance(text, str):
+            raise TypeError(f"`allgather_text` takes a text, not `{type(text).__name__}`")
+        self.compare(_GATHERS)
         return self._control.allgather_text(text)
 
     def fail(self, error: Exception) -> None:
@@ -71,9 +74,9 @@ class _Meeting:
                 which = "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(told) if text)
                 self._broken = JobError(f"Ranks did something together, in which {which}")
             elif low != -high:
-                says = "talks" if mine == _TALKS else "is done"
+                does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(mine, f"reduces {mine - _REDUCES} values")
                 self._broken = JobError(
-                    f"Ranks did something together, but not all of them talk equally often: rank {self.rank} {says}."
+                    f"Ranks did something together, but not all of them talk alike: rank {self.rank} {does}."
                 )
         if self._broken is not None:
             raise self._broken

@@ -346,7 +346,7 @@ class Raised(Instruction):
 @dataclass(frozen=True, slots=True)
 class JobFinished(Instruction):
     """The job is over on every rank, after so many committed steps. `texts` by rank if it failed or was ejected.
-    `asked` if it was stopped by itself, and not with the whole run.
+    `asked` if somebody wanted this job to stop, and not only the whole run.
     """
 
     job: int

@@ -89,7 +89,7 @@ class Seat:
         sole: Whether it was the run's only job ever, when the ranks last did something together in it.
         skipped: Committed steps that kept their state.
         refusals: How often its function was told that the job is over.
-        tell_left: Hears how the job left, unless because the whole run ends; must not wait.
+        tell_left: Hears how the job left, and whether somebody asked it alone to stop; must not wait.
         tell_paused: Hears whether it rests; must not wait.
         abandon: Sees to it that the others need not wait for the function, and never returns.
     """
@@ -111,7 +111,7 @@ class Seat:
         self.left = threading.Event()
         self.paused = self.sole = False
         self.skipped = self.refusals = 0
-        self.tell_left: Callable[[m.Leaving], None] = _nobody
+        self.tell_left: Callable[[m.Leaving, bool], None] = _nobody
         self.tell_paused: Callable[[bool], None] = _nobody
         self.abandon: Callable[[], None] = _nobody
 

@@ -60,7 +60,7 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     parts = []
     for n, spec in enumerate(treedef.flatten_up_to(specs)):
         (leaf,) = jaxpr_as_fun(one_result(traced, n))(key)
-        parts.append(mesh.part(leaf, tuple(spec), rank))
+        parts.append(jnp.array(mesh.part(leaf, tuple(spec), rank)))
     return treedef.unflatten(parts)
 
 

@@ -35,6 +35,13 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
     return lambda *args: region.bind(lowered, *args)
 
 
+def group_of(exchange: Exchange, mesh: Mesh) -> tuple[tuple[str, ...], Any]:
+    """The axes and groups over whose ranks an exchange goes, in the order in which it counts them."""
+    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
+    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
+    return axes, dict(exchange.params).get("groups")
+
+
 def _retrace(jaxpr: Any, mesh: Mesh, connect: Connect) -> Any:
     """The closed jaxpr with mpi4jax equations in place of exchanges."""
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
@@ -87,7 +94,7 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     exchange = together.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
     values = [jnp.asarray(value) for value in values]
-    if connect(exchange.axes, dict(exchange.params).get("groups")).size == 1:
+    if connect(*group_of(exchange, mesh)).size == 1:
         return values
     # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
     # that its segments give.
@@ -97,12 +104,9 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
 
 
 def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
-    params = dict(exchange.params)
+    params = {name: value for name, value in exchange.params if name != "groups"}
     positions = params.pop("positions", ())
-    groups = params.pop("groups", None)
-    # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
-    axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
-    channel = connect(axes, groups)
+    channel = connect(*group_of(exchange, mesh))
     if exchange.op in REDUCTIONS:
         x = collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
     return getattr(collectives, exchange.op)(jnp.asarray(x), channel, **params)

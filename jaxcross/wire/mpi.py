@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from jaxcross.program.segments import Exchange
-from jaxcross.wire.lower import lower
+from jaxcross.wire.lower import group_of, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.recognise import recognise
 from jaxcross.world.core import World
@@ -55,7 +55,7 @@ class MpiWire:
         """
         mesh = self._world.mesh(axes)
         for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring theirs along
-            self._world.communicator(mesh, exchange.axes, dict(exchange.params).get("groups"), lane=self._lane)
+            self._world.communicator(mesh, *group_of(exchange, mesh), lane=self._lane)
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """This rank's index along each axis. Pure."""

@@ -38,7 +38,20 @@ def broadcast(state: Any, comm: Any) -> Any:
     """
     _compare(_told(_form, state, comm), hint="Only values can be broadcast: make the trees alike first.")
     _check_arrays(state)
-    return jax.tree.map(lambda leaf: _broadcast_leaf(leaf, comm), state)
+    failures: list[Exception] = []
+
+    def received(leaf: Any) -> Any:
+        values = _broadcast_leaf(leaf, comm)
+        try:
+            return _placed(values, leaf)
+        except Exception as error:  # of the device's memory perhaps; the others send the next leaf all the same
+            failures.append(error)
+            return leaf
+
+    state = jax.tree.map(received, state)
+    if failures:
+        raise failures[0]
+    return state
 
 
 def _told(what: Callable[[Any], str], state: Any, comm: Any) -> list[list[tuple[str, str]]]:
@@ -117,12 +130,17 @@ def _digest(leaf: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
 
-def _broadcast_leaf(leaf: Any, comm: Any) -> Any:
+def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
     array = _host(leaf)
     content = np.frombuffer(array.tobytes(), np.uint8).copy()
     for start in range(0, content.size, _CHUNK_BYTES):
         comm.Bcast(content[start : start + _CHUNK_BYTES], root=0)
-    received = content.view(array.dtype).reshape(array.shape)
+    return content.view(array.dtype).reshape(array.shape)
+
+
+def _placed(values: np.ndarray, leaf: Any) -> Any:
+    """What rank 0 sent, as what this rank's leaf is."""
+    received: Any = values
     if _is_key(leaf):
         received = jax.random.wrap_key_data(jnp.asarray(received), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):

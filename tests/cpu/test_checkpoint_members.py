@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxcross.checkpoint import Checkpoints
+from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.members import Members, parse, read
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.runner import Runner
@@ -93,6 +94,26 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
     assert sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
 
 
+@pytest.mark.parametrize("by", ["submit", "add"])
+def test_a_step_that_adds_a_job_may_be_made_again(by, tmp_path):
+    """Killed after the job was added, and before the adding one saved that step."""
+    whole = train(tmp_path / "whole", killed=tmp_path / "killed", by=by)
+    for folder in (tmp_path / "killed" / "first").glob("0*"):
+        shutil.rmtree(folder)
+    again = train(tmp_path / "killed", by=by, added=["later"] if by == "add" else [])
+    for (want, _), (got, _) in zip(whole, again, strict=True):
+        assert got["later"][:2] == got["first"][:2] == ("ended", STEPS)
+        same(got["later"][2], want["later"][2])
+
+
+def test_marks_of_ranks_that_are_no_more_are_forgotten(tmp_path):
+    four, two = (Folders(tmp_path, rank=rank, ranks=ranks) for rank, ranks in ((3, 4), (0, 2)))
+    four.mark("paused", "paused")
+    assert four.marked("paused") == "paused" and two.marked("paused") == ""
+    two.mark("paused", None)
+    assert four.marked("paused") == ""
+
+
 def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
     train(tmp_path / "whole", killed=tmp_path / "killed", by="add")
     caplog.clear()
@@ -130,6 +151,8 @@ def test_a_submission_that_means_nothing_any_more_is_left_out(tmp_path, caplog):
 @example(b'{"jobs": ["a", "a"], "submitted": {"a": "text"}}')
 @example(b'{"jobs": "ab", "submitted": {}}')
 @example(b"[" * 100_000)
+@example(b'{"jobs": ["\\ud800"]}')
+@example(b'{"jobs": [""], "added": {}}')
 def test_any_text_is_a_set_or_refused(content):
     try:
         found = parse(content)
@@ -137,13 +160,14 @@ def test_any_text_is_a_set_or_refused(content):
         return
     texts = (*found.jobs, *found.submitted, *found.submitted.values())
     assert all(type(text) is str for text in texts) and len(set(found.jobs)) == len(found.jobs)
+    assert all(folder_name(name).encode() for name in found.jobs) and set(found.added) <= set(found.jobs)
 
 
 def test_a_set_that_is_no_file_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "jobs.json"
     assert read(file) == Members(submitted={})
-    file.write_text('{"jobs": ["a"]}')
-    assert read(file) == Members(jobs=("a",), submitted={})
+    file.write_text('{"jobs": ["a"], "added": ["b"]}')
+    assert read(file) == Members(jobs=("a", "b"), added=("b",), submitted={})
     monkeypatch.setattr("jaxcross.checkpoint.members.MAX_BYTES", 5)
     with pytest.raises(UnusableError):
         read(file)

@@ -67,7 +67,18 @@ def test_failures_of_all_ranks_are_their_own():
 
 def test_ranks_that_talk_unequally_often_are_told_so():
     first, second = told(2, lambda control, rank: talks(control, 1 + rank))
-    assert "rank 0 is done" in first and "rank 1 talks" in second
+    assert "rank 0 is done" in first and "rank 1 gathers texts" in second
+
+
+def test_ranks_that_talk_otherwise_are_told_so():
+    first, second = told(2, lambda control, rank: control.allreduce_min(np.zeros(1 + rank)))
+    assert "rank 0 reduces 1 values" in first and "rank 1 reduces 2 values" in second
+
+
+@pytest.mark.parametrize("says", [lambda c: c.allreduce_min(np.array("x")), lambda c: c.allgather_text(3)])
+def test_what_cannot_be_said_is_a_failure(says):
+    first, second = told(2, lambda control, rank: says(control) if rank else talks(control, 2))
+    assert "rank 1 failed: " in first and second.split(":")[0] in ("ValueError", "TypeError")
 
 
 def test_work_that_catches_what_it_is_told_cannot_go_on():

@@ -142,9 +142,10 @@ def test_initialising_inside_a_step_gives_the_cut_serial_parameters(name: str) -
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("remat", [False, True])
+def test_initialising_never_holds_the_serial_model(monkeypatch: pytest.MonkeyPatch, remat: bool) -> None:
     mesh, held, part = Mesh(tensor=4), [], Mesh.part
-    model = transformer(mesh, layers=4)
+    model = transformer(mesh, layers=4, remat=remat)
     example = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     serial = jax.eval_shape(lambda: tensor.init(model.clone(mesh=Mesh()), jax.random.key(0), example))
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(serial)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tensor_case import BATCH, HEADS, LENGTH, Training, batch, close
+from tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
 
 import jaxcross
 from jaxcross import tensor
@@ -107,6 +107,18 @@ for name, mesh in MESHES.items():
         runner.run()
     for job in jobs:
         same_bits(job.state, alone, f"{name}, job {job.name}")
+
+name = "[2,2,1]" if world.size == 4 else "[2,2,2]"
+half = Training(MESHES[name], dtype=jnp.bfloat16, **OPTIONS)
+call = jaxcross.crossover(half.loss_and_gradients, axes=half.mesh.axes)
+loss, grads = call(half.params(rank), half.mesh.local_batch(batch(0), rank))
+told = on_ranks(half.loss_and_gradients, half.mesh, lambda r: (half.params(r), half.mesh.local_batch(batch(0), r)))
+want_loss, want_grads = told[rank]  # sums of 16 bits are rounded in other places
+np.testing.assert_allclose(loss, want_loss, rtol=1e-3)
+for (path, got), expected in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    off = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    assert off <= 2e-2, f"bfloat16, {jax.tree_util.keystr(path)}: {off}"
 
 if world.size == 4:
     unlike = {name: every[name] for name in ("1-D on 4", "[2,2,1]")}
