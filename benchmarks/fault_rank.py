@@ -1,6 +1,7 @@
-"""What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER`. The last rank comes to harm once, in job `b`.
+"""What faults.py runs on each rank: `fault_rank.py FAULT POINT FOLDER SILENCE_S WATCHDOG_S`.
 
-Two jobs in crossover, with a checkpoint in FOLDER after every step. With the fault `none` they go on from there.
+The last rank comes to harm once, in job `b`. Two jobs in crossover, with a checkpoint in FOLDER after every step; where
+the runner is to save what a stop or a failure leaves, jobs save nothing. With the fault `none` they go on from there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from typing import Any
 import jaxcross
 
 STEPS, AT_STEP = 8, 3
-SILENCE_S = 3.0
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-WORLD = jaxcross.initialize(watchdog_s=40, silence_s=SILENCE_S)
+SAID = {"agreement": "restore or the like"}.get(POINT, POINT)  # what the recorder calls it
+RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
+WORLD = jaxcross.initialize(silence_s=float(sys.argv[4]), watchdog_s=float(sys.argv[5]))
 VICTIM = WORLD.size - 1
 
 import jax  # noqa: E402
@@ -48,6 +51,9 @@ def hurt() -> None:
             ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
         case "exit":
             os._exit(3)
+        case "link":
+            while not (FOLDER / "cut").exists():  # whoever started this takes the link down
+                threading.Event().wait(0.02)
         case name:
             os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
 
@@ -56,26 +62,34 @@ class Injector:
     """Waits in the victim's flight recorder for the point to come."""
 
     def __init__(self) -> None:
-        self.done = self.armed = self.near = False
+        self.lock, self.done, self.near = threading.Lock(), False, False
+        self.armed: tuple[int, int] | None = None  # the thread and the segment where an error is to be raised
         self.begin, self.run = WORLD.flight.begin, Execution.run
         WORLD.flight.begin = self.watch  # type: ignore[method-assign]
         Execution.run = lambda execution, index: self.run_segment(execution, index)  # type: ignore[method-assign]
 
     def watch(self, activity: Any) -> int:
         token = self.begin(activity)
-        self.near |= activity.job == "b" and activity.step == AT_STEP
-        here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
-        if activity.what == POINT and not self.done and (here or (POINT == "vote" and self.near)):
-            self.done = True
+        if self.comes(activity):
             if FAULT in ("raise", "memory") and POINT in ("compute", "exchange"):
-                self.armed = True  # a segment fails where it runs
+                self.armed = threading.get_ident(), activity.segment  # a segment fails where it runs
             else:
                 hurt()
         return token
 
+    def comes(self, activity: Any) -> bool:
+        """Whether the point is this one. Once: several threads ask."""
+        with self.lock:
+            self.near |= activity.job == "b" and activity.step == AT_STEP
+            here = activity.job == "b" and (activity.step == AT_STEP or POINT == "compile")
+            here |= self.near and (POINT == "vote" or (POINT == "agreement" and activity.job == "b"))
+            now = not self.done and here and activity.what == SAID
+            self.done |= now
+        return now
+
     def run_segment(self, execution: Execution, index: int) -> None:
-        if self.armed:
-            self.armed = False
+        if self.armed == (threading.get_ident(), index):
+            self.armed = None
             hurt()
         self.run(execution, index)
 
@@ -89,11 +103,15 @@ def make_step(scale: float) -> Any:
 
 def train(job: Any, scale: float) -> Any:
     step, w = make_step(scale), job.restore(jnp.zeros(()))
-    if job.step:
-        print(f"rank {WORLD.rank} resumes job {job.name} after step {job.step}", flush=True)
+    print(f"rank {WORLD.rank} begins job {job.name} after step {job.step}", flush=True)
     for x in job.batches(np.full(4, n + 1, np.float32) for n in range(STEPS)):
         w = step(w, x)
-        job.save(w)
+        if not RUNNER_SAVES or (POINT == "checkpoint" and job.step == AT_STEP):
+            job.save(w)
+        if FAULT == "term" and job.step == STEPS - 2:
+            while not (FOLDER / "hurt").exists():  # a disk may be late
+                time.sleep(0.02)
+            time.sleep(3)  # all ranks have heard of it before the job is through
     return w
 
 
@@ -110,5 +128,6 @@ except jaxcross.JobError as error:
     steps = {job.name: job.step for job in runner.jobs}
     print(f"rank {WORLD.rank} goes on: {steps}: {str(error).splitlines()[0]}", flush=True)
 except SystemExit:
-    print(f"rank {WORLD.rank} leaves: {[job.step for job in runner.jobs]}", flush=True)
+    steps = {job.name: job.step for job in runner.jobs}
+    print(f"rank {WORLD.rank} leaves: {steps}", flush=True)
     raise

@@ -49,17 +49,38 @@ def test_the_check_finds_what_is_wrong():
     """The table's own check, which must be able to fail."""
     kill, stops = (faults.Case(fault=fault, point="exchange", ranks=2) for fault in ("kill", "term"))
     leaves = faults.Case(fault="raise", point="compute", ranks=2)
-    good = "jaxcross: rank 0 ends all ranks while in job 'b', step 3, segment 1 (exchange), because rank 1 is gone"
-    said = "Rank 1 ended first, in job 'b', step 3, segment 1 (exchange)."
+    place = "job 'b', step 3, segment 1 (exchange)"
+    good = f"jaxcross: rank 0 ends all ranks while in {place}, because rank 1 is gone"
+    waited = f". Rank 0 waited in {place}."
+    said = f"Rank 1 ended first, in {place}{waited}"
     assert list(faults.check(kill, 1, good, said)) == []
     assert len(list(faults.check(kill, 0, "", ""))) == 3
-    assert len(list(faults.check(kill, 1, good.replace("step 3", "some step"), said))) == 1
+    for named, other in (("job 'b'", "job 'a'"), ("step 3", "step 2"), (", segment 1", ""), (" (exchange)", "")):
+        assert len(list(faults.check(kill, 1, good.replace(named, other), said))) == 1
+        assert len(list(faults.check(kill, 1, good, said.replace(named, other)))) == 1
+    assert len(list(faults.check(kill, 1, good.replace("rank 1", "rank 0"), said))) == 1
+    assert len(list(faults.check(kill, 1, good, f"Rank 1 ended first, in vote{waited}"))) == 1
+    assert len(list(faults.check(kill, 1, good, said.replace("Rank 1", "Rank 0")))) == 1
     assert len(list(faults.check(leaves, 1, "", ""))) == 3
-    assert len(list(faults.check(stops, 143, "rank 0 leaves: [3]\nrank 1 leaves: [4]", ""))) == 1
-    end = "rank {0} resumes job b after step 3\nrank {0} ends: {{'a': (8, 36.0), 'b': (8, {1})}}\n"
-    assert list(faults.check_restart(kill, 0, end.format(0, 72.0) + end.format(1, 72.0))) == []
-    assert len(list(faults.check_restart(kill, 0, end.format(0, 72.0) + end.format(1, 71.0)))) == 1
-    assert len(list(faults.check_restart(kill, 1, ""))) == 4
+    stood = "rank 0 leaves: {'a': 3, 'b': 3}\nrank 1 leaves: {'a': 3, 'b': 3}"
+    assert list(faults.check(stops, 143, stood, "")) == []
+    assert len(list(faults.check(stops, 143, stood.replace("'b': 3}\n", "'b': 4}\n"), ""))) == 1
+    assert len(list(faults.check(stops, 143, stood.replace("3", "8"), ""))) == 1
+    left = faults.steps_left(stood)
+    assert left == {"a": 3, "b": 3} and faults.steps_left(good) == {}
+    begin = "".join(f"rank {rank} begins job {job} after step 3\n" for rank in (0, 1) for job in "ab")
+    end = begin + "".join(f"rank {rank} ends: {{'a': (8, 36.0), 'b': (8, 72.0)}}\n" for rank in (0, 1))
+    assert list(faults.check_restart(kill, 0, end, {})) == list(faults.check_restart(stops, 0, end, left)) == []
+    assert len(list(faults.check_restart(kill, 0, end.replace("72.0", "71.0", 1), {}))) == 1
+    assert len(list(faults.check_restart(kill, 1, "", {}))) == 4
+    assert len(list(faults.check_restart(stops, 0, end.replace("after step 3", "after step 2", 1), left))) == 1
+
+
+def test_a_limit_tells_a_promise_from_the_watchdog():
+    """A loaded machine may be late, but whoever waits for the watchdog is later."""
+    for case in faults.table(2):
+        if case.outcome == "ends":
+            assert faults.PROMISED_S[case.fault] < case.limit_s < faults.WATCHDOG_S
 
 
 def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
