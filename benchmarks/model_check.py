@@ -117,8 +117,27 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
         yield f"2 ranks, 1 job, infinite values on one: {what}", infinite, {end}
     raises = one_bad(2, (step(SHORT), Fail("x")), (step(SHORT),) * 2, (step(SHORT),))
     yield "2 ranks, 2 jobs, one raises", raises, {"failed, ended"}
+    yield from on_three_ranks(wished)
     yield "2 ranks, 3 jobs in sequence", alike(2, *[(step(SHORT),)] * 3, policy=Sequential()), {"ended, ended, ended"}
     yield "1 rank, 3 jobs", alike(1, *[(step(SHORT),)] * 3), {"ended, ended, ended"}
+
+
+def on_three_ranks(wished: list[tuple[m.JobWished]]) -> Iterator[tuple[str, Case, Expected]]:
+    """Faults and wishes of one rank that two others hear of. `wished`: to stop, to rest, to go on."""
+    good, stop, rest = (step(PLAIN),), wished[0], (*wished[1], *wished[2])
+    for segment in (0, 2):
+        for how in ("dispatch", "complete"):
+            bad = (step(PLAIN, **{f"s{segment}": how}),)
+            yield f"3 ranks, 1 job, segment {segment} fails, {how}", one_bad(3, bad, good), {"failed"}
+    yield "3 ranks, 1 job, its loop raises", one_bad(3, (step(PLAIN), Fail("x")), good * 2), {"failed"}
+    yield "3 ranks, 1 job, one rank ends early", one_bad(3, good, good * 2), {"failed"}
+    for what, end in (("skip", "ended"), ("eject", "ejected"), ("raise", "failed")):
+        infinite = one_bad(3, (step(PLAIN, s1=what),), good)
+        yield f"3 ranks, 1 job, infinite values on one: {what}", infinite, {end}
+    yield "3 ranks, 1 job, a wish to stop", alike(3, (step(SHORT),) * 2, outside=(stop, (), ())), {"ended", "stopped"}
+    yield "3 ranks, 1 job, a rest", alike(3, (step(SHORT),), outside=(rest, (), ())), {"ended"}
+    raises = one_bad(3, (step(SHORT), Fail("x")), (step(SHORT),) * 2, (step(SHORT),))
+    yield "3 ranks, 2 jobs, one raises", raises, {"failed, ended"}
 
 
 def main() -> int:

@@ -102,8 +102,27 @@ def test_in_every_order_a_fault_of_one_rank_ends_the_job_on_all(bad, good, steps
     assert ends(unlike(bad, good)) == {((n, "failed"),) for n in steps}
 
 
-def test_in_every_order_the_other_job_does_not_notice():
-    found = ends(Case(scripts=(((Fail("boom"),), (step(SHORT),)), ((), (step(SHORT),)))))
+@pytest.mark.parametrize(
+    ("bad", "good", "end"),
+    [
+        ((step(PLAIN, s0="dispatch"),), (step(PLAIN),), (0, "failed")),
+        ((step(PLAIN, s0="complete"),), (step(PLAIN),), (0, "failed")),
+        ((step(PLAIN, s2="dispatch"),), (step(PLAIN),), (1, "failed")),
+        ((step(PLAIN, s2="complete"),), (step(PLAIN),), (1, "failed")),
+        ((step(PLAIN), Fail("boom")), (step(PLAIN), step(PLAIN)), (1, "failed")),
+        ((step(PLAIN),), (step(PLAIN), step(PLAIN)), (1, "failed")),
+        ((step(PLAIN, s1="skip"),), (step(PLAIN),), (1, "ended")),
+        ((step(PLAIN, s1="eject"),), (step(PLAIN),), (0, "ejected")),
+    ],
+)
+def test_in_every_order_two_other_ranks_hear_of_a_fault_of_one(bad, good, end):
+    assert ends(unlike(bad, good, good)) == {(end,)}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=EXHAUSTIVE)])
+def test_in_every_order_the_other_job_does_not_notice(ranks):
+    others = [((), (step(SHORT),))] * (ranks - 1)
+    found = ends(Case(scripts=(((Fail("boom"),), (step(SHORT),)), *others)))
     assert found == {((0, "failed"), (1, "ended"))}
 
 
@@ -122,6 +141,8 @@ def wish(what):
         # Somebody wants the job to stop, or to rest for a while, at any moment.
         (alike(2, (step(SHORT),) * 2, outside=((wish(Wish.STOP),), ())), {"0 stopped", "1 stopped", "2 ended"}),
         (alike(1, (step(SHORT),), outside=((wish(Wish.PAUSE), wish(Wish.RESUME)),)), {"1 ended"}),
+        (alike(3, (step(SHORT),) * 2, outside=((wish(Wish.STOP),), (), ())), {"0 stopped", "1 stopped", "2 ended"}),
+        (alike(3, (step(SHORT),), outside=((wish(Wish.PAUSE), wish(Wish.RESUME)), (), ())), {"1 ended"}),
         # Added in a job: in time always. Added by somebody else: perhaps when all is over.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(alike(1, (Add("new", (step(SHORT),)), step(SHORT))), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
