@@ -1,0 +1,74 @@
+"""`jaxcross` runs nothing that stands in a file: no pickle and its likes, no `eval`, arrays without objects.
+
+What ranks tell each other is another thing: mpi4py pickles it, between processes of one program and one user.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "jaxcross"
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+METHODS = {"yaml": {"load", "load_all", "full_load", "unsafe_load", "unsafe_load_all"}, "torch": {"load"}}
+WRITES_ONLY = {"runtime/model_state.py": {"marshal"}}  # bytes to hash; nothing reads them back
+
+
+def found_in(source):
+    """What a module has that would run, or make objects of, what it reads."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names if alias.name.split(".")[0] in UNPICKLERS)
+            case ast.ImportFrom(module=str(module), names=names):
+                if module.split(".")[0] in UNPICKLERS:
+                    yield module
+                yield from (f"{module}.{a.name}" for a in names if a.name in METHODS.get(module, ()))
+                yield from (a.name for a in names if module == "builtins" and a.name in BUILTINS)
+            case ast.Name(id=name, ctx=ast.Load()) if name in BUILTINS:
+                yield name
+            case ast.Attribute(value=ast.Name(id=owner), attr=name):
+                if name in METHODS.get(owner, ()) or (owner == "builtins" and name in BUILTINS):
+                    yield f"{owner}.{name}"
+            case ast.Call(keywords=keywords):
+                for keyword in keywords:
+                    refused = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                    if keyword.arg == "allow_pickle" and not refused:
+                        yield "allow_pickle"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_runs_what_it_reads(path):
+    assert set(found_in(path.read_text())) == WRITES_ONLY.get(str(path.relative_to(PACKAGE)), set())
+
+
+@pytest.mark.parametrize("path", WRITES_ONLY)
+def test_what_only_writes_never_reads(path):
+    used = {node.attr for node in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(node, ast.Attribute)}
+    assert "dumps" in used and not used & {"load", "loads"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def f():\n    import pickle", "pickle"),
+        ("import dill.session as d", "dill.session"),
+        ("from marshal import loads", "marshal"),
+        ("import builtins\nbuiltins.exec(text)", "builtins.exec"),
+        ("from builtins import eval", "eval"),
+        ("run = eval", "eval"),
+        ("exec(compile(text, '', 'exec'))", "compile"),
+        ("np.load(path, allow_pickle=True)", "allow_pickle"),
+        ("np.load(path, allow_pickle=trusted)", "allow_pickle"),
+        ("yaml.load(text)", "yaml.load"),
+        ("from yaml import unsafe_load", "yaml.unsafe_load"),
+    ],
+)
+def test_the_reader_sees_it(source, name):
+    assert name in set(found_in(source))
+
+
+def test_the_reader_passes_what_is_harmless():
+    harmless = "re.compile(p)\nlowered.compile()\nnp.load(p, allow_pickle=False)\njson.load(f)\nyaml.safe_load(f)"
+    assert not set(found_in(harmless))
