@@ -169,7 +169,9 @@ def _faults(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _killed(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    often = f"{found['trials']} runs, {found['kills']} kills"
+    ways = [kill["at"] for row in found["rows"] for kill in row["kills"]]
+    interrupts = ways.count("interrupt")
+    often = f"{found['trials']} runs, {len(ways) - interrupts} kills, {interrupts} times Ctrl-C"
     yield "training killed and started again", often, f"{found['survived']} ended in the same bits"
 
 
