@@ -4,8 +4,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import faults
 
 from jaxcross.commands.launch import find_mpirun, held
 from jaxcross.lab import Lab, available
@@ -67,6 +71,54 @@ def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
         assert f"on host `h{other}`, that host, or the link to it does not answer." in record.text
         assert record.place.startswith("in job 'a', step ")
     assert "jaxcross: rank 0 ends all ranks while in job 'a', step " in stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("point", "place"),
+    [
+        ("exchange", "in job 'b', step 3, segment 1 (exchange)"),
+        ("vote", "in vote, "),
+        ("agreement", "in job 'b', step 0 (restore or the like)"),  # of ranks that save
+    ],
+)
+def test_a_run_whose_link_goes_at_a_point_goes_on_when_it_is_started_again(tmp_path, point, place):
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    line = [mpirun.path, "-n", "2", sys.executable]
+    events = tmp_path / "events"
+    environ = {"JAX_PLATFORMS": "cpu", "JAXCROSS_EVENTS": str(events)}
+    with Lab(hosts=2) as lab:
+        process = subprocess.Popen(
+            lab.wrap([*line, *faults.program(tmp_path, "link", point)]), env={**lab.environment(), **environ},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        comes = wait_until(lambda: (tmp_path / "hurt").exists() or process.poll() is not None)
+        lab.set_link(1, up=False)
+        (tmp_path / "cut").touch()  # until then the last rank stands at that point
+        told = comes and wait_until(lambda: all(record.words for record in read(events)))
+        process.kill()
+    output = "\n".join(process.communicate(timeout=60))
+    assert told, output
+    for record, other in zip(read(events), (1, 0), strict=True):
+        assert (record.words, record.lost) == ("reported", (other,)), output
+    # The last rank may have had rank 0's part already, and wait in what comes next.
+    assert read(events)[0].place.startswith(place), output
+    with Lab(hosts=2) as lab:
+        environ = {**lab.environment(), **environ}
+        line = lab.wrap([*line, *faults.program(tmp_path, "none", point)])
+        again = subprocess.run(
+            line, check=False, capture_output=True, text=True, timeout=faults.DEADLINE_S, env=environ
+        )
+    case = faults.Case(fault="link", point=point, ranks=2)
+    assert list(faults.check_restart(case, again.returncode, again.stdout, {})) == [], again.stderr
+
+
+def wait_until(condition, patience_s=faults.DEADLINE_S):
+    deadline = time.monotonic() + patience_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 @pytest.mark.exhaustive
