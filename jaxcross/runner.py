@@ -195,9 +195,11 @@ class Runner:
         """Adds the jobs that an earlier run was given by `submit`, and that have not ended. Tells of those that it was
         given otherwise, and that this one lacks.
         """
-        for text in session.again:  # the same on all ranks, whatever it is
+        for listed, text in session.again.items():  # the same on all ranks, whatever it is
             try:
                 name, fn, arguments = self._offers.resolve(text, self.world.rank)
+                if name != listed:  # a name that is listed is one that a job can have, and its folder is known
+                    raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
                 self._check_name(name)
                 self.jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -45,7 +45,8 @@ class Session:
         policy: Whose turn it is, for that list.
 
     Attributes:
-        again: What was submitted in an earlier run and has not ended, as texts: to be submitted again.
+        again: What was submitted in an earlier run and has not ended, to be submitted again: by the job's name, the
+            text. Both as the set's file has them, where they need not go together.
         added_before: Jobs that joined during an earlier run and have not ended: who repeats the step in which one was
             added adds it once more.
         missing: Jobs of an earlier run that are not over, and of which this one has no function.
@@ -72,12 +73,12 @@ class Session:
         for rank, each in enumerate(heard):
             if each["trouble"]:
                 raise JobError(f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: {each['trouble']}.")
-        self.again: list[str] = heard[0]["again"]
+        self.again: dict[str, str] = heard[0]["again"]
         self.added_before: frozenset[str] = frozenset(heard[0]["added"])
         self.missing: list[str] = heard[0]["missing"]
         self._writer = Writer()
 
-    def _take_over(self) -> dict[str, list[str]]:
+    def _take_over(self) -> dict[str, Any]:
         """What earlier runs had, and did not end, is still part of the set."""
         file = self._settings.path / SET_FILE
         try:
@@ -92,7 +93,7 @@ class Session:
         self._added = [name for name in before.added if name in going]
         self._jobs += lacking
         return {
-            "again": list(self._submitted.values()),
+            "again": self._submitted,
             "added": self._added,
             "missing": [name for name in lacking if name not in self._submitted and left[name] != "stopped"],
         }

@@ -130,10 +130,13 @@ def test_a_submission_that_means_nothing_any_more_is_left_out(tmp_path, caplog):
     folder = tmp_path / "set"
     folder.mkdir()
     strange = {"x": "[", "y": json.dumps({"offer": "offered"}), "first": json.dumps({"offer": 1, "job": "first"})}
+    for listed, job in (("a", ""), ("b", "another"), ("c", 3), ("d", ["d"])):
+        strange[listed] = json.dumps({"offer": "offered", "job": job, "arguments": {"seed": 1}})
     (folder / "jobs.json").write_text(json.dumps({"jobs": list(strange), "submitted": strange}))
     (got, _), _ = train(folder, by="none")
-    assert got["first"][0] == "ended"
-    assert sum("cannot be understood" in text for text in resumes(caplog)) == 4, "two, on each rank"
+    assert got.keys() == {"first", "endless", "rests"}
+    assert sum("cannot be understood" in text for text in resumes(caplog)) == 12, "six, on each rank"
+    assert not [path for path in folder.iterdir() if path.name not in {*got, "jobs.json"}]
 
 
 @settings(max_examples=80, deadline=None)
