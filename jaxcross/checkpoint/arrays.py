@@ -35,17 +35,12 @@ def read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
     """The arrays of these names, if they have these types and shapes. Waits; allocates nothing before it knows that.
 
     Raises:
-        UnusableError: They have not, or orbax cannot read them.
+        UnusableError: They have not.
+        Exception: Whatever orbax and tensorstore meet.
     """
     empty = {name: np.empty(form.shape, np.dtype(form.dtype)) for name, form in forms.items() if 0 in form.shape}
     wanted = {name: form for name, form in forms.items() if name not in empty}
-    try:
-        return empty | (_read(folder, wanted) if wanted else {})
-    except UnusableError:
-        raise
-    except Exception as error:  # whatever orbax and tensorstore meet in files that are not what they should be
-        first = str(error).partition("\n")[0]
-        raise UnusableError(f"`{folder}` cannot be read by orbax: {type(error).__name__}: {first}") from error
+    return empty | (_read(folder, wanted) if wanted else {})
 
 
 def _read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
     <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part without it is none
                                    state/        its arrays, by orbax
-    <job>/left-0000, paused-0000                 marks of a rank: the job is over, and how; it rests
+    <job>/left-0000, paused-0000, whole-0000     marks of a rank: the job is over, and how; it rests; a checkpoint of
+                                   it was once complete on all ranks
 
 The token tells two attempts at the same step apart: no rank ever writes into a folder that another attempt began.
 """
@@ -13,15 +14,19 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from jaxcross.checkpoint.part import MAX_BYTES, Part, UnusableError, parse, to_text
+from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError, parse, to_text
 
 SET_FILE = "jobs.json"  # beside the jobs' folders
-Mark = Literal["left", "paused"]
+Mark = Literal["left", "paused", "whole"]
+# What is not there. Any other error is the disk's trouble, and says nothing about a checkpoint.
+ABSENT = (FileNotFoundError, NotADirectoryError)
 _NAME = re.compile(r"\d{12}-[0-9a-f]{16}")
 _CHUNK_BYTES = 2**22
 
@@ -60,10 +65,16 @@ class Folders:
         self.path, self._rank, self._ranks = path, rank, ranks
 
     def names(self) -> list[str]:
-        """Checkpoints of which anything is there, oldest first."""
-        if not self.path.is_dir():
+        """Checkpoints of which anything is there, oldest first.
+
+        Raises:
+            OSError: The folder is there and cannot be read.
+        """
+        try:
+            with _named(self.path):
+                return sorted(e.name for e in os.scandir(self.path) if _NAME.fullmatch(e.name) and e.is_dir())
+        except ABSENT:
             return []
-        return sorted(entry.name for entry in os.scandir(self.path) if _NAME.fullmatch(entry.name) and entry.is_dir())
 
     def holders(self) -> dict[str, list[int]]:
         """Of each checkpoint, the ranks that have completed a part here; below the number of ranks of this run."""
@@ -87,12 +98,16 @@ class Folders:
             write_text(file, text)
 
     def marked(self, what: Mark) -> str:
-        """This rank's mark: its first characters, or nothing."""
+        """This rank's mark: its first characters, or nothing.
+
+        Raises:
+            OSError: It is there and cannot be read.
+        """
         file = self.path / f"{what}-{self._rank:04d}"
         try:
-            with file.open("rb") as stream:
+            with _named(file), file.open("rb") as stream:
                 return stream.read(40).decode(errors="replace")
-        except OSError:
+        except (*ABSENT, IsADirectoryError):
             return ""
 
     def part_path(self, name: str) -> Path:
@@ -107,16 +122,23 @@ class Folders:
         """What this rank's part says of itself.
 
         Raises:
-            UnusableError: It is incomplete or damaged.
+            UnusableError: It is incomplete or damaged; `AbsentError`, if it is not there.
             UnknownFormatError: It was written by another version.
+            OSError: It is there and cannot be read.
         """
         file = self.part_path(name) / "part.json"
-        if file.is_symlink() or not file.is_file():
-            raise UnusableError(f"`{file}` is missing: it was not written to its end")
-        if file.stat().st_size > MAX_BYTES:
-            raise UnusableError(f"`{file}` is {file.stat().st_size} bytes long, more than any part")
         try:
-            part = parse(file.read_bytes().decode())
+            with _named(file):
+                about = file.lstat()
+                if not stat.S_ISREG(about.st_mode):
+                    raise UnusableError(f"`{file}` is no file")
+                if about.st_size > MAX_BYTES:
+                    raise UnusableError(f"`{file}` is {about.st_size} bytes long, more than any part")
+                content = file.read_bytes()
+        except ABSENT:
+            raise AbsentError(f"`{file}` is missing: it was not written to its end") from None
+        try:
+            part = parse(content.decode())
         except (UnusableError, UnicodeDecodeError) as error:
             raise UnusableError(f"`{file}` {error}") from None
         if (part.rank, part.step) != (self._rank, step_of(name)):
@@ -137,6 +159,7 @@ class Folders:
 
         Raises:
             UnusableError: They are not.
+            OSError: They are there and cannot be read.
         """
         folder = self.arrays_path(name)
         found = {str(file.relative_to(folder)): file for file in _files(folder)}
@@ -185,6 +208,16 @@ def write_text(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Lets errors of the disk name the file; while a file is read, Python leaves that out."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def _number(part: Path) -> int:
     digits = part.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
@@ -196,9 +229,14 @@ def _files(folder: Path) -> Iterator[Path]:
     Raises:
         UnusableError: Something is neither a file nor a folder: a link could lead anywhere.
     """
-    if not folder.is_dir() or folder.is_symlink():
+    if folder.is_symlink():
         return
-    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+    try:
+        with _named(folder):
+            entries = sorted(os.scandir(folder), key=lambda e: e.name)
+    except ABSENT:
+        return
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files(Path(entry.path))
         elif entry.is_file(follow_symlinks=False):
@@ -209,7 +247,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _digest(file: Path) -> str:
     content = hashlib.sha256()
-    with file.open("rb") as stream:
+    with _named(file), file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             content.update(chunk)
     return content.hexdigest()

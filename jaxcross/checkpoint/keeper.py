@@ -14,7 +14,7 @@ from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.leaves import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint.part import Part, Saved
-from jaxcross.checkpoint.restore import Found, KeeperWorld, find
+from jaxcross.checkpoint.restore import UNREADABLE, Found, KeeperWorld, find
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.checkpoint.writer import Writer
 
@@ -70,7 +70,8 @@ class Keeper:
 
         Raises:
             JobError: On every rank: the newest checkpoint is of another model, of a number of ranks that this one
-                cannot take over from, or of another version of jaxcross; or the job has restored a state before.
+                cannot take over from, or of another version of jaxcross; a rank cannot read; there are checkpoints, and
+                all are damaged; or the job has restored a state before.
             TypeError: A leaf is no array and no number.
         """
         if self._wanted is not None:
@@ -78,15 +79,19 @@ class Keeper:
                 "restores twice. A checkpoint holds one state: put all that it trains into one tree, and restore that."
             )
         wanted = forms_of(target)
-        self._own = set(self._folders.names())
         found = find(wanted, world=self._world, folders=self._folders, talk=self._talk, together=together)
+        self._own = set(self._folders.names())
         self._wanted = wanted
         if found is None:
             if self._own:
-                self._talk.warn(f"nothing in `{self._folders.path}` is whole: the job starts from its beginning")
+                self._talk.warn(
+                    f"nothing in `{self._folders.path}` was ever written to its end: the job starts from its beginning"
+                )
+            self._mark("whole", None)  # of checkpoints that somebody has deleted
             return None
         part = found.part
         self._complete = found.whole
+        self._mark("whole", found.name)
         self._saved = (part.step, [saved.digest for saved in part.leaves.values()])
         self._say_what_changed(found)
         return rebuild(target, part.forms, found.arrays), Progress(step=part.step, places=part.places, cuts=part.cuts)
@@ -94,11 +99,21 @@ class Keeper:
     def standing(self, together: Together) -> tuple[bool, bool]:
         """Whether an earlier run left the job stopped, by itself and for good, or paused; the same on every rank, for
         which it waits. What it says of a job that is over otherwise is forgotten: it begins anew.
+
+        Raises:
+            JobError: On every rank: one cannot read.
         """
-        left, paused = (self._folders.marked(what) for what in ("left", "paused"))
-        said = [json.loads(text) for text in self._talk.gather(together, "its standing", json.dumps([left, paused]))]
-        stopped = any(left == "stopped" for left, _ in said)
-        rests = any(paused for _, paused in said) and not stopped
+        left = paused = trouble = ""
+        cause = None
+        try:
+            left, paused = self._folders.marked("left"), self._folders.marked("paused")
+        except OSError as error:
+            trouble, cause = f"{type(error).__name__}: {error}", error
+        told = self._talk.gather(together, "its standing", json.dumps([left, paused, trouble]))
+        said = [json.loads(text) for text in told]
+        self._talk.check(UNREADABLE, [trouble for *_, trouble in said], cause)
+        stopped = any(left == "stopped" for left, *_ in said)
+        rests = any(paused for _, paused, _ in said) and not stopped
         if stopped:
             marks = self._folders.path / "left-*"
             self._talk.warn(f"was stopped in an earlier run, and stays so. To let it go on, delete `{marks}`")
@@ -122,7 +137,8 @@ class Keeper:
             try:
                 self._folders.mark(what, text)
             except OSError as error:
-                self._talk.warn(f"a restart will not know that it is {text or 'going on'}: {error}")
+                news = "which checkpoints were whole" if what == "whole" else f"that it is {text or 'going on'}"
+                self._talk.warn(f"a restart will not know {news}: {error}")
 
         self._writer.submit(write)
 
@@ -243,8 +259,11 @@ class Keeper:
         writing, self._writing = self._writing, None
         self._talk.check("could not be saved", troubles, cause)
         if writing is not None:
+            if not self._complete:
+                self._mark("whole", writing[0])
             self._complete.append(writing[0])
 
     def _superfluous(self) -> set[str]:
-        """What no restart can need, as newer checkpoints are complete on all ranks."""
-        return self._own - set(self._complete[-self._keep :]) if self._complete else set()
+        """What no restart can need, as newer checkpoints are complete on all ranks; also what is damaged."""
+        kept = self._complete[-self._keep :]
+        return {name for name in self._own if name not in kept and name < kept[-1]} if kept else set()

@@ -6,6 +6,7 @@ jobs.json     the set, as data from a stranger: jobs, added, submitted, and what
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,11 @@ def read(file: Path) -> Members:
         UnusableError: It is no such file.
         OSError: It cannot be read.
     """
-    if not file.exists():
+    try:
+        about = file.lstat()
+    except FileNotFoundError:
         return Members(submitted={})
-    if not file.is_file() or file.is_symlink() or file.stat().st_size > MAX_BYTES:
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
         raise UnusableError("is no list of jobs")
     return parse(file.read_bytes())
 

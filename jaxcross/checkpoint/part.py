@@ -24,6 +24,10 @@ class UnusableError(Exception):
     """A checkpoint is not there in full, or not as it was written: the one before it is to be used."""
 
 
+class AbsentError(UnusableError):
+    """A part is not there at all: it was never written to its end, or it is gone."""
+
+
 class UnknownFormatError(Exception):
     """A checkpoint is whole, but written by another version of jaxcross."""
 

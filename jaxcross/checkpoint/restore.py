@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.choice import choose, to_offer
-from jaxcross.checkpoint.folders import Folders
+from jaxcross.checkpoint.folders import ABSENT, Folders
 from jaxcross.checkpoint.leaves import Form, digest, unlike
-from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError, parse, to_text
+from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.errors import JobError
+
+UNREADABLE = (
+    "has checkpoints that cannot be read now, which says nothing against them: none was deleted. Start again once the "
+    "disk, or the way to it, is well. What happened"
+)
 
 
 class KeeperFlight(Protocol):
@@ -63,18 +69,48 @@ class Found:
     whole: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What one rank found on its disk.
+
+    Attributes:
+        parts: Its parts that say what they are, by checkpoint.
+        faults: Of other checkpoints: why this rank has no such part.
+        absent: Of those, where nothing is in the part's place.
+        marked: A checkpoint that was once complete on all ranks, if this rank noted one.
+    """
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    marked: str = ""
+
+
 def find(
     wanted: Mapping[str, Form], *, world: KeeperWorld, folders: Folders, talk: Talk, together: Together
 ) -> Found | None:
-    """The newest checkpoint that is whole on all ranks; None if there is none. Waits for all ranks.
+    """The newest checkpoint that is whole on all ranks; None if none was ever finished. Waits for all ranks.
 
     Files are read in the caller's thread; texts, and the leaves that rank 0 holds for all, pass through `together`.
 
+    Args:
+        wanted: The forms of the leaves of what the job would begin with.
+        world: Rank, size, and a broadcast.
+        folders: Where the parts lie.
+        talk: The job's voice.
+        together: Runs what communicates.
+
     Raises:
-        JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is of another version.
+        JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is of another version;
+            a rank cannot read; or there are some, and all are damaged.
     """
-    parts = _survey(folders, talk, together)
+    seen = _survey(folders, talk, together)
+    parts = seen.parts
     choice = choose(talk.gather(together, "what is there", to_offer(parts)))
+    for name, why in seen.faults.items():
+        if name not in seen.absent or name not in {*choice.whole, *choice.foreign}:  # else its part is not needed
+            talk.warn(f"checkpoint `{name}` is not whole: {why}")
+    damaged: dict[str, str] = {}
     whole = choice.whole
     while whole and choice.refused is None:
         name = whole[-1]
@@ -85,30 +121,33 @@ def find(
             f"cannot resume from `{folders.path / name}`. Its model or optimizer has changed: go back to the old one, "
             "or name another directory. What differs", talk.gather(together, "its shapes", differs),
         )  # fmt: skip
-        held, trouble = _read(folders, name, part, all_leaves=world.rank == 0)
-        troubles = talk.gather(together, "read", trouble)
-        if not any(troubles):
+        held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
+        said = json.dumps([damage, _said(error, folders.arrays_path(name))])
+        heard = [json.loads(text) for text in talk.gather(together, "read", said)]
+        talk.check(UNREADABLE, [trouble for _, trouble in heard], error)
+        if not any(text for text, _ in heard):
             return Found(name, part, held | _common(part, held, world, together), whole)
-        for rank, text in enumerate(troubles):
-            if text:
-                talk.warn(f"checkpoint `{name}` is damaged, an older one is used: on rank {rank}, {text}")
+        damaged[name] = "; ".join(f"on rank {rank}, {text}" for rank, (text, _) in enumerate(heard) if text)
+        talk.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
         whole.pop()
     if choice.refused is not None:
         name = choice.refused
         apart = ", ".join(f"`{path}`" for path in parts[name].apart[:3]) if world.rank == 0 else ""
         apart = talk.gather(together, "which leaves", apart)[0]
         raise _refusal(talk, f"{folders.path / name}", apart, saved_on=choice.foreign[name], ranks=world.size)
-    _refuse_astray(talk, talk.gather(together, "whose parts are where", json.dumps(folders.holders())), world.size)
+    said = {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked}
+    heard = [json.loads(t) for t in talk.gather(together, "whose parts are where", json.dumps(said))]
+    _refuse_astray(talk, [each["holders"] for each in heard], world.size)
+    _refuse_lost(talk, heard, damaged, f"{folders.path}")
     return None
 
 
-def _refuse_astray(talk: Talk, texts: Sequence[str], ranks: int) -> None:
+def _refuse_astray(talk: Talk, told: Sequence[Mapping[str, Sequence[int]]], ranks: int) -> None:
     """Nothing is whole: but is a checkpoint whole on other ranks' disks?
 
     Raises:
         JobError: On every rank.
     """
-    told: list[dict[str, list[int]]] = [json.loads(text) for text in texts]
     for name in sorted({name for each in told for name in each}, reverse=True):
         where = {
             r: here for here, each in enumerate(told) for r in each.get(name, ()) if r not in told[r].get(name, ())
@@ -121,26 +160,68 @@ def _refuse_astray(talk: Talk, texts: Sequence[str], ranks: int) -> None:
             )
 
 
-def _survey(folders: Folders, talk: Talk, together: Together) -> dict[str, Part]:
-    """This rank's parts that say what they are."""
-    parts: dict[str, Part] = {}
-    unknown = ""
-    for name in folders.names():
-        try:
-            part = folders.read(name)
-            if part.job != talk.job:
-                raise UnusableError(f"`{folders.part_path(name)}` is of a job `{part.job}`")
-            parts[name] = part
-        except UnknownFormatError:
-            unknown = f"`{folders.part_path(name)}`"
-        except (UnusableError, OSError) as error:
-            talk.warn(f"checkpoint `{name}` is not whole: {error}")
-    found = talk.gather(together, "versions", unknown)
+def _refuse_lost(talk: Talk, heard: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str) -> None:
+    """Nothing is whole: but was anything ever? A kill during the first write leaves no rank's mark, and no checkpoint
+    of which every rank has a part.
+
+    Raises:
+        JobError: On every rank.
+    """
+    holders = [each["holders"] for each in heard]
+    names = sorted({name for each in holders for name in each}, reverse=True)
+    complete = any(all(rank in each.get(name, ()) for rank, each in enumerate(holders)) for name in names)
+    if not names or not (damaged or complete or any(each["marked"] for each in heard)):
+        return
+    reasons = {
+        name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
+        for name in names
+        for rank, each in reversed([*enumerate(heard)])  # the first one's stays
+        if name in each["faults"] or name not in holders[rank]
+    }
+    listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
+    raise talk.error(
+        f"has checkpoints in `{path}`, and none of them is whole any more. It does not begin anew by itself, and "
+        f"nothing was deleted. Bring back what is missing or, to begin anew, move `{path}` away, on every node. In "
+        f"detail: {listed}."
+    )
+
+
+def _survey(folders: Folders, talk: Talk, together: Together) -> _Survey:
+    """What lies on this rank's disk.
+
+    Raises:
+        JobError: On every rank: one cannot read, or a checkpoint is of another version.
+    """
+    seen = _Survey()
+    unknown, trouble, path = "", None, folders.path
+    try:
+        seen = _Survey(marked=folders.marked("whole"))
+        for name in folders.names():
+            path = folders.part_path(name)
+            try:
+                part = folders.read(name)
+                if part.job != talk.job:
+                    raise UnusableError(f"`{path}` is of a job `{part.job}`")
+                seen.parts[name] = part
+            except UnknownFormatError:
+                unknown = f"`{path}`"
+            except UnusableError as error:
+                seen.faults[name] = str(error)
+                seen.absent.update([name] if isinstance(error, AbsentError) else ())
+    except (OSError, MemoryError) as error:
+        trouble = error
+    heard = [json.loads(t) for t in talk.gather(together, "versions", json.dumps([unknown, _said(trouble, path)]))]
+    talk.check(UNREADABLE, [text for _, text in heard], trouble)
     talk.check(
         "has a checkpoint that another version of jaxcross wrote. Resume with that version, or name another directory. "
-        "It is", found,
+        "It is", [text for text, _ in heard],
     )  # fmt: skip
-    return parts
+    return seen
+
+
+def _said(error: Exception | None, path: Path) -> str:
+    first = str(error).partition("\n")[0]
+    return "" if error is None else f"in `{path}`, {type(error).__name__}: {first}"
 
 
 def _part_here(first: Part, own: Part | None, world: KeeperWorld) -> Part:
@@ -150,8 +231,10 @@ def _part_here(first: Part, own: Part | None, world: KeeperWorld) -> Part:
     return replace(first, rank=world.rank, files={}, places=tuple((taken, None) for taken, _ in first.places))
 
 
-def _read(folders: Folders, name: str, part: Part, *, all_leaves: bool) -> tuple[dict[str, np.ndarray], str]:
-    """The arrays that this rank holds, or why it cannot have them."""
+def _read(
+    folders: Folders, name: str, part: Part, *, all_leaves: bool
+) -> tuple[dict[str, np.ndarray], str, Exception | None]:
+    """The arrays that this rank holds; else how they are damaged, or what kept this rank from reading them."""
     folder = folders.arrays_path(name)
     try:
         if part.files:
@@ -161,9 +244,11 @@ def _read(folders: Folders, name: str, part: Part, *, all_leaves: bool) -> tuple
         for path, saved in held.items():
             if digest(saved.form, values[path]) != saved.digest:
                 raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
-    except (UnusableError, OSError) as error:
-        return {}, str(error)
-    return values, ""
+    except (UnusableError, *ABSENT) as error:
+        return {}, str(error), None
+    except Exception as error:  # of orbax too: the files have been found to be those that were written
+        return {}, "", error
+    return values, "", None
 
 
 def _common(

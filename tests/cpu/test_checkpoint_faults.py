@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -121,14 +122,139 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
     assert "it was not written to its end" in "".join(resumes(caplog))
 
 
-def test_with_nothing_whole_the_job_begins_anew_and_says_so(saved, whole, tmp_path, caplog):
+def names(folder, job="a"):
+    return sorted(path.name for path in (folder / job).glob("0*"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"])
+def test_with_no_checkpoint_whole_any_more_the_job_does_not_begin_anew(file, damage, saved, tmp_path):
+    shutil.copytree(saved / "a", tmp_path / "a")
+    for path in (tmp_path / "a").glob(f"0*/{file}"):
+        damage(path)
+    said = ".*".join(rf"`{name}`: on rank {file[8]}, `.*{file[10:14]}" for name in reversed(names(saved)))
+    refused(2, tmp_path, rf"none of them is whole any more.*move `{tmp_path}/a` away.*{said}", own=True)
+    assert names(tmp_path) == names(saved)
+
+
+def test_a_folder_that_was_moved_away_lets_the_job_begin_anew(saved, whole, tmp_path):
     shutil.copytree(saved, folder := tmp_path / "copy")
     for part in folder.glob("a/*/rank-0000/part.json"):
         flip(part)
+    (folder / "a").rename(tmp_path / "away")
     mine = train(2, folder, own=True)
     same(mine[1]["a"][0], whole[1]["a"][0])
     assert min(mine[0]["a"][2]) == 1
-    assert "the job starts from its beginning" in "".join(resumes(caplog))
+
+
+def test_a_rank_whose_disk_is_empty_does_not_begin_anew(tmp_path):
+    """A node was replaced, say. What was once whole is known from the other rank's disk."""
+    train(2, lambda rank: tmp_path / str(rank), own=True, steps=8)
+    before = names(tmp_path / "1")
+    shutil.rmtree(tmp_path / "0")
+    with pytest.raises(JobError, match=rf"none of them is whole.*`{before[-1]}`: on rank 0, nothing of it is there"):
+        train(2, lambda rank: tmp_path / str(rank), own=True)
+    assert names(tmp_path / "1") == before
+
+
+def half_written(folder, **kwargs):
+    """The first write of job `a` fails on rank 1."""
+    write = Folders.commit
+
+    def commit(self, name, part):
+        if part.rank == 1:
+            raise OSError(28, "No space left on device")
+        write(self, name, part)
+
+    with mock.patch.object(Folders, "commit", commit):
+        refused(2, folder, "could not be saved, on rank 1", own=True)
+
+
+def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
+    for _ in range(2):
+        half_written(tmp_path)
+    assert len(names(tmp_path)) > 1
+    mine = train(2, tmp_path, own=True, names="a")
+    same(mine[1]["a"][0], whole[1]["a"][0])
+    assert min(mine[0]["a"][2]) == 1
+    assert "was ever written to its end: the job starts from its beginning" in "".join(resumes(caplog))
+    assert [int(name[:12]) for name in names(tmp_path)] == [9, 12]
+
+
+def test_checkpoints_that_somebody_deleted_are_forgotten(saved, tmp_path):
+    shutil.copytree(saved, folder := tmp_path / "copy")
+    for name in names(folder):
+        shutil.rmtree(folder / "a" / name)
+    half_written(folder)
+    assert min(train(2, folder, own=True, names="a")[0]["a"][2]) == 1
+
+
+TROUBLES = [
+    (Folders, "read", OSError(5, "Input/output error")),
+    (Path, "lstat", PermissionError(13, "Permission denied")),
+    (Path, "read_bytes", TimeoutError(110, "Connection timed out")),
+    (Folders, "names", OSError(116, "Stale file handle")),
+    (Folders, "check_files", OSError(5, "Input/output error")),
+    (arrays, "read", MemoryError("no more")),
+    (arrays, "read", ValueError("INTERNAL: read of 4096 bytes failed")),
+]
+
+
+@pytest.mark.parametrize(("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_what_cannot_be_read_now_is_not_taken_for_damage(owner, method, error, saved, whole, tmp_path):
+    """One rank's disk answers with an error, once."""
+    shutil.copytree(saved, folder := tmp_path / "copy")
+    real = getattr(owner, method)
+
+    def failing(*args, **kwargs):
+        first = args[0]._rank if isinstance(args[0], Folders) else str(args[0])
+        if first == 1 or (isinstance(first, str) and "rank-0001" in first):
+            raise error
+        return real(*args, **kwargs)
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with mock.patch.object(owner, method, failing):
+        said = rf"{type(error).__name__}: .*{re.escape(str(error.args[-1]))}"
+        refused(2, folder, rf"cannot be read now.*none was deleted.*, on rank 1: in `{folder}/a.*, {said}", own=True)
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == files
+    for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+        assert min(mine["a"][2]) == 9
+
+
+@pytest.mark.parametrize("read", [lambda f: f.read("000000000003-0000000000000000"), lambda f: f.marked("left")])
+def test_errors_of_reading_name_the_file(read, tmp_path):
+    folders = Folders(tmp_path, rank=0, ranks=1)
+    folders.part_path("000000000003-0000000000000000").mkdir(parents=True)
+    (folders.part_path("000000000003-0000000000000000") / "part.json").write_text("{}")
+    folders.mark("left", "ended")
+    failing = mock.Mock(side_effect=OSError(5, "Input/output error"))
+    with (
+        mock.patch.multiple(Path, read_bytes=failing, open=failing),
+        pytest.raises(OSError, match=rf"\[Errno 5\] .*'{tmp_path}/.*(part.json|left-0000)'"),
+    ):
+        read(folders)
+
+
+def test_a_mark_that_cannot_be_read_is_not_taken_for_none(saved, tmp_path):
+    shutil.copytree(saved, folder := tmp_path / "copy")
+    real = Folders.marked
+
+    def marked(self, what):
+        if (self._rank, what) == (1, "left"):
+            raise OSError(5, "Input/output error")
+        return real(self, what)
+
+    with mock.patch.object(Folders, "marked", marked):
+        refused(2, folder, r"cannot be read now.*, on rank 1: OSError: \[Errno 5\]", own=True)
+
+
+def test_what_is_damaged_stays_until_a_newer_one_is_whole(saved, tmp_path):
+    shutil.copytree(saved, folder := tmp_path / "copy")
+    flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
+    half_written(folder)
+    assert newest(saved).name in names(folder)
+    assert (folder / "a" / newest(saved).name / "rank-0000/part.json").is_file()
 
 
 def test_where_all_was_equal_rank_0_is_enough(tmp_path):
