@@ -2,6 +2,7 @@
 
 settings   what the user says: where, how often, how many
 leaves     a pytree -> named host arrays, and back
+own        which leaves are each rank's own, by what they are
 part       what one rank says of one checkpoint; parsed as data that nobody vouches for
 members    which jobs the set has beside those that the command adds
 folders    where parts lie; written atomically, deleted when no restart can need them

@@ -79,7 +79,7 @@ class Keeper:
                 "restores twice. A checkpoint holds one state: put all that it trains into one tree, and restore that."
             )
         wanted = forms_of(target)
-        found = find(wanted, world=self._world, folders=self._folders, talk=self._talk, together=together)
+        found = find(target, wanted, world=self._world, folders=self._folders, talk=self._talk, together=together)
         self._own = set(self._folders.names())
         self._wanted = wanted
         if found is None:
@@ -208,7 +208,9 @@ class Keeper:
             if was != value and self._world.rank == 0:
                 self._talk.warn(f"{key} is `{value}`, was `{was}`: the last bits may differ from here on")
         if part.ranks != self._world.size:
-            self._talk.warn(f"{self._world.size} ranks go on from {part.ranks}: with other shares of data, other sums")
+            began = "; each begins with all that the one rank had" if part.ranks == 1 else ""
+            ranks = f"{self._world.size} ranks go on from {part.ranks}"
+            self._talk.warn(f"{ranks}: with other shares of data, other sums{began}")
         self._talk.note(f"resumes after step {part.step}")
 
     def _unfit(self, state: Any) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.choice import choose, to_offer
 from jaxcross.checkpoint.folders import ABSENT, Folders
-from jaxcross.checkpoint.leaves import Form, digest, unlike
+from jaxcross.checkpoint.leaves import Form, digest, snapshot, unlike
+from jaxcross.checkpoint.own import own_leaves
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.errors import JobError
@@ -87,14 +88,15 @@ class _Survey:
 
 
 def find(
-    wanted: Mapping[str, Form], *, world: KeeperWorld, folders: Folders, talk: Talk, together: Together
+    state: Any, wanted: Mapping[str, Form], *, world: KeeperWorld, folders: Folders, talk: Talk, together: Together
 ) -> Found | None:
     """The newest checkpoint that is whole on all ranks; None if none was ever finished. Waits for all ranks.
 
     Files are read in the caller's thread; texts, and the leaves that rank 0 holds for all, pass through `together`.
 
     Args:
-        wanted: The forms of the leaves of what the job would begin with.
+        state: What the job would begin with.
+        wanted: The forms of its leaves.
         world: Rank, size, and a broadcast.
         folders: Where the parts lie.
         talk: The job's voice.
@@ -121,6 +123,8 @@ def find(
             f"cannot resume from `{folders.path / name}`. Its model or optimizer has changed: go back to the old one, "
             "or name another directory. What differs", talk.gather(together, "its shapes", differs),
         )  # fmt: skip
+        if first.ranks == 1 < world.size:
+            _refuse_copies(talk, talk.gather(together, "whose they are", _fresh(state)), f"{folders.path / name}")
         held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
         said = json.dumps([damage, _said(error, folders.arrays_path(name))])
         heard = [json.loads(text) for text in talk.gather(together, "read", said)]
@@ -262,9 +266,31 @@ def _common(
     return together("checkpoint: values", lambda _: world.broadcast_or_check(sent, mode="broadcast"))
 
 
+def _fresh(state: Any) -> str:
+    """Of the state that a rank would begin with: leaves that are its own for certain, and digests of all."""
+    return json.dumps([own_leaves(state), {path: leaf.digest for path, leaf in snapshot(state).items()}])
+
+
+def _refuse_copies(talk: Talk, texts: Sequence[str], path: str) -> None:
+    """One rank wrote the checkpoint, so that all leaves look equal: are there any of which each rank needs its own?
+
+    Raises:
+        JobError: On every rank.
+    """
+    heard = [json.loads(text) for text in texts]
+    _, first = heard[0]
+    own = [leaf for leaf in first if any(leaf in kept or leaf not in d or d[leaf] != first[leaf] for kept, d in heard)]
+    if own:
+        raise _refusal(talk, path, ", ".join(f"`{leaf}`" for leaf in own[:3]), saved_on=1, ranks=len(heard))
+
+
 def _refusal(talk: Talk, path: str, apart: str, *, saved_on: int, ranks: int) -> JobError:
     return talk.error(
-        f"cannot resume on {ranks} ranks from `{path}`, which {saved_on} ranks wrote: each had its own values of "
-        f"{apart}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. Start "
-        f"{saved_on} ranks, or name another directory."
+        f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each rank has its own values "
+        f"of {apart}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "
+        f"Start {_ranks(saved_on)}, or name another directory."
     )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number != 1 else ''}"

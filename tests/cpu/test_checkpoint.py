@@ -3,12 +3,14 @@
 import itertools
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
+from jaxcross.exchange.top_k import TopKState
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
 from jaxcross.runtime.events import SpanLog
@@ -68,20 +70,51 @@ def test_another_number_of_ranks_takes_over_what_was_equal(before, after, tmp_pa
     for rank in train(after, tmp_path, steps=6):
         same(rank["a"][0], saved[0]["a"][0])
     assert any(f"{after} ranks go on from {before}" in text for text in resumes(caplog))
+    assert not any("not whole" in text for text in resumes(caplog)), "of a rank that there never was"
     assert [rank["a"][1] for rank in train(after, tmp_path)] == [STEPS] * after
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3)])
-def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after, tmp_path, caplog):
+    """Where one rank wrote them, the states that two would begin with tell."""
     train(before, tmp_path, own=True, names=("a",))
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path))
         runner.add("a", loop, world=world, data=batches(world), own=True)
-        with pytest.raises(JobError, match=r"cannot resume on . ranks .*which 2 ranks wrote.*`\['residual'\]`"):
+        said = rf"cannot resume on {after} ranks? .*which {before} ranks? wrote.*`\['residual'\]`"
+        with pytest.raises(JobError, match=said):
             runner.run()
 
     run_ranks(after, work)
+    assert not any("not whole" in text for text in resumes(caplog))
+
+
+def test_residuals_of_an_exchange_that_one_rank_saved_are_not_copied(tmp_path):
+    """They are zero when two ranks begin: nothing tells but what they are."""
+
+    def work(world):
+        def fn(job):
+            opt = TopKState(step=jnp.zeros(()), residual={"w": np.full(3, float(job.step))})
+            step, state = make_step(world), job.restore({"w": np.zeros(3), "opt": opt})
+            for batch in job.batches(batches(world), 2):
+                state = state | step({"w": state["w"]}, batch)
+            return state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        if world.size == 1:
+            runner.run()
+        else:
+            with pytest.raises(
+                JobError, match=r"cannot resume on 2 ranks .*which 1 rank .*`\['opt'\].residual\['w'\]`"
+            ):
+                runner.run()
+        return job.step
+
+    assert run_ranks(1, work) == [2]
+    assert run_ranks(2, work) == [0, 0]
+    assert run_ranks(1, work) == [2]
 
 
 class Counting:

@@ -1,5 +1,10 @@
 """What a checkpoint is on disk: leaves of every kind, parts, folders."""
 
+import importlib
+import pkgutil
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +14,9 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from jaxcross import exchange
 from jaxcross.checkpoint import arrays, leaves
+from jaxcross.checkpoint.own import own_leaves
 
 
 def train_state():
@@ -85,6 +92,46 @@ def test_a_state_comes_back_as_it_was(make, tmp_path):
     }
     assert leaves.unlike(leaves.forms_of(state), forms) is None
     identical(leaves.rebuild(jax.tree.map(lambda x: x, state), forms, read), state)
+
+
+EXCHANGES = {
+    "top_k": lambda: exchange.top_k(0.1, axis_name="b"),
+    "gtop_k": lambda: exchange.gtop_k(0.1, axis_name="b"),
+    "power_sgd": lambda: exchange.power_sgd(1, axis_name="b"),
+    "one_bit_adam": lambda: exchange.one_bit_adam(3, "b", ranks=2),
+    "asynchronous": lambda: exchange.asynchronous(optax.sgd(0.1), "b", delays=2),
+}
+
+
+@pytest.mark.parametrize("make", EXCHANGES.values(), ids=EXCHANGES)
+def test_what_an_exchange_keeps_for_a_rank_is_known(make):
+    tx = optax.chain(optax.clip(1.0), make(), optax.adam(0.1))
+    params = {"residual": jnp.zeros((64, 64)), "queue": jnp.zeros((200, 100))}
+    # Meant is the exchange's own field, not what the user called so.
+    found = own_leaves({"params": params, "opt": tx.init(params)})
+    assert found and all(re.match(r"\['opt'\]\[1\]\.(\w*residual|queue)\b", path) for path in found), found
+    nnx_tree = nnx.split(nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))[1]
+    assert own_leaves(nnx_tree) and all(path.startswith("['opt_state'][1]") for path in own_leaves(nnx_tree))
+
+
+def test_plain_states_hold_nothing_of_one_rank_s_own():
+    for make in STATES.values():
+        assert own_leaves(make()) == []
+    assert own_leaves({"residual": jnp.zeros(3), "dense": jnp.zeros(3)}) == []
+
+
+def test_every_exchange_that_keeps_residuals_is_known():
+    kinds: list[Any] = [
+        kind
+        for module in pkgutil.iter_modules(exchange.__path__)
+        for kind in vars(importlib.import_module(f"jaxcross.exchange.{module.name}")).values()
+        if isinstance(kind, type) and issubclass(kind, tuple) and kind.__module__.startswith("jaxcross.exchange")
+    ]
+    assert len(kinds) > 5
+    for kind in kinds:
+        state = kind(*[jnp.zeros(3)] * len(kind._fields))
+        found = {path[1:] for path in own_leaves(state)}
+        assert found == {name for name in kind._fields if "residual" in name or name == "queue"}, kind
 
 
 TYPES = [
