@@ -6,7 +6,9 @@ else builds and reads jaxprs through the functions below and never asks for a cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,6 +50,24 @@ def trace_context() -> Any:
 def checks_varying() -> bool:
     """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes values vary."""
     return _config._check_vma.value
+
+
+_bound: ContextVar[tuple[str, ...]] = ContextVar("bound", default=())
+
+
+@contextmanager
+def binding(axes: Iterable[str]) -> Iterator[None]:
+    """While a step is traced over `axes`, outermost first: JAX's own environment of axes forgets their order."""
+    before = _bound.set(tuple(axes))
+    try:
+        yield
+    finally:
+        _bound.reset(before)
+
+
+def bound_axes() -> tuple[str, ...]:
+    """The axes that `binding` named last; none outside of it."""
+    return _bound.get()
 
 
 def vary_over(x: Any, axes: Sequence[str]) -> Any:
@@ -313,8 +333,10 @@ class _Unplaced(_core.ShapedArray):
 
 def first_shard_map(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
-) -> tuple[Any, list[tuple[int, Any]]] | None:
+) -> tuple[Any, list[tuple[int | None, Any]]] | None:
     """The mesh of the `shard_map` that `function` begins with, and which argument is cut by which spec; or None.
+
+    What is no argument of `function` but closed over has no number.
 
     The body does not run: `shapes`, each with its element type, need only be divisible by whatever cuts them.
 
@@ -329,7 +351,7 @@ def first_shard_map(
             function(*tracers)
     except _Asked as asked:
         place = {id(t): n for n, t in enumerate(tracers)}
-        if asked.parameters is not None and all(id(a) in place for a in asked.arguments):
+        if asked.parameters is not None:
             pairs = zip(asked.arguments, asked.parameters["in_specs"], strict=True)
-            return asked.parameters["mesh"], [(place[id(a)], spec) for a, spec in pairs]
+            return asked.parameters["mesh"], [(place.get(id(a)), spec) for a, spec in pairs]
     return None

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 
-Specs = Sequence[tuple[int, Any]]  # which argument is cut by which spec
+Specs = Sequence[tuple[int | None, Any]]  # which argument of the step is cut by which spec; None: another array is
 _JITS = ("jit", "pjit")
 
 
@@ -32,7 +32,8 @@ def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[s
         name: Of the step in messages.
 
     Raises:
-        CutError: The mesh is not that of `axes`, or the step does something beside its `shard_map`.
+        CutError: The mesh is not that of `axes`, the step does something beside its `shard_map`, or a spec cuts what is
+            no argument of the step, or one argument in two ways.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
@@ -41,8 +42,8 @@ def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[s
             if asked is not None and _over_ranks(asked[0], axes):
                 mesh, specs = asked
                 _check_mesh(mesh, axes, name)
-                closed = jax.make_jaxpr(step)(*_global_types(avals, specs, mesh))
-                _check_alone(closed, name)
+                closed = jax.make_jaxpr(step)(*_global_types(avals, _spec_of_each(specs, name), mesh))
+                check_alone(closed, name)
                 return compat.with_input_shapes(closed, [a.shape for a in avals])
     return None
 
@@ -72,9 +73,35 @@ def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]
         return None
 
 
-def _global_types(avals: Sequence[Any], specs: Specs, mesh: Any) -> list[jax.ShapeDtypeStruct]:
-    shapes, cut = [list(a.shape) for a in avals], dict(specs)
+def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
+    """The spec of each argument that is cut. Constants lie whole on every rank, as what is closed over does."""
+    found: dict[int, Any] = {}
     for n, spec in specs:
+        if n is None:
+            if any(axes is not None for axes in spec):
+                raise CutError(
+                    f"the `shard_map` of `{name}` cuts by {spec} an array that is no argument of the step: a rank would"
+                    " cut its own copy of it again. Pass it to the step, each rank its shard, or give it the spec P()."
+                )
+        elif _plain(found.setdefault(n, spec)) != _plain(spec):
+            raise CutError(
+                f"the `shard_map` of `{name}` takes one argument of the step twice, cut by {found[n]} and by {spec}: a"
+                " rank has one shard of it. Pass it to the step once for each."
+            )
+    return found
+
+
+def _plain(spec: Any) -> list[Any]:
+    """`P("data")` and `P("data", None)` cut alike."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries
+
+
+def _global_types(avals: Sequence[Any], cut: Mapping[int, Any], mesh: Any) -> list[jax.ShapeDtypeStruct]:
+    shapes = [list(a.shape) for a in avals]
+    for n, spec in cut.items():
         for dim, named in enumerate(spec):
             for axis in named if isinstance(named, tuple) else (named,):
                 shapes[n][dim] *= 1 if axis is None else mesh.shape[axis]
@@ -95,17 +122,22 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
         )
 
 
-def _check_alone(jaxpr: Any, name: str) -> None:
+def check_alone(jaxpr: Any, name: str) -> None:
+    """Makes sure that a step whose `shard_map` is over ranks does nothing beside it.
+
+    Raises:
+        CutError: It does, or leaves axes to XLA's partitioner.
+    """
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "shard_map":
             if set(eqn.params["newly_manual_axes"]) != set(eqn.params["mesh"].axis_names):
                 raise CutError(
-                    f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, at {compat.source_of(eqn)}, which"
-                    " does not reach over ranks. Leave out `axis_names`, and exchange along every axis by name."
+                    f"the `shard_map` of `{name}` leaves axes to XLA's partitioner, which does not reach over ranks."
+                    " Leave out `axis_names`, and exchange along every axis by name."
                 )
         elif eqn.primitive.name in _JITS:
             for inner in compat.sub_jaxprs(eqn):
-                _check_alone(inner, name)
+                check_alone(inner, name)
         else:
             raise CutError(
                 f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at {compat.source_of(eqn)}:"

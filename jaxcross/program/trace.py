@@ -13,9 +13,9 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.flatten import Choose, Flattener, Predicate, drop_unread
+from jaxcross.program.flatten import Choose, Flattener, Predicate, drop_unread, holds_shard_map
 from jaxcross.program.segments import Program, Wire
-from jaxcross.program.shard_map import is_shard_map, trace_shards
+from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ def trace(
         box.append(tree)
         return out
 
-    whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+    with compat.binding(axes):
+        whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
     blank = Traced(
         name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
         donated=donated, wire=wire, late=late, whole=whole,
@@ -131,12 +132,14 @@ def _trace_whole(
             raise
         return shards
     if not is_shard_map(whole, axes):
+        if holds_shard_map(whole, axes):
+            check_alone(whole, name)
         return whole
     shards = trace_shards(flat_step, avals, axes, name)
     if shards is None:
         raise CutError(
-            f"the `shard_map` of `{name}` does not say how its arguments are cut, and neither do a rank's own shards."
-            " Give it `in_specs` with a PartitionSpec for every argument."
+            f"how the arguments of the `shard_map` of `{name}` are cut cannot be told: it has no `in_specs`, or takes"
+            " what the step computes before it. Pass it the step's own arguments, and for each a PartitionSpec."
         )
     return shards
 

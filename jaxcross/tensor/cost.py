@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from jaxcross.tensor.mesh import Mesh, Role
+from jaxcross.tensor.shards import partition
 from jaxcross.tensor.transformer import Transformer
 
 ITEM_BYTES = 4  # float32
@@ -96,17 +98,22 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         length: Tokens a sequence.
 
     Raises:
-        ValueError: The batch cannot be cut into equal chunks, or the model is not of float32.
+        ValueError: The model would refuse such a batch (chunks, length, heads), or is not of float32.
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
             f"The model computes in `{model.dtype}` and keeps `{model.param_dtype}`, but costs are those of float32:"
             " sums of 16 bits travel otherwise. Clone it with dtype=jnp.float32, param_dtype=jnp.float32."
         )
+    if batch < 1 or length < 1:
+        raise ValueError(f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1.")
+    partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))  # the model's own refusals
     mesh, h, v = model.mesh, model.features, model.vocabulary
     (sequences,) = mesh.block((batch,), (tuple(mesh.batch) or None,), "A batch")
     tokens = sequences * length
-    shapes: Shapes = [((v, h), "table"), ((model.positions, h), "positions"), ((h,), "hidden"), ((h,), "hidden")]
+    shapes: Shapes = [((v, h), "table"), ((h,), "hidden"), ((h,), "hidden")]
+    if model.positions:
+        shapes.append(((model.positions, h), "positions"))
     head = _tied_head(mesh, tokens, v, h)
     if not model.tied:
         head = sum(_dense(mesh, tokens, h, v, "column"), start=Cost())

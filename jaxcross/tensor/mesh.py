@@ -7,12 +7,14 @@ Tesseract (arXiv 2105.14500). A mesh of one rank is the serial model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
+
+from jaxcross._jax_compat import bound_axes
 
 Role = Literal["column", "row", "table", "positions", "inner", "hidden"]
 Spec = tuple[str | tuple[str, ...] | None, ...]
@@ -128,8 +130,9 @@ class Mesh:
         """The shape of one rank's part of a tensor of `shape`.
 
         Raises:
-            ValueError: A dimension cannot be cut into equal parts.
+            ValueError: A dimension cannot be cut into equal parts, or `spec` is another mesh's.
         """
+        self.check_spec(spec, what)
         for dim, (length, axes) in enumerate(zip(shape, spec, strict=False)):
             parts = math.prod(self._sizes()[a] for a in named((axes,)))
             if length % parts:
@@ -142,10 +145,10 @@ class Mesh:
 
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
         """This rank's part of `value`, inside a step that has the axes bound. Sends nothing."""
-        for dim, axis in enumerate(spec):
-            if isinstance(axis, str) and self.size((axis,)) > 1:
-                length = value.shape[dim] // self.size((axis,))
-                value = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axis) * length, length, dim)
+        for dim, entry in enumerate(spec):
+            if axes := self._live(*named((entry,))):
+                length = value.shape[dim] // self.size(axes)
+                value = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * length, length, dim)
         return value
 
     def part(self, value: Any, spec: Spec, rank: int) -> Any:
@@ -165,9 +168,18 @@ class Mesh:
         Ranks that differ along `col` or `tensor` alone get the same rows. Sends nothing.
 
         Raises:
-            ValueError: The batch cannot be cut into equal chunks, or there is no such rank.
+            ValueError: The batch cannot be cut into equal chunks, a leaf has no rows, or there is no such rank.
         """
-        return jax.tree.map(lambda x: self.part(x, (tuple(self.batch) or None,), rank), batch)
+
+        def rows(path: Any, leaf: Any) -> Any:
+            if not np.ndim(leaf):
+                raise ValueError(
+                    f"The batch's `{jax.tree_util.keystr(path)}` is a number, of which ranks cannot each take their"
+                    " rows. Leave it out, or give it a first dimension."
+                )
+            return self.part(leaf, (self.batch or None,), rank)
+
+        return jax.tree_util.tree_map_with_path(rows, batch)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where `rank` stands along each axis, those of length 1 included: `rank = (data d + depth) q^2 + row q + col`.
@@ -193,10 +205,10 @@ class Mesh:
             )
 
     def check_bound(self) -> None:
-        """Makes sure, inside a step, that every axis has the length that the mesh says.
+        """Makes sure, inside a step, that every axis has the length that the mesh says; under `crossover` in its order.
 
         Raises:
-            ValueError: One has not.
+            ValueError: One has not, or they stand in another order.
             NameError: One is not bound (JAX's own error).
         """
         for axis, size in {} if self.whole else self.axes.items():
@@ -205,6 +217,25 @@ class Mesh:
                     f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. Give `crossover` (or"
                     " `vmap`, `shard_map`) the mesh's own `axes`."
                 )
+        bound = [] if self.whole else [axis for axis in bound_axes() if axis in self.axes]
+        if bound != [axis for axis in self.axes if axis in bound]:
+            raise ValueError(
+                f"The mesh has its axes in the order {_told(self.axes)}, the step in the order {_told(bound)}: ranks"
+                " would hold each other's parts. Give `crossover` the mesh's own `axes`."
+            )
+
+    def check_spec(self, spec: Spec, what: str) -> None:
+        """Makes sure that what cuts a tensor is this mesh's, or that of one which has all of its axes.
+
+        Raises:
+            ValueError: An axis is that of the other layout.
+        """
+        foreign = {"tensor"} if self.side * self.depth > 1 else {"depth", "row", "col"} if self.tensor > 1 else set()
+        if wrong := [a for a in named(spec) if a in foreign]:
+            raise ValueError(
+                f"{what} is cut over {_told(wrong)} by its spec, but the mesh has {_told(self.axes)}: the spec is"
+                " another mesh's. Take it from `partition` of a model with this mesh."
+            )
 
     def as_whole(self) -> Mesh:
         """This mesh's cut, held by one rank alone."""
@@ -225,3 +256,7 @@ def named(spec: Sequence[Any]) -> tuple[str, ...]:
 
 def _names(axes: Any) -> str:
     return " x ".join(f"`{a}`" for a in named((axes,)))
+
+
+def _told(axes: Iterable[str]) -> str:
+    return ", ".join(f"`{a}`" for a in axes)

@@ -25,12 +25,16 @@ def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
         tree: This rank's parts. What `optax.masked` left out, or None, counts for nothing.
         specs: Of each leaf, as `partition` gives them.
         mesh: The ranks.
+
+    Raises:
+        ValueError: A spec is another mesh's.
     """
     groups: dict[tuple[str, ...], list[jax.Array]] = {}
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_left_out)
     for leaf, spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
         if _left_out(leaf):
             continue
+        mesh.check_spec(tuple(spec), "A leaf")
         axes = tuple(a for a in named(tuple(spec)) if mesh.size((a,)) > 1)
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         groups.setdefault(axes, []).append(jnp.sum(wide * wide))

@@ -16,7 +16,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jaxcross._jax_compat import one_result
+from jaxcross._jax_compat import checks_varying, one_result
 from jaxcross.tensor.mesh import Mesh, named
 
 
@@ -109,11 +109,13 @@ def gather(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
     A rank receives what it does not hold: for saving and sampling, not for every step.
     """
+    to = "invarying" if checks_varying() else "varying"
 
     def one(leaf: jax.Array, spec: Any) -> jax.Array:
-        for dim, axis in enumerate(spec):
-            if axis is not None and mesh.size((axis,)) > 1:
-                leaf = jax.lax.all_gather(leaf, axis, axis=dim, tiled=True)
+        for dim, entry in enumerate(spec):
+            for axis in reversed(named((entry,))):  # neighbours differ in the last one
+                if mesh.size((axis,)) > 1:
+                    leaf = jax.lax.all_gather(leaf, axis, axis=dim, tiled=True, to=to)
         return leaf
 
     return jax.tree.map(one, tree, specs)

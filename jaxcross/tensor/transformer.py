@@ -84,9 +84,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP of four times the features, each behind a layer normalisation and beside a residual.
 
-    For b sequences of s tokens and h features a rank receives, in elements of `dtype`, normalisations and biases apart:
+    For b sequences of s tokens and h features a rank receives, in elements of float32, normalisations and biases apart:
     1-D on p ranks 4(p-1)/p bsh forward and as much backward; on [q, q, d] (q-1)/q (7bsh/(dq) + 12h^2/q) forward, twice
-    that backward, and 2(d-1)/d 12h^2/q^2 elements of `param_dtype` for the weights' gradients.
+    that backward, and 2(d-1)/d 12h^2/q^2 for the weights' gradients. In 16 bits half the bytes, but for sums of less
+    than 64 KiB on all ranks together.
 
     Attributes:
         heads: Attention heads of all ranks together.

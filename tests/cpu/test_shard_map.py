@@ -22,7 +22,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing_wire import LocalRanks, run_program
 
 KINDS = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit  # which is JAX's default depends on its version
 MESHES = [jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2) for kind in KINDS]
@@ -113,7 +113,7 @@ def test_axes_of_either_type(mesh: Any) -> None:
 
 def test_specs_that_are_left_out_are_asked_for() -> None:
     step = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=MESHES[1], out_specs=P())
-    with pytest.raises(CutError, match="^the `shard_map` of `<lambda>` does not say how its arguments are cut"):
+    with pytest.raises(CutError, match="^how the arguments of the `shard_map` of `<lambda>` are cut cannot be told"):
         traced(step, jnp.ones((4, 2)))
 
 
@@ -170,8 +170,53 @@ def test_work_outside_is_refused() -> None:
 
     with pytest.raises(CutError, match=r"^`after` computes `add` outside of its `shard_map`, at .*test_shard_map.py"):
         traced(after, jnp.ones((3, 2)))
-    with pytest.raises(CutError, match="^a `shard_map` at .* splits an argument of shape \\(4, 2\\) into \\(2, 2\\)"):
+    with pytest.raises(CutError, match="^`before` computes `add` outside of its `shard_map`"):
         traced(before, jnp.ones((4, 2)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_work_beside_is_refused_where_all_ranks_hold_all_of_the_input(check_vma: bool) -> None:
+    """A rank's shards have the global shapes there: only what stands outside tells."""
+    body = jax.shard_map(
+        lambda x: x * (1.0 + lax.axis_index("data")), mesh=MESH, in_specs=P(), out_specs=P("data"), check_vma=check_vma
+    )
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.mean(body(x))
+
+    with pytest.raises(
+        CutError, match=r"^`mean` computes `reduce_sum` outside of its `shard_map`, at .*test_shard_map"
+    ):
+        traced(mean, jnp.ones(2))
+    with pytest.raises(CutError, match="^`mean` computes `reduce_sum` outside"):
+        traced(jax.jit(mean), jnp.ones(2))
+
+
+def test_one_argument_may_be_passed_twice() -> None:
+    def products(spec: Any) -> Any:
+        step = jax.shard_map(
+            lambda a, b: lax.psum(jnp.sum(a * jnp.sum(b)), "data"), mesh=MESH, in_specs=(P("data"), spec), out_specs=P()
+        )
+        return lambda x: step(x, x)
+
+    told = run_program(
+        traced(products(P("data", None)), jnp.ones((2, 2))).cut(), [[np.full((2, 2), r)] for r in range(4)]
+    )
+    assert [float(out[0]) for out in told] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
+    with pytest.raises(CutError, match=r"takes one argument of the step twice, cut by P\('data',?\) and by P\(\)"):
+        traced(products(P()), jnp.ones((2, 2)))
+
+
+def test_constants_lie_whole_on_every_rank() -> None:
+    def scaled(spec: Any) -> Any:
+        step = jax.shard_map(
+            lambda w, x: lax.psum(jnp.sum(w) * x, "data"), mesh=MESH, in_specs=(spec, P("data")), out_specs=P()
+        )
+        return lambda x: step(np.ones(4, np.float32), x)
+
+    assert traced(scaled(P()), jnp.ones(2)).jaxpr.out_avals[0].shape == (2,)
+    with pytest.raises(CutError, match=r"cuts by P\('data',?\) an array that is no argument of the step"):
+        traced(scaled(P("data")), jnp.ones(2))
 
 
 def test_axes_left_to_the_partitioner_are_refused() -> None:

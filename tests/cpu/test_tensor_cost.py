@@ -117,3 +117,12 @@ def test_other_types_and_batches_are_refused() -> None:
         tensor.step_cost(transformer(Mesh(), dtype=jnp.bfloat16), BATCH, LENGTH)
     with pytest.raises(ValueError, match="^A batch of shape \\(5,\\) cannot be cut"):
         tensor.step_cost(transformer(Mesh(side=2)), 5, LENGTH)
+    with pytest.raises(ValueError, match="^A step of 0 sequences of"):
+        tensor.step_cost(transformer(Mesh()), 0, LENGTH)
+
+
+def test_models_that_cannot_run_cost_nothing() -> None:
+    with pytest.raises(ValueError, match="^The heads of an attention layer, .* no multiple of the 4 ranks"):
+        tensor.step_cost(transformer(Mesh(tensor=4)).clone(heads=2), BATCH, LENGTH)
+    with pytest.raises(ValueError, match="^Sequences of 6 tokens are longer than the 5 positions"):
+        tensor.step_cost(transformer(Mesh()), BATCH, LENGTH + 1)

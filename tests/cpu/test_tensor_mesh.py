@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transformer
 
 from jaxcross import tensor
+from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import over_ranks
+from jaxcross.testing_wire import LocalRanks, over_ranks
 from jaxcross.world.mesh import make_mesh
 
 
@@ -108,6 +109,40 @@ def test_axes_of_another_length() -> None:
         step([(np.ones((2, 8), np.float32),)] * 4)
 
 
+def test_axes_in_another_order() -> None:
+    """Ranks are numbered by them."""
+    mesh = Mesh(side=2)
+    model = tensor.Dense(4, mesh)
+
+    def step(x: jax.Array) -> Any:
+        return model.init(jax.random.key(0), x)
+
+    trace(step, (jnp.ones((2, 2)),), axes=mesh.axes, wire=LocalRanks())
+    with pytest.raises(
+        ValueError, match="^The mesh has its axes in the order `row`, `col`, the step in .* `col`, `row`"
+    ):
+        trace(step, (jnp.ones((2, 2)),), axes={"col": 2, "row": 2}, wire=LocalRanks())
+
+
+def test_specs_of_another_layout() -> None:
+    line, grid = Mesh(tensor=2), Mesh(side=2)
+    with pytest.raises(ValueError, match="^A tensor is cut over `tensor` by its spec, but the mesh has `row`, `col`"):
+        tensor.shard([np.ones(4)], [PartitionSpec("tensor")], grid, 0)
+    with pytest.raises(ValueError, match="^A leaf is cut over `row`, `col` by its spec, but the mesh has `tensor`"):
+        tensor.global_norm([np.ones((2, 2))], [PartitionSpec("row", "col")], line)
+
+
+def test_a_dimension_that_is_cut_over_two_axes() -> None:
+    mesh = Mesh(side=2, depth=2)
+    rows, whole = PartitionSpec(mesh.batch), np.arange(16, dtype=np.float32).reshape(8, 2)
+    parts = [(tensor.shard(whole, rows, mesh, rank),) for rank in range(mesh.ranks)]
+    for told in over_ranks(lambda part: tensor.gather(part, rows, mesh), mesh.axes)(parts):
+        np.testing.assert_array_equal(told, whole)
+    every = over_ranks(lambda x: mesh.here(x, tuple(rows)), mesh.axes)([(whole,)] * mesh.ranks)
+    for (part,), told in zip(parts, every, strict=True):
+        np.testing.assert_array_equal(told, part)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
@@ -127,6 +162,11 @@ def test_a_batch_that_does_not_divide() -> None:
     message = "dimension 0 has length 6, which is no multiple of the 4 ranks along `depth` x `row`"
     with pytest.raises(ValueError, match=message):
         Mesh(side=2, depth=2).local_batch(np.zeros((6, 5)), 0)
+
+
+def test_a_batch_with_a_number_in_it() -> None:
+    with pytest.raises(ValueError, match=r"^The batch's `\['step'\]` is a number, of which ranks cannot each take"):
+        Mesh(data=2).local_batch({"tokens": np.zeros((6, 5)), "step": 3}, 0)
 
 
 def test_sequences_longer_than_positions() -> None:

@@ -175,6 +175,7 @@ import sys
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from tensor_case import Training, batch
+from jaxcross import tensor
 from jaxcross.tensor import Mesh
 
 plain = Training(Mesh(), layers=1)
@@ -192,6 +193,12 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(np.max(np.abs(b))) + 1e-7)
+    gather = jax.shard_map(
+        lambda p: tensor.gather(p, cut.specs, mesh), mesh=devices, in_specs=(cut.specs,), out_specs=P(),
+        check_vma=sys.argv[1] == "True",
+    )
+    for a, b in zip(jax.tree.leaves(jax.jit(gather)(plain.params())), jax.tree.leaves(plain.params()), strict=True):
+        np.testing.assert_array_equal(a, b)
     print("holds", mesh.axes)
 """
 
