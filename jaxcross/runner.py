@@ -36,6 +36,7 @@ from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
 
 _log = logging.getLogger("jaxcross")
+TOLD = 8  # jobs whose errors `run` tells
 
 
 class Runner:
@@ -360,8 +361,10 @@ class Runner:
         errors = [job.error for job in self.jobs if job.error is not None and job.how not in ("ejected", "left out")]
         errors += [left_out] if left_out is not None else []
         if errors:
-            for other in errors[1:]:
+            for other in errors[1:TOLD]:
                 errors[0].add_note(f"Also: {other}")
+            if more := len(errors[TOLD:]):
+                errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
             raise errors[0]
 
 

@@ -13,7 +13,7 @@ from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context
 from jaxcross.errors import CutError
 from jaxcross.guard import go, guarded
-from jaxcross.program.compile import ExecutableCache
+from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
@@ -92,7 +92,7 @@ class Step:
         self.__name__ = step_name(step)
         self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
         self.donate, self.static = donate, static
-        self._roots = ExecutableCache()  # (structure, types) of the arguments -> Variant
+        self._roots = Once()  # (structure, types) of the arguments -> Variant
         self._last: tuple[Any, Any, Variant] | None = None
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges

@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxcross.cut_search import search
 from jaxcross.errors import ExchangeError
 from jaxcross.program.agreement import disagreement
-from jaxcross.program.compile import ExecutableCache
+from jaxcross.program.compile import Once
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
 from jaxcross.program.flatten import Predicate
@@ -48,7 +48,7 @@ class Variant:
     told: set[str]
     leaves: tuple[Any, ...]
     world: World
-    children: ExecutableCache = field(default_factory=ExecutableCache)
+    children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
     compiled: Compiled | None = None

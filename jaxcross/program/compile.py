@@ -7,10 +7,11 @@ here when.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -23,30 +24,56 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
 from jaxcross.program.segments import Program, Segment, Wire
 
+KEPT = 64  # executables that nobody uses any more, for the next job that is like one that has gone
 
-class ExecutableCache:
-    """Executables by what they compute, so that like jobs compile once. Safe to use from several threads."""
+
+class Once:
+    """Values by key, each made once. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[Any, _Entry] = {}
-        self.compiled = 0
+        self._making: dict[Any, threading.Lock] = {}
+        self._values: MutableMapping[Any, Any] = {}
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The entry for `key`, made by the first caller while others who want the same one wait."""
+        """The value for `key`, made by the first caller while others who want the same one wait."""
         with self._lock:
-            entry = self._entries.setdefault(key, _Entry())
-        with entry.lock:
-            if entry.value is None:
-                entry.value = make()
-                self.compiled += 1
-        return entry.value
+            turn = self._making.setdefault(key, threading.Lock())
+        with turn:
+            with self._lock:
+                found = self._values.get(key)
+            value = make() if found is None else found
+            with self._lock:
+                self._keep(key, value)
+                self._making.pop(key, None)
+        return value
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._values)
+
+    def _keep(self, key: Any, value: Any) -> None:
+        self._values[key] = value
 
 
-@dataclass(slots=True)
-class _Entry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    value: Any = None
+class ExecutableCache(Once):
+    """Executables by what they compute, so that like jobs compile once. Safe to use from several threads.
+
+    Held are those that something else holds, and the latest `KEPT`: jobs may come and go for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values = WeakValueDictionary()
+        self._latest: OrderedDict[Any, Any] = OrderedDict()
+        self.compiled = 0
+
+    def _keep(self, key: Any, value: Any) -> None:
+        self.compiled += self._values.get(key) is None
+        self._values[key] = self._latest[key] = value
+        self._latest.move_to_end(key)
+        if len(self._latest) > KEPT:
+            self._latest.popitem(last=False)
 
 
 def compile_program(
@@ -68,7 +95,7 @@ def compile_program(
         host_device: CPU device of collective segments; the first one if None.
         notify: Told of each segment before it is compiled.
     """
-    traced, cache = program.traced, cache or ExecutableCache()
+    traced, cache = program.traced, ExecutableCache() if cache is None else cache
     wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
     host = host_device or jax.local_devices(backend="cpu")[0]
     sharding: dict[int, Any] = dict.fromkeys(program.inputs[: program.constants])
@@ -188,7 +215,7 @@ def _collective_maker(
     return make
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Forward:
     """Stands for an executable that would only copy: a sum over one rank is its operand."""
 

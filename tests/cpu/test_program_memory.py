@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import sys
@@ -16,7 +17,7 @@ from jax import lax
 
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
-from jaxcross.program.compile import ExecutableCache
+from jaxcross.program.compile import KEPT, ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.graph import nbytes
@@ -222,6 +223,35 @@ def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
     assert np.array_equal(result(called(3)), ones * 6), "another function behind the callback"
     assert np.array_equal(result(lambda x: lax.psum(x * 2, "batch")), ones * 4)
     assert np.array_equal(result(lambda x: lax.psum(x * 3, "batch")), ones * 6), "another literal"
+
+
+class Thing:
+    """Something that can be held weakly."""
+
+
+def test_of_executables_that_nobody_uses_the_latest_are_kept() -> None:
+    cache = ExecutableCache()
+    used = [cache.get(("used", n), Thing) for n in range(3)]
+    for n in range(2 * KEPT):
+        cache.get(n, Thing)
+    gc.collect()
+    assert len(cache) == 3 + KEPT
+    assert [cache.get(("used", n), Thing) for n in range(3)] == used and cache.compiled == 3 + 2 * KEPT
+    cache.get(2 * KEPT - 1, Thing)
+    assert cache.compiled == 3 + 2 * KEPT, "one of the latest"
+    cache.get(0, Thing)
+    assert cache.compiled == 4 + 2 * KEPT, "made again"
+
+
+def test_an_executable_that_cannot_be_made_is_tried_again() -> None:
+    cache = ExecutableCache()
+
+    def fails() -> Any:
+        raise MemoryError("LLVM")
+
+    with pytest.raises(MemoryError):
+        cache.get("a", fails)
+    assert isinstance(cache.get("a", Thing), Thing) and cache.compiled == 1
 
 
 def test_segments_may_run_before_earlier_ones_that_they_do_not_need() -> None:
