@@ -65,8 +65,13 @@ class Keeper:
         """Whether the job has restored its state: from then on it can be saved."""
         return self._wanted is not None
 
-    def restore(self, target: Any, together: Together) -> tuple[Any, Progress] | None:
+    def restore(self, target: Any, together: Together, *, local: bool = False) -> tuple[Any, Progress] | None:
         """The newest state that is whole on all ranks, made like `target`; None if there is none. Waits for all ranks.
+
+        Args:
+            target: What the job would begin with.
+            together: Runs what communicates.
+            local: Ranks mean each their own `target`.
 
         Raises:
             JobError: On every rank: the newest checkpoint is of another model, of a number of ranks that this one
@@ -79,7 +84,9 @@ class Keeper:
                 "restores twice. A checkpoint holds one state: put all that it trains into one tree, and restore that."
             )
         wanted = forms_of(target)
-        found = find(target, wanted, world=self._world, folders=self._folders, talk=self._talk, together=together)
+        found = find(
+            target, wanted, world=self._world, folders=self._folders, talk=self._talk, together=together, local=local
+        )
         self._own = set(self._folders.names())
         self._wanted = wanted
         if found is None:

@@ -88,7 +88,14 @@ class _Survey:
 
 
 def find(
-    state: Any, wanted: Mapping[str, Form], *, world: KeeperWorld, folders: Folders, talk: Talk, together: Together
+    state: Any,
+    wanted: Mapping[str, Form],
+    *,
+    world: KeeperWorld,
+    folders: Folders,
+    talk: Talk,
+    together: Together,
+    local: bool,
 ) -> Found | None:
     """The newest checkpoint that is whole on all ranks; None if none was ever finished. Waits for all ranks.
 
@@ -101,6 +108,7 @@ def find(
         folders: Where the parts lie.
         talk: The job's voice.
         together: Runs what communicates.
+        local: Ranks mean each their own `state`.
 
     Raises:
         JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is of another version;
@@ -124,7 +132,9 @@ def find(
             "or name another directory. What differs", talk.gather(together, "its shapes", differs),
         )  # fmt: skip
         if first.ranks == 1 < world.size:
-            _refuse_copies(talk, talk.gather(together, "whose they are", _fresh(state)), f"{folders.path / name}")
+            _refuse_copies(
+                talk, talk.gather(together, "whose they are", _fresh(state, local=local)), f"{folders.path / name}"
+            )
         held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
         said = json.dumps([damage, _said(error, folders.arrays_path(name))])
         heard = [json.loads(text) for text in talk.gather(together, "read", said)]
@@ -266,9 +276,13 @@ def _common(
     return together("checkpoint: values", lambda _: world.broadcast_or_check(sent, mode="broadcast"))
 
 
-def _fresh(state: Any) -> str:
-    """Of the state that a rank would begin with: leaves that are its own for certain, and digests of all."""
-    return json.dumps([own_leaves(state), {path: leaf.digest for path, leaf in snapshot(state).items()}])
+def _fresh(state: Any, *, local: bool) -> str:
+    """Of the state that a rank would begin with: leaves that are its own for certain, and digests of those that may be.
+
+    Unless they are meant to be, unlike values mean nothing: rank 0's would be taken.
+    """
+    digests = {path: leaf.digest if local else "" for path, leaf in snapshot(state).items()}
+    return json.dumps([own_leaves(state), digests])
 
 
 def _refuse_copies(talk: Talk, texts: Sequence[str], path: str) -> None:

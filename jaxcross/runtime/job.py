@@ -169,7 +169,8 @@ class JobContext:
         Returned is a copy: the job's step may donate it, and another job start from the same `state`.
 
         If the runner has checkpoints, and the job one that is whole, returned is what was saved there, in a tree made
-        like `state`; `step` and the first `batches` go on from there. What `mode` says is then of no concern.
+        like `state`; `step` and the first `batches` go on from there. `mode` matters then only to what one rank saved
+        and several restore: where their own values under `local` differ, it refuses.
 
         Args:
             state: A pytree of arrays, JAX's or NumPy's, and numbers.
@@ -182,7 +183,7 @@ class JobContext:
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
         if self._resumption is not None:
-            found = self._resumption.restore(state, self.together)
+            found = self._resumption.restore(state, self.together, local=mode == "local")
             if found is not None:
                 self.step = self._resumption.first_step
                 self._running().resumed(self._number, self.step)

@@ -32,9 +32,9 @@ class Resumption:
         self._ahead: list[Place] = []  # where the next loops begin
         self._places: tuple[Place, ...] = ()
 
-    def restore(self, target: Any, together: Together) -> Any:
+    def restore(self, target: Any, together: Together, *, local: bool = False) -> Any:
         """The state of the newest checkpoint, or None. Waits for all ranks; see `Keeper.restore`."""
-        found = self._keeper.restore(target, together)
+        found = self._keeper.restore(target, together, local=local)
         if found is None:
             return None
         state, progress = found
