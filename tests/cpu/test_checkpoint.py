@@ -90,6 +90,22 @@ def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after
     assert not any("not whole" in text for text in resumes(caplog))
 
 
+def test_what_one_rank_saved_serves_ranks_that_would_have_begun_with_rank_0_s_values(tmp_path):
+    saved = train(1, tmp_path, steps=6, names=("a",))
+
+    def work(world):
+        def fn(job):
+            return job.restore({"w": np.full(3, float(world.rank))}, mode="broadcast")
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        runner.run()
+        return job.state
+
+    for state in run_ranks(2, work):
+        same(state, saved[0]["a"][0])
+
+
 def test_residuals_of_an_exchange_that_one_rank_saved_are_not_copied(tmp_path):
     """They are zero when two ranks begin: nothing tells but what they are."""
 
