@@ -200,7 +200,7 @@ def main() -> int:
     for name in ("images", "text"):
         made = plan(name, ranks, seeds, smoke=args.smoke)
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
-        for strategy in toys(name) if args.smoke else (*STRATEGIES, WARMED_UP):
+        for strategy in toys(name) if args.smoke else (*STRATEGIES, *WARMED_UP):
             if (name, strategy.name) not in known:
                 result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)

@@ -30,7 +30,8 @@ class Setting:
         signs: In its place behind gradients whose elements are 1 or -1.
         adam_rate: Of the strategy that is an Adam itself; may be a schedule.
         norms: A LARS or LAMB whose norms are shared out over the axis, behind the mean.
-        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has fallen.
+        freeze_step: Where 1-bit Adam begins to send signs, and where a density that falls has fallen; one that falls at
+            once does so at twice of it.
     """
 
     ranks: int
@@ -112,10 +113,18 @@ def _falling(s: Setting) -> list[tuple[int, float]]:
     return [(s.freeze_step * (n + 1) // 4, density) for n, density in enumerate((0.25, 0.0625, 0.032, 0.016))]
 
 
-WARMED_UP = Strategy(
-    name="top_k 1%, falling to it",
-    make=lambda s: optax.chain(exchange.top_k(0.01, AXIS, selection="exact", warm_up=_falling(s)), s.optimizer),
-    begins=lambda s: tuple(step for step, _ in _falling(s)),
+def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) -> Strategy:
+    return Strategy(
+        name=f"top_k 1%, {name}",
+        make=lambda s: optax.chain(exchange.top_k(0.01, AXIS, selection="exact", warm_up=stages(s)), s.optimizer),
+        begins=lambda s: tuple(step for step, _ in stages(s)),
+    )
+
+
+# Top-k that begins with more.
+WARMED_UP = (
+    _warmed_up("falling to it", _falling),
+    _warmed_up("10% at first", lambda s: [(2 * s.freeze_step, 0.1)]),
 )
 
 
