@@ -14,7 +14,7 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.loop import Job, run
-from jaxcross.runner import Runner
+from jaxcross.runner import TOLD, Runner
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
@@ -377,6 +377,23 @@ def test_several_failures_are_raised_as_one_with_notes():
 
     (notes,) = run_ranks(1, work)
     assert notes[0].startswith("Also: Job `b` failed on rank 0 after step 0: RuntimeError: b.")
+
+
+def test_of_many_jobs_that_fail_the_first_are_told():
+    def work(world):
+        runner = Runner(world)
+
+        def fails(job):
+            raise RuntimeError(job.name)
+
+        for n in range(TOLD + 3):
+            runner.add(f"job-{n:02d}", fails)
+        with pytest.raises(JobError, match="^Job `job-00` failed") as raised:
+            runner.run()
+        return raised.value.__notes__
+
+    (notes,) = run_ranks(1, work)
+    assert len(notes) == TOLD and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
 
 
 def test_an_interrupt_stops_all_ranks_at_the_same_step():
