@@ -200,6 +200,16 @@ def convergence(_: str) -> Iterator[tuple[str, ...]]:
         yield strategy, *cells
 
 
+def longer(_: str) -> Iterator[tuple[str, ...]]:
+    """Top-k over as many steps, and over three times as many."""
+    found = read("convergence")
+    parts = [[row for row in found["rows"] if row["task"] == "text"], found["longer"]["rows"]]
+    yield ("exchange", *(f"{steps} steps" for steps in (found["tasks"]["text"]["steps"], found["longer"]["steps"])))
+    of = [{row["strategy"]: row["final_accuracy"] for row in rows} for rows in parts]
+    for name in of[1]:
+        yield name, *(f"{each[name]:.3f} ({each[name] - each['mean']:+.3f})" for each in of)
+
+
 def growth(_: str) -> Iterator[tuple[str, ...]]:
     """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the end."""
     found = read("convergence")["growth"]
@@ -276,7 +286,7 @@ TABLES: dict[str, Callable[[str], Iterator[tuple[str, ...]]]] = {
     "race": race, "wait-free": wait_free, "overhead": overhead, "peak": peak, "memory": memory,
     "scale": scale, "unequal": unequal, "exchange-cost": exchange_cost, "imagenet": imagenet,
     "tensor": tensor, "tensor-crossover": tensor_crossover, "tensor-far": tensor_far,
-    "convergence": convergence, "growth": growth, "exchanges": exchanges, "selection": selection,
+    "convergence": convergence, "growth": growth, "longer": longer, "exchanges": exchanges, "selection": selection,
     "reliability": reliability,
 }  # fmt: skip
 

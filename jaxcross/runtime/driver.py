@@ -331,7 +331,9 @@ class Driver:
 
     def vacate(self, job: int) -> None:
         """The job is over on all ranks, and its thread ends."""
-        self.seats.pop(job, None)
+        seat = self.seats.pop(job, None)
+        if seat is not None:
+            seat.release()  # the job's context keeps it
 
     # For lanes.
 

@@ -114,6 +114,7 @@ def test_convergence(smoke, tmp_path):
     ]
     # On one rank all ways are plain SGD.
     assert len({tuple(row["loss"][0]) for row in growth["rows"] if row["ranks"] == 1}) == 1
+    assert [row["strategy"] for row in result["longer"]["rows"]] == ["mean", "top_k 1%, exact"]
     again = smoke("convergence.py", "--resume")
     assert again["rows"] == result["rows"]
 
