@@ -216,6 +216,7 @@ def main() -> int:
                 result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
                 write_json(args.json, __doc__, result)
+    write_json(args.json, __doc__, result)
     show(result["rows"])
     print(f"{result['longer']['steps']} steps:")
     show(result["longer"]["rows"])
