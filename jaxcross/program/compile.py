@@ -38,19 +38,25 @@ class Once:
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value for `key`, made by the first caller while others who want the same one wait."""
         with self._lock:
+            if (found := self._find(key)) is not None:
+                return found
             turn = self._making.setdefault(key, threading.Lock())
         with turn:
             with self._lock:
-                found = self._values.get(key)
-            value = make() if found is None else found
-            with self._lock:
-                self._keep(key, value)
-                self._making.pop(key, None)
-        return value
+                found = self._find(key)
+            if found is None:
+                found = make()
+                with self._lock:
+                    self._keep(key, found)
+                    self._making.pop(key, None)
+        return found
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._values)
+
+    def _find(self, key: Any) -> Any:
+        return self._values.get(key)
 
     def _keep(self, key: Any, value: Any) -> None:
         self._values[key] = value
@@ -68,9 +74,18 @@ class ExecutableCache(Once):
         self._latest: OrderedDict[Any, Any] = OrderedDict()
         self.compiled = 0
 
+    def _find(self, key: Any) -> Any:
+        if (value := super()._find(key)) is not None:
+            self._hold(key, value)
+        return value
+
     def _keep(self, key: Any, value: Any) -> None:
-        self.compiled += self._values.get(key) is None
-        self._values[key] = self._latest[key] = value
+        super()._keep(key, value)
+        self.compiled += 1
+        self._hold(key, value)
+
+    def _hold(self, key: Any, value: Any) -> None:
+        self._latest[key] = value
         self._latest.move_to_end(key)
         if len(self._latest) > KEPT:
             self._latest.popitem(last=False)

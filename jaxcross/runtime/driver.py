@@ -333,7 +333,7 @@ class Driver:
         """The job is over on all ranks, and its thread ends."""
         seat = self.seats.pop(job, None)
         if seat is not None:
-            seat.release()  # the job's context keeps it
+            seat.thread = None  # the job's context keeps the seat
 
     # For lanes.
 

@@ -115,10 +115,6 @@ class Seat:
         self.tell_paused: Callable[[bool], None] = _nobody
         self.abandon: Callable[[], None] = _nobody
 
-    def release(self) -> None:
-        """Lets go of the thread, which has ended or is about to."""
-        self.thread, self.make_thread = None, threading.current_thread
-
 
 def _nobody(*_: Any) -> None:
     """In place of what a job's context provides."""

@@ -58,9 +58,7 @@ def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
     with Lab(hosts=2) as lab:
         process = start(lab, 2.0, tmp_path)
         lab.set_link(1, up=False)
-        deadline = time.monotonic() + 40
-        while any(not record.words for record in read(tmp_path / "events")) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: all(record.words for record in read(tmp_path / "events")), patience_s=40)
         process.kill()  # Open MPI's waits for ever for what it started beyond that link
     _, stderr = process.communicate(timeout=60)
     records = read(tmp_path / "events")
@@ -115,6 +113,7 @@ def test_a_run_whose_link_goes_at_a_point_goes_on_when_it_is_started_again(tmp_p
 
 
 def wait_until(condition, patience_s=faults.DEADLINE_S):
+    """Looks again and again: what other processes write wakes nobody here."""
     deadline = time.monotonic() + patience_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
