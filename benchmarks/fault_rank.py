@@ -54,6 +54,9 @@ def hurt() -> None:
         case "link":
             while not (FOLDER / "cut").exists():  # whoever started this takes the link down
                 threading.Event().wait(0.02)
+        case "stop":
+            # Sent to the process, it may be another thread that takes it, a while after this one went on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case name:
             os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
 

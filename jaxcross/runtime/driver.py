@@ -331,9 +331,10 @@ class Driver:
 
     def vacate(self, job: int) -> None:
         """The job is over on all ranks, and its thread ends."""
-        seat = self.seats.pop(job, None)
-        if seat is not None:
-            seat.thread = None  # the job's context keeps the seat
+        with self._lock:  # who is told that it has left runs on at once, before that instruction is followed to its end
+            seat = self.seats.pop(job, None)
+            if seat is not None:
+                seat.thread = None  # the job's context keeps the seat
 
     # For lanes.
 

@@ -1,5 +1,6 @@
 """The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
 
+import threading
 import time
 from collections import deque
 from itertools import pairwise
@@ -15,7 +16,8 @@ from jaxcross.runtime.job import outline_of
 from jaxcross.runtime.lanes import LaneThread, patience_s
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import RoundRobin
-from jaxcross.runtime.threads import current_job
+from jaxcross.runtime.seat import Seat
+from jaxcross.runtime.threads import JobThread, current_job
 from jaxcross.testing import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 
@@ -133,6 +135,31 @@ def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
         return [j.step for j in runner.jobs]
 
     assert run_ranks(2, work) == [[0], [0]]
+
+
+def test_a_job_that_hears_that_it_has_left_may_be_gone_before_its_teller_goes_on(monkeypatch):
+    class SlowTeller(threading.Event):
+        """Its `set` comes back late: the job's thread has all the time to end."""
+
+        def set(self):
+            super().set()
+            job_threads = [thread for thread in threading.enumerate() if isinstance(thread, JobThread)]
+            for thread in job_threads:
+                thread.join(0.3)
+
+    class SlowSeat(Seat):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.left = SlowTeller()
+
+    monkeypatch.setattr("jaxcross.runtime.driver.Seat", SlowSeat)
+
+    def work(world):
+        runner = runner_of(world)
+        runner.run()
+        return [(job.how, job.step) for job in runner.jobs]
+
+    assert run_ranks(1, work) == [[("ended", 2)]]
 
 
 def test_an_internal_error_reaches_the_caller():
