@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -14,12 +13,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
-from jaxcross.report import JobFacts, Recorder, Report
+from jaxcross.outcome import left_out, raise_errors, report_of
+from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
@@ -30,13 +29,12 @@ from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.resumption import Resumption
-from jaxcross.runtime.threads import runner_active
+from jaxcross.runtime.threads import JobThread, runner_active
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
 
 _log = logging.getLogger("jaxcross")
-TOLD = 8  # jobs whose errors `run` tells
 
 
 class Runner:
@@ -126,7 +124,7 @@ class Runner:
             if self._used:
                 driver = self._driver
                 attach = partial(job.attach, resumption=self._resumption(job))
-                seat = None if driver is None else driver.join(name, job.thread, attach)
+                seat = None if driver is None else driver.join(name, partial(JobThread, job), attach)
                 if seat is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
                 if self._session is not None:
@@ -252,8 +250,8 @@ class Runner:
                 self._take_over(self._session)
                 jobs = tuple(self.jobs)
             driver = self._driver = Driver(
-                world=self.world, jobs=[(job.name, job.thread) for job in jobs], policy=self.policy, depth=self.depth,
-                listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
+                world=self.world, jobs=[(job.name, partial(JobThread, job)) for job in jobs], policy=self.policy,
+                depth=self.depth, listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
             )  # fmt: skip
             for number, job in enumerate(jobs):
                 job.attach(driver, driver.seats[number], self._resumption(job))
@@ -269,15 +267,18 @@ class Runner:
                     job.save_left()
                 self._session.close()
             with after_run(self.world, "report"):
-                left_out = self._left_out(driver)
-                self.report = self._report(start_ns, end_ns)
+                missing = left_out(self.world, self.jobs, [*driver.left_out, *sorted(self._submitted)])
+                self.report = report_of(
+                    self.jobs, self._recorder, world=self.world, policy=self.policy.name,
+                    link="" if self.link is None else str(self.link), start_ns=start_ns, end_ns=end_ns,
+                )  # fmt: skip
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
             ending = self._exit(driver.terminated, own) if stopped else own
         if ending is None and held:  # while the handlers were put back
             ending = held[0]
         if ending is not None:
             raise ending
-        self._raise_errors(left_out)
+        raise_errors(self.jobs, missing)
         return self.report
 
     def _agree(self, jobs: Sequence[JobContext]) -> None:
@@ -310,42 +311,6 @@ class Runner:
 
         return Resumption(session.keeper(job.name, note), job.cuts, session.every)
 
-    def _report(self, start_ns: int, end_ns: int) -> Report:
-        devices = jax.local_devices()
-        return Report.build(
-            self._recorder.spans(),
-            jobs=[_facts(job) for job in self.jobs if job.how != "left out"],
-            rank=self.world.rank,
-            size=self.world.size,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            policy=self.policy.name,
-            placement=f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a rank",
-            link="" if self.link is None else str(self.link),
-            dropped=self._recorder.dropped,
-            control=self.world.control if self.world.size > 1 else None,
-        )
-
-    def _left_out(self, driver: Driver) -> JobError | None:
-        """What to say of jobs that never joined; the same on every rank. Waits for all ranks."""
-        names = [*driver.left_out, *sorted(self._submitted)]
-        texts = self.world.control.allgather_text(json.dumps(names)) if self.world.size > 1 else [json.dumps(names)]
-        ranks: dict[str, list[str]] = {}
-        for rank, text in enumerate(texts):
-            for name in json.loads(text):
-                ranks.setdefault(name, []).append(str(rank))
-        if not ranks:
-            return None
-        what = ", ".join(f"`{name}` (rank {', '.join(where)} of {self.world.size})" for name, where in ranks.items())
-        error = JobError(
-            f"Jobs were added during the run but not on every rank, or when it was ending, and never joined: {what}. "
-            "Add a job on all ranks while another one still has to wait for them, for example in a job's function."
-        )
-        for job in self.jobs:
-            if job.how == "left out":
-                job.error = error
-        return error
-
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
         with after_run(self.world, "end of the run"):
@@ -356,32 +321,3 @@ class Runner:
         if own is not None and not isinstance(own, KeyboardInterrupt):
             return own  # a user's handler means something by it
         return SystemExit(TERMINATED) if some else KeyboardInterrupt()
-
-    def _raise_errors(self, left_out: JobError | None) -> None:
-        errors = [job.error for job in self.jobs if job.error is not None and job.how not in ("ejected", "left out")]
-        errors += [left_out] if left_out is not None else []
-        if errors:
-            for other in errors[1:TOLD]:
-                errors[0].add_note(f"Also: {other}")
-            if more := len(errors[TOLD:]):
-                errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
-            raise errors[0]
-
-
-def _facts(job: JobContext) -> JobFacts:
-    metrics: dict[str, float] = {}
-    for _, values in job.history:
-        if isinstance(values, dict):
-            metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
-    loss = metrics.pop("loss", None)
-    return JobFacts(
-        name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss, metrics=metrics,
-        how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
-    )  # fmt: skip
-
-
-def _float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # a Python integer may be longer than any float
-        return math.inf if number > 0 else -math.inf

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import JobError
-from jaxcross.program.execution import Compiled
-from jaxcross.program.segments import Program
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import Listeners, Span, SpanKind
-from jaxcross.runtime.explain import describe
+from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
-from jaxcross.runtime.job_waits import after_run
-from jaxcross.runtime.kept import Kept, own_copy
-from jaxcross.runtime.meeting import meet
-from jaxcross.runtime.messages import Leaving
-from jaxcross.runtime.metrics import MetricLog
-from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.job_life import JobLife
+from jaxcross.runtime.kept import own_copy
 from jaxcross.runtime.place import START
 from jaxcross.runtime.resumption import Resumption
-from jaxcross.runtime.seat import NonFinite, Seat, Stopped
-from jaxcross.runtime.threads import JobThread, current_job
-from jaxcross.runtime.vote import Wish, point_hash
-from jaxcross.world.control import Control
+from jaxcross.runtime.seat import NonFinite
+from jaxcross.runtime.vote import Wish
 
 
-def outline_of(program: Program) -> Outline:
-    """What the interleaver knows of a program."""
-    # Where the exchanges are parted into segments matters too: each segment is one place in the agreed order.
-    layout = tuple(len(s.exchanges) for s in program.collectives)
-    return Outline(
-        kinds=tuple(s.kind for s in program.segments),
-        needs=program.needs(),
-        after_commit=program.after_commit,
-        nbytes=tuple(s.nbytes for s in program.segments),
-        local_step=program.local_step,
-        signature=point_hash(program.exchange_hash(), layout),
-        text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
-    )
-
-
-class JobContext:
+class JobContext(JobLife):
     """One job on this rank: what its function is given, and what the caller of `Runner.add` keeps.
 
     Attributes:
@@ -71,36 +42,10 @@ class JobContext:
         how: How it left: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
             before that.
         error: Why, if it failed, was ejected or left out.
-        left: Set once it has left and `state` and `history` are final: `job.left.wait()`.
+        left: An event, set once it has left and `state` and `history` are final: `job.left.wait()`.
         skipped: How many of its steps kept the state; see `nonfinite`.
         cuts: Which number of pieces `cut="auto"` found for which program, for a restart to find the same.
     """
-
-    def __init__(
-        self, name: str, fn: Callable[..., Any], arguments: Mapping[str, Any], *, listeners: Listeners, world: Any
-    ) -> None:
-        self.name = name
-        self.step = 0
-        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
-        self.history = self._metrics.history
-        self.examples_per_step: float | None = None
-        self.error: Exception | None = None
-        self.how: str | None = None
-        self.left = threading.Event()
-        self.skipped = 0
-        self._unwound = False
-        self._nonfinite: NonFinite = "ignore"
-        self.cuts: dict[str, int] = {}
-        self._kept = Kept()
-        self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
-        self._driver: Driver | None = None
-        self._seat: Seat | None = None
-        self._counted: str | None = None
-        self._outlines: dict[int, tuple[Compiled, Outline]] = {}
-        self._programs: dict[int, Program] = {}
-        self._feeds: list[Feed] = []
-        self._resumption: Resumption | None = None  # if there are checkpoints
-        self._strayed: JobError | None = None  # its batches were asked for in another thread
 
     # For the job's function.
 
@@ -126,7 +71,7 @@ class JobContext:
     def nonfinite(self, policy: NonFinite) -> None:
         if policy not in get_args(NonFinite):
             raise ValueError(f"Job `{self.name}`: `nonfinite` is `{policy!r}`, not one of {get_args(NonFinite)}")
-        if self._outlines and policy != self._nonfinite:
+        if self._calls.any and policy != self._nonfinite:
             raise JobError(f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before.")
         self._nonfinite = policy
 
@@ -163,6 +108,32 @@ class JobContext:
         self._feeds.append(feed)
         return self._measured(feed)
 
+    def _stray_loop(self) -> bool:
+        """Whether a loop over batches must end at once, because another thread runs it. The job fails for it, where
+        its own thread can tell: raised here, where perhaps nobody catches it, it would end the other jobs as well.
+        """
+        error = self._stray("`job.batches`", "iterated")
+        if error is None:
+            return False
+        seat = self._seat
+        if self._strayed is not None or self._driver is None or seat is None or seat.how == "ended":
+            raise error  # a loop around the loop, or nobody left to tell
+        self._strayed = error
+        return True
+
+    def _measured(self, feed: Feed) -> Iterator[Any]:
+        try:
+            while not self._stray_loop():
+                with self.measure("input"):
+                    batch = next(feed, _END)
+                if batch is _END:
+                    return
+                if self.examples_per_step is None:
+                    self.examples_per_step = _examples(batch, self._world.size)
+                yield batch
+        finally:
+            feed.close()
+
     def restore(self, state: Any, *, mode: Literal["check", "broadcast", "local"] = "check") -> Any:
         """The state to start from: `state`, after all ranks have made sure that they mean the same. Waits for all.
 
@@ -182,17 +153,18 @@ class JobContext:
             TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
-        if self._resumption is not None:
-            found = self._resumption.restore(state, self.together, local=mode == "local")
+        resumption = self._resumption
+        if resumption is not None:
+            found = resumption.restore(state, self.together, local=mode == "local")
             if found is not None:
-                self.step = self._resumption.first_step
+                self.step = resumption.first_step
                 self._running().resumed(self._number, self.step)
                 self.state = found
-                return self._stand(self._resumption)
+                return self._stand(resumption)
         if mode != "local":
             state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
         self.state = own_copy(state)
-        return self.state if self._resumption is None else self._stand(self._resumption)
+        return self.state if resumption is None else self._stand(resumption)
 
     def _stand(self, resumption: Resumption) -> Any:
         """The state, unless an earlier run has stopped the job for good. If it rested there, it rests before its first
@@ -218,8 +190,9 @@ class JobContext:
             JobError: With checkpoints, on every rank: `state` is not like the one that was restored, or a disk failed.
         """
         self.state = state
-        if self._resumption is not None:
-            self._resumption.save(state, self.step, self.together, unfit=self._unfit())
+        resumption = self._resumption
+        if resumption is not None:
+            resumption.save(state, self.step, self.together, unfit=self._unfit())
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
@@ -301,281 +274,8 @@ class JobContext:
         if driver is not None and seat is not None:  # else it has left
             driver.wish(seat, wish)
 
-    # For `jaxcross.step`.
-
-    @property
-    def sole(self) -> bool:
-        """Whether it has been its runner's only job, so that nothing runs beside it; as of the latest `together`, so
-        that all ranks say the same.
-        """
-        return self._seat is not None and self._seat.sole
-
-    def check_alike(self, control: Control) -> None:
-        """Makes sure that all ranks want the same of this job. Waits for all ranks.
-
-        Raises:
-            JobError: On every rank: `nonfinite` differs.
-        """
-        number = get_args(NonFinite).index(self._nonfinite)
-        low, high = control.allreduce_min(np.array([number, -number], np.int64))
-        if low != -high:
-            said = ", ".join(f"`{text}` on rank {n}" for n, text in enumerate(control.allgather_text(self._nonfinite)))
-            raise JobError(
-                f"Job `{self.name}`: `nonfinite` is {said}. Ranks would drift apart: set the same on every rank."
-            )
-
-    def first_use(self, program: Program) -> bool:
-        """Whether this job has not asked about `program` before. The same on every rank."""
-        new = id(program) not in self._programs
-        self._programs[id(program)] = program  # keeps it alive, hence its id unique
-        return new
-
-    def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:
-        """One step of a `crossover` function in this job: waits until its last segment was dispatched.
-
-        Raises:
-            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
-        """
-        driver = self._running()
-        known = self._outlines.get(id(compiled))
-        if known is None:
-            # The pair keeps `compiled` alive, hence its id unique.
-            known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
-        execution = compiled.execution(flat_inputs)
-        if self._nonfinite != "ignore":
-            execution.watch()
-        outputs = driver.call(self._number, known[1], execution, self._nonfinite)
-        if known[1].is_step:
-            if self._counted is None:
-                self._counted = compiled.program.name
-            if compiled.program.name == self._counted:
-                self.step += 1
-                if self._resumption is not None:
-                    self._resumption.stepped(self._feeds)
-        self._kept.committed(outputs, self.step)
-        return outputs
-
-    # For `jaxcross.server`.
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the job is to stop. Ranks learn it one after the other."""
-        return self._running().stopping(self._number)
-
-    def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
-        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
-        self.step += 1
-        parts: tuple[tuple[SpanKind, int, int, int, int], ...] = (
-            ("compute", 0, start_ns, pushed_ns, 0),
-            ("collective", 1 + self._number, pushed_ns, end_ns, nbytes),
-        )
-        for segment, (kind, lane, begin_ns, finish_ns, size) in enumerate(parts):
-            self._listeners.span(
-                Span(
-                    rank=self._world.rank, job=self.name, step=self.step, segment=segment, kind=kind, lane=lane,
-                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label="parameter server",
-                )
-            )  # fmt: skip
-
-    # For the runner.
-
-    @property
-    def _number(self) -> int:
-        return -1 if self._seat is None else self._seat.number
-
-    @property
-    def order(self) -> float:
-        """Its place among the jobs of the run, the same on all ranks; behind all others if it never joined."""
-        return self._number if self._number >= 0 else float("inf")
-
-    @property
-    def steps_made(self) -> int:
-        """How many of its steps it made in this run."""
-        return self.step if self._resumption is None else self.step - self._resumption.first_step
-
-    @property
-    def save_every(self) -> int | None:
-        """After how many steps the plain loop is to save, if at all."""
-        return None if self._resumption is None else self._resumption.every
-
-    def attach(self, driver: Driver, seat: Seat, resumption: Resumption | None = None) -> None:
-        """The run begins, or the job is added to it: this is its seat."""
-        self._driver, self._seat, self._resumption = driver, seat, resumption
-        seat.abandon = self.abandon
-        if resumption is not None:
-            # Before any job saves what it did with this knowledge.
-            seat.tell_left, seat.tell_paused = self._tell_left, resumption.paused
-
-    def _tell_left(self, how: Leaving, asked: bool) -> None:
-        # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
-        how = "stopped" if self._unwound and how == "ended" else how
-        if self._resumption is not None and (how != "stopped" or asked):
-            self._resumption.left(how)
-
-    def thread(self) -> threading.Thread:
-        """A new thread that will run the job."""
-        return JobThread(self)
-
-    def main(self) -> None:
-        """The body of the job's thread. Whatever the function raises becomes the job's failure on all ranks.
-
-        Waits, after the function, until the job is over on every rank.
-        """
-        driver, seat = self._running(), self._seat
-        assert seat is not None
-        try:
-            result = self._fn(self, **self._arguments)
-            self._running()
-            if result is not None:
-                self.state = result
-            del result
-            self._save_last(self.together)
-        except Stopped as stopped:
-            self._unwound = True
-            _forget_locals(stopped)
-            driver.job_returned(seat.number)
-        except BaseException as error:
-            driver.job_raised(seat.number, self._strayed or error, f"after step {self.step}")
-            _forget_locals(error)
-        else:
-            driver.job_returned(seat.number)
-        self._vanish(driver, seat)
-
-    def abandon(self) -> NoReturn:
-        """The job is over, but its function catches what says so, and calls again. Its thread is left behind."""
-        driver, seat = self._running(), self._seat
-        assert seat is not None
-        _log.warning(
-            "Job `%s` is over (%s), but its function catches every exception and goes on: its thread stays, asleep. "
-            "Let `except` name what it expects.", self.name, describe(seat.error) if seat.error else "stopped",
-        )  # fmt: skip
-        self._unwound = True
-        driver.job_returned(seat.number)
-        self._vanish(driver, seat)
-        thread = threading.current_thread()
-        assert isinstance(thread, JobThread)
-        thread.living.discard(thread)
-        driver.leave_behind(thread)
-        while True:
-            threading.Event().wait()
-
-    def _vanish(self, driver: Driver, seat: Seat) -> None:
-        for feed in self._feeds:
-            feed.close()
-        seat.left.wait()
-        self.close()
-        driver.vacate(seat.number)
-
-    def close(self) -> None:
-        """The job is over: reads back what is left, and lets go of all but its state. Waits for the device."""
-        if self.left.is_set():
-            return
-        seat = self._seat
-        if seat is not None:
-            # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
-            how = "stopped" if self._unwound and seat.how == "ended" else seat.how
-            self.how, self.error, self.skipped = how or "left out", seat.error, seat.skipped
-            if self.error is not None:
-                _forget_locals(self.error)
-            if how != "ended":
-                self._kept.settle()
-            self._kept.release()
-            seat.abandon = seat.tell_left = seat.tell_paused = _no_function
-        failure = self._metrics.settle()
-        if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
-            self.error = JobError(f"Job `{self.name}`: what it logged cannot be read back: {failure}")
-            self.error.__cause__ = failure
-        # The arguments hold data and steps, the steps their constants, and the feeds perhaps a batch.
-        self._driver, self._fn, self._arguments = None, _no_function, {}
-        self._outlines, self._programs, self._feeds = {}, {}, []
-        self.left.set()
-
-    def _unfit(self) -> str:
-        """Why the state cannot be resumed from, if so."""
-        if self.steps_made and self._counted is None:
-            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-        return "" if self._kept.step == self.step else "its function neither returned nor saved its latest state"
-
-    def _save_last(self, together: Together) -> None:
-        if self._resumption is not None:
-            self._resumption.save_last(self.state, self.step, together, unfit=self._unfit())
-
-    def save_left(self) -> None:
-        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
-        if self._seat is None or self._seat.how in (None, "ended"):  # what all ranks agreed on; `how` may differ
-            return
-
-        def together(label: str, work: Callable[[Any], Any]) -> Any:
-            with after_run(self._world, label, job=self.name, step=self.step):
-                return meet(work, self._world.control)
-
-        try:
-            self._save_last(together)
-        except JobError as error:
-            _log.warning("%s", error)
-
-    def _running(self) -> Driver:
-        if self._driver is None:
-            raise JobError(
-                f"Job `{self.name}` is not running. Its methods work inside its function, during `runner.run()`."
-            )
-        if self._strayed is not None and current_job() is self:
-            raise self._strayed
-        return self._driver
-
-    def _stray(self, what: str, done: str) -> JobError | None:
-        """What to say if the caller is not the job's own thread: it would take the answers that this one waits for."""
-        if current_job() is self:
-            return None
-        return JobError(
-            f"{what} of job `{self.name}` was {done} in thread `{threading.current_thread().name}`, not in the job's "
-            "own: two threads would take each other's answers from the other ranks. Do it in the job's function. "
-            "`job.batches` has a thread that prepares batches ahead of it: give what yours does to batches as an "
-            "iterator, `job.batches(prepared(data))`."
-        )
-
-    def _stray_loop(self) -> bool:
-        """Whether a loop over batches must end at once, because another thread runs it. The job fails for it, where
-        its own thread can tell: raised here, where perhaps nobody catches it, it would end the other jobs as well.
-        """
-        error = self._stray("`job.batches`", "iterated")
-        if error is None:
-            return False
-        seat = self._seat
-        if self._strayed is not None or self._driver is None or seat is None or seat.how == "ended":
-            raise error  # a loop around the loop, or nobody left to tell
-        self._strayed = error
-        return True
-
-    def _measured(self, feed: Feed) -> Iterator[Any]:
-        try:
-            while not self._stray_loop():
-                with self.measure("input"):
-                    batch = next(feed, _END)
-                if batch is _END:
-                    return
-                if self.examples_per_step is None:
-                    self.examples_per_step = _examples(batch, self._world.size)
-                yield batch
-        finally:
-            feed.close()
-
 
 _END = object()
-_log = logging.getLogger("jaxcross")
-
-
-def _no_function(*_: Any, **__: Any) -> None:
-    """In place of a job's function, once it is over."""
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Lets go of what the functions held that an exception went through: a step's arrays would live as long as it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _examples(batch: Any, ranks: int) -> float | None:

@@ -12,7 +12,7 @@ from jaxcross.runner import Runner
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners, SpanLog
 from jaxcross.runtime.explain import describe, explain
-from jaxcross.runtime.job import outline_of
+from jaxcross.runtime.job_calls import outline_of
 from jaxcross.runtime.lanes import LaneThread, patience_s
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import RoundRobin

@@ -14,7 +14,8 @@ import pytest
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.loop import Job, run
-from jaxcross.runner import TOLD, Runner
+from jaxcross.outcome import TOLD
+from jaxcross.runner import Runner
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted

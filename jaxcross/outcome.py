@@ -1,0 +1,89 @@
+"""What a run came to: its report, the jobs that never joined, the errors of those that failed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+import jax
+
+from jaxcross.errors import JobError
+from jaxcross.report import JobFacts, Recorder, Report
+from jaxcross.runtime.job import JobContext
+from jaxcross.world import World
+
+TOLD = 8
+"""Jobs whose errors `Runner.run` tells."""
+
+
+def report_of(
+    jobs: Sequence[JobContext], recorder: Recorder, *, world: World, policy: str, link: str, start_ns: int, end_ns: int
+) -> Report:
+    """The report, the same on every rank. Waits for all ranks."""
+    devices = jax.local_devices()
+    return Report.build(
+        recorder.spans(),
+        jobs=[_facts(job) for job in jobs if job.how != "left out"],
+        rank=world.rank,
+        size=world.size,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        policy=policy,
+        placement=f"{devices[0].platform}, {len(devices)} device{'s' if len(devices) > 1 else ''} a rank",
+        link=link,
+        dropped=recorder.dropped,
+        control=world.control if world.size > 1 else None,
+    )
+
+
+def _facts(job: JobContext) -> JobFacts:
+    metrics: dict[str, float] = {}
+    for _, values in job.history:
+        if isinstance(values, dict):
+            metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
+    loss = metrics.pop("loss", None)
+    return JobFacts(
+        name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
+        metrics=metrics, how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
+    )  # fmt: skip
+
+
+def _float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a Python integer may be longer than any float
+        return math.inf if number > 0 else -math.inf
+
+
+def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
+    """What to say of jobs that never joined; the same on every rank. Waits for all; `names` were added on this one."""
+    mine = json.dumps(names)
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(world.control.allgather_text(mine) if world.size > 1 else [mine]):
+        for name in json.loads(text):
+            ranks.setdefault(name, []).append(str(rank))
+    if not ranks:
+        return None
+    what = ", ".join(f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items())
+    error = JobError(
+        f"Jobs were added during the run but not on every rank, or when it was ending, and never joined: {what}. "
+        "Add a job on all ranks while another one still has to wait for them, for example in a job's function."
+    )
+    for job in jobs:
+        if job.how == "left out":
+            job.error = error
+    return error
+
+
+def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
+    """Raises the first job's error, if any failed or was left out (`missing`), with notes on further ones."""
+    errors = [job.error for job in jobs if job.error is not None and job.how not in ("ejected", "left out")]
+    errors += [missing] if missing is not None else []
+    if not errors:
+        return
+    for other in errors[1:TOLD]:
+        errors[0].add_note(f"Also: {other}")
+    if more := len(errors[TOLD:]):
+        errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
+    raise errors[0]

@@ -1,0 +1,69 @@
+"""The functions with exchanges that a job calls, and what the interleaver knows of each."""
+
+from __future__ import annotations
+
+from jaxcross.program.execution import Compiled
+from jaxcross.program.segments import Program
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.vote import point_hash
+
+
+def outline_of(program: Program) -> Outline:
+    """What the interleaver knows of a program."""
+    # Where the exchanges are parted into segments matters too: each segment is one place in the agreed order.
+    layout = tuple(len(s.exchanges) for s in program.collectives)
+    return Outline(
+        kinds=tuple(s.kind for s in program.segments),
+        needs=program.needs(),
+        after_commit=program.after_commit,
+        nbytes=tuple(s.nbytes for s in program.segments),
+        local_step=program.local_step,
+        signature=point_hash(program.exchange_hash(), layout),
+        text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
+    )
+
+
+class Calls:
+    """Of one job, on one rank; used by the job's thread.
+
+    Attributes:
+        training: Name of the function whose calls are the job's steps: the first step that it called. None before that.
+    """
+
+    __slots__ = ("_outlines", "_programs", "training")
+
+    def __init__(self) -> None:
+        self.training: str | None = None
+        self._outlines: dict[int, tuple[Compiled, Outline]] = {}
+        self._programs: dict[int, Program] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether the job has called one."""
+        return bool(self._outlines)
+
+    def first_use(self, program: Program) -> bool:
+        """Whether the job has not asked about `program` before. The same on every rank."""
+        new = id(program) not in self._programs
+        self._programs[id(program)] = program  # keeps it alive, hence its id unique
+        return new
+
+    def outline(self, compiled: Compiled) -> Outline:
+        """What the interleaver knows of it."""
+        known = self._outlines.get(id(compiled))
+        if known is None:
+            # The pair keeps `compiled` alive, hence its id unique.
+            known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
+        return known[1]
+
+    def trains(self, compiled: Compiled) -> bool:
+        """Whether a call of it, which came through, is a step of the job."""
+        if not self.outline(compiled).is_step:
+            return False
+        if self.training is None:
+            self.training = compiled.program.name
+        return compiled.program.name == self.training
+
+    def forget(self) -> None:
+        """Lets go of them, and of the constants that they hold; what the steps are called stays known."""
+        self._outlines, self._programs = {}, {}
