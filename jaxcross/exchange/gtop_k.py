@@ -39,7 +39,8 @@ def gtop_k(
         density: Share of the elements that is kept.
         axis_name: One axis; its ranks are a power of two.
         selection: How the largest are found: see `jaxcross.exchange.select`.
-        skip: (path, leaf) -> whether a leaf is averaged as it is; vectors and scalars unless told otherwise.
+        skip: (path, leaf) -> whether a leaf is averaged as it is. Unless told otherwise scalars, vectors, and leaves of
+            any shape whose name is `bias` or `scale`.
 
     Raises:
         ValueError: An argument is out of range; (when traced) the ranks are no power of two.

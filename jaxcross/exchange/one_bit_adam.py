@@ -127,8 +127,9 @@ def one_bit_adam(
         packed, scales = _encode(owned, block)
         server_rest = owned - _decode(packed, scales, block)
         mu = lay.unravel(_decode(hops.gather(packed, axis), hops.gather(scales, axis), block).reshape(-1))
-        # One bit cannot say zero: without this, elements that never had a gradient would be divided by `eps`.
-        mu = jax.tree.map(lambda m, v: jnp.where(v == 0, 0, m), mu, state.nu)
+        # One bit cannot say zero: without this, elements that never had a gradient would be divided by `eps`. What is
+        # not finite is not hidden.
+        mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
         return mu, state.nu, lay.unravel(rest), server_rest
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,17 @@ import optax
 
 Skip = Callable[[str, Any], bool]
 
+# As `jax.tree_util.keystr` writes it: a key of a dict or an attribute, in NNX with the variable's value behind.
+_BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
+
 
 def bias_or_norm(path: str, leaf: Any) -> bool:
-    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars and vectors. Ignores the path."""
-    del path
-    return jnp.ndim(leaf) <= 1
+    """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars, vectors, biases, norms' scales.
+
+    The last two have more dimensions in attention (one for the heads) and under `nn.scan` (one for the layers): they
+    are known by the name `bias` or `scale` that ends their path.
+    """
+    return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
 def check_density(density: float, name: str = "density") -> None:

@@ -58,7 +58,8 @@ def top_k(
         axis_name: One axis, or several as one; for `"hierarchical"` the outer and the inner one.
         selection: How the largest are found: see `jaxcross.exchange.select`.
         error_feedback: Keep what was not sent, the rounding of `values_dtype` included. Without it top-k may stall.
-        skip: (path, leaf) -> whether a leaf is averaged as it is; vectors and scalars unless told otherwise.
+        skip: (path, leaf) -> whether a leaf is averaged as it is. Unless told otherwise scalars, vectors, and leaves of
+            any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, steps ascending: the density before `until_step`.
         values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`.
         bucket: Take the largest of all leaves together: cheaper, but layers with small gradients starve.

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 from jaxcross.exchange import select as selection
 from jaxcross.exchange.gtop_k import gtop_k
@@ -170,6 +172,26 @@ def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
     updates, _ = on_ranks(tx)(grads, states(tx, grads))
     assert np.count_nonzero(updates["bias"][0]) <= RANKS
     np.testing.assert_allclose(updates["kernel"][0], grads["kernel"].mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [top_k, gtop_k])
+def test_biases_and_scales_of_two_dimensions_are_averaged_as_they_are(make: Any) -> None:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return nn.LayerNorm()(nn.MultiHeadDotProductAttention(num_heads=2)(x)), None
+
+    stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    shapes = jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, 3, 8)), None)
+    linear = nnx.eval_shape(lambda: nnx.LinearGeneral((2, 4), (2, 4), axis=(0, 1), rngs=nnx.Rngs(0)))
+    for tree in (shapes, nnx.state(linear)):
+        values = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
+        residual = make(0.1, "batch").init(values).residual
+        kept = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(residual)}
+        expected = {p for path, _ in jax.tree.leaves_with_path(tree) if "kernel" in (p := jax.tree_util.keystr(path))}
+        assert kept == expected and len(kept) < len(jax.tree.leaves(tree))
+    named = {"bias_of_two": jnp.ones((2, 2)), "a bias": [jnp.ones((2, 2))], "rescale": jnp.ones((2, 2))}
+    assert len(jax.tree.leaves(make(0.1, "batch").init(named).residual)) == 3
 
 
 def test_a_bucket_starves_small_gradients() -> None:
@@ -407,6 +429,17 @@ def test_one_bit_adam_does_not_move_what_had_no_gradient() -> None:
     for _ in range(6):
         updates, state = step(grads, state)
         assert not bool(jnp.any(updates[:, 3])) and float(jnp.max(jnp.abs(updates))) < 100
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bit_adam_shows_what_is_not_finite_where_no_gradient_was(bad: float) -> None:
+    tx = one_bit_adam(1, "batch", ranks=RANKS, block=8)
+    grads = normal(RANKS, 10, 10).at[:, 3].set(0).at[:, 7].set(0)
+    step, state = on_ranks(tx), states(tx, grads)
+    _, state = step(grads, state)
+    updates, _ = step(grads.at[RANKS - 1, 3, 2].set(bad), state)
+    assert not bool(jnp.any(jnp.isfinite(updates[:, 3, 2])))
+    assert bool(jnp.all(updates[:, 7] == 0)), "a block of its own, in which nothing is wrong"
 
 
 def test_one_bit_adam_refuses() -> None:
