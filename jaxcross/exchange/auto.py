@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross import _jax_compat as compat
+from jaxcross.exchange import hops
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
@@ -78,7 +79,7 @@ def auto(
     Args:
         target: Sum of m over sum of c that is wanted; 1 where exchanges just hide.
         jobs: What each job's step takes.
-        axis_name: Over which the gradients are exchanged.
+        axis_name: One axis, over which the gradients are exchanged.
         ranks: Along that axis.
         ladder: What there is to choose from, from what loses least to what loses most.
         say: Is told the reasons, as one text.
@@ -87,7 +88,7 @@ def auto(
         An exchange a job, for `optax.chain` before its optimizer.
 
     Raises:
-        ValueError: No jobs, an empty ladder, a target or a time that is not positive.
+        ValueError: No jobs, an empty ladder, a target or a time that is not positive, several axes.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -102,8 +103,9 @@ def auto(
     if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
         times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
         raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
-    made = [rung.make(axis_name) for rung in ladder]
-    seconds = [_seconds(job, [received_bytes(tx, job.params, axis_name, ranks) for tx in made]) for job in jobs]
+    axis = hops.one_axis(axis_name, "`auto`")
+    made = [rung.make(axis) for rung in ladder]
+    seconds = [_seconds(job, [received_bytes(tx, job.params, axis, ranks) for tx in made]) for job in jobs]
     limit = target * sum(job.compute_s for job in jobs)
     at = _climb(seconds, limit)
     say(_why(jobs, ladder, seconds, at, limit))

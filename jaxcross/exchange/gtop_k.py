@@ -43,7 +43,8 @@ def gtop_k(
             any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the ranks are no power of two.
+        ValueError: An argument is out of range; (when traced) the ranks are no power of two, or a leaf has 2^31
+            elements or more.
 
     Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes superfluous.
     """

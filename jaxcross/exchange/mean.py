@@ -41,7 +41,7 @@ def mean(
         axis_name: One axis or several.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's bytes. Each rank rounds
             once before, the sum is made in float32 and rounded once, the division is made in the update's own type.
-            Ring and tree round once a hop.
+            Hierarchical rounds twice on the way: before, and the node's sum. Ring and tree round once a hop.
         pattern: How the sum is made.
 
     Raises:

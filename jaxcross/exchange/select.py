@@ -15,6 +15,7 @@ Selection = Literal["auto", "exact", "threshold"]
 _EXACT_UP_TO = {"cpu": (1 << 20, 1 << 10)}
 _SAMPLE = 1 << 17
 _KEY_BITS = 31
+_INT32_MAX = (1 << 31) - 1
 
 
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
@@ -33,7 +34,15 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
 
     Returns:
         `k` values of x's type, and their int32 indices, in no promised order.
+
+    Raises:
+        ValueError: The vector has 2^31 elements or more.
     """
+    if x.size > _INT32_MAX:
+        raise ValueError(
+            f"the {k} largest of {x.size} elements were to be selected, which int32 indices cannot name. Without"
+            " `bucket`, leaves are selected from one by one; let `skip` name a single leaf that is so large."
+        )
     if selection == "auto":
         selection = chosen(x.size, k)
     if selection == "exact":

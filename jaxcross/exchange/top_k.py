@@ -67,7 +67,8 @@ def top_k(
         local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L of.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long.
+        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, or a leaf or
+            bucket has 2^31 elements or more.
 
     Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv 2010.10458.
     """

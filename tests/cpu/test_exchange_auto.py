@@ -68,6 +68,12 @@ def test_what_is_no_load_is_refused(bad):
         exchange.auto(bad["target"], jobs, "batch", ranks=2)
 
 
+def test_several_axes_are_refused():
+    load = Load(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
+    with pytest.raises(ValueError, match=r"^`axis_name` of `auto` is `\('node', 'local'\)`"):
+        exchange.auto(1.0, [load], ("node", "local"), ranks=4)
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 20))
 def test_no_job_can_step_back(seconds, limit):

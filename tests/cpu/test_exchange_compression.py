@@ -231,6 +231,16 @@ def test_top_k_refuses(options: Any, message: str) -> None:
         top_k(**{"density": 0.1, "axis_name": "batch", **options})
 
 
+@pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
+def test_more_elements_than_int32_can_name_are_refused_before_the_first_step(bucket: bool, shape: Any) -> None:
+    """Traced only: nothing is as large as that."""
+    tx = top_k(0.1, "batch", bucket=bucket)
+    one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})
+    with pytest.raises(ValueError, match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name"):
+        jax.eval_shape(step, [one, one])
+
+
 def test_residuals_do_not_follow_another_node_size() -> None:
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=4)
     grads = normal(2, 3, 7, 4)
