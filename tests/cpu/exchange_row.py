@@ -13,6 +13,7 @@ from jaxcross.exchange import mean
 
 Make = Callable[..., optax.GradientTransformation]
 Shapes = Sequence[tuple[int, ...]]
+Formula = Callable[[Shapes, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,13 @@ class Row:
         kind: What is exchanged.
         worlds: Ranks -> whether the strategy is defined for them.
         bytes: (leaf shapes, ranks) -> bytes that one rank receives in step 0 for float32 leaves, by the formula of
-            its docstring; None where it varies.
+            its docstring.
+        later: A step of another phase, and the bytes of that step; None where all steps are alike.
         rtol: Of MPI against `vmap`, and of `lossless` against `reference`.
         steps: How many steps are run: enough for counters to come round.
         deterministic: Whether two runs give the same bits.
-        spreads: Whether a NaN of one rank reaches all ranks within `steps`.
+        spreads: Ranks -> steps after which all ranks have seen a NaN of one rank's gradient, its own step included.
+        spoils: For how many steps that gradient is spoiled: one that a round did not choose is not looked at.
         rests: Whether zero gradients give updates of exactly zero. A mean of equal parameters is rounded.
         sized: Whether `make` and `lossless` must be told the sizes of the axes.
     """
@@ -47,11 +50,13 @@ class Row:
     identical: bool = True
     kind: Literal["gradient", "delta", "parameter"] = "gradient"
     worlds: Callable[[int], bool] = lambda ranks: True
-    bytes: Callable[[Shapes, int], int] | None = None
+    bytes: Formula
+    later: tuple[int, Formula] | None = None
     rtol: float = 2e-5
     steps: int = 3
     deterministic: bool = True
-    spreads: bool = True
+    spreads: Callable[[int], int] = lambda ranks: 1
+    spoils: int = 1
     rests: bool = True
     sized: bool = False
 
@@ -68,6 +73,11 @@ class Row:
     def _call(self, make: Make, ranks: int) -> optax.GradientTransformation:
         axes = self.axes(ranks)
         return make(*axes, sizes=axes) if self.sized else make(*axes)
+
+
+def nodes_of(local: int) -> Callable[[int], dict[str, int]]:
+    """Two axes, the inner one of so many ranks."""
+    return lambda ranks: {"node": ranks // local, "local": local}
 
 
 def node_and_local(ranks: int) -> dict[str, int]:

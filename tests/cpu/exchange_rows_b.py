@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import optax
-from exchange_row import Row, Shapes, all_gather, all_reduce, blocks, node_and_local
+from exchange_row import Formula, Row, Shapes, all_gather, all_reduce, blocks, node_and_local
 
 from jaxcross.exchange import mean, parallel_norms
 from jaxcross.exchange.adasum import adasum, chunk
 from jaxcross.exchange.blocks import width
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
-from jaxcross.exchange.gossip import gossip, rounds
+from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.parameter_server import parameter_server
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
@@ -57,20 +59,28 @@ def _ratios(shapes: Shapes, ranks: int) -> int:
     return _dense(shapes, ranks) + all_gather(4 * -(-len(shapes) // ranks), ranks)
 
 
-def _neighbours(topology: str):
-    def nbytes(shapes: Shapes, ranks: int) -> int:
-        return len(rounds(topology, ranks)[0]) * 4 * sum(_elements(shapes))  # pyright: ignore[reportArgumentType]
+def _gossip(neighbours: Callable[[int], int]) -> Formula:
+    return lambda shapes, ranks: neighbours(ranks) * 4 * sum(_elements(shapes))
 
-    return nbytes
+
+# The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer one there are two.
+_GRIDS = {
+    1: (1, 1),
+    4: (2, 2),
+    6: (2, 3),
+    8: (2, 4),
+    9: (3, 3),
+    10: (2, 5),
+    12: (3, 4),
+    14: (2, 7),
+    15: (3, 5),
+    16: (4, 4),
+}
 
 
 def _sharded(shapes: Shapes, ranks: int) -> int:
     part = 4 * sum(width(s, ranks) for s in shapes)
     return blocks(ranks * part, ranks) + all_gather(part, ranks)
-
-
-def _grid(ranks: int) -> bool:
-    return ranks == 1 or any(ranks % n == 0 for n in range(2, ranks))
 
 
 ROWS = (
@@ -85,23 +95,26 @@ ROWS = (
         lossless=lambda a: optax.chain(mean(a), parallel_norms.lamb(a, 0.1)), rtol=2e-4,
         reference=lambda a: optax.chain(mean(a), optax.lamb(0.1))),
     Row(name="local_sgd", make=lambda a: local_sgd(SGD, a, every=2), lossless=lambda a: local_sgd(SGD, a, every=1),
-        reference=_synchronous, identical=False, kind="parameter", bytes=_nothing, rests=False),
+        reference=_synchronous, identical=False, kind="parameter", bytes=_nothing, later=(1, _dense), rests=False,
+        spreads=lambda ranks: 2),
     Row(name="federated_average", make=lambda a: federated_average(SGD, a, every=2, participation=0.5),
         lossless=lambda a: federated_average(SGD, a, every=1), reference=_synchronous, identical=False,
-        kind="parameter", bytes=_nothing, spreads=False, rests=False),
+        kind="parameter", bytes=_nothing, later=(1, _dense), spreads=lambda ranks: 12, spoils=12, rests=False),
     Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
-        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense),
+        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense,
+        spreads=lambda ranks: 3),
     Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), reference=_synchronous, identical=False,
-        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_neighbours("ring"),
-        spreads=False),
+        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter",
+        bytes=_gossip(lambda ranks: min(ranks - 1, 2)), spreads=lambda ranks: 1 + ranks // 2),
     Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",
-        worlds=_grid, bytes=_neighbours("torus"), spreads=False),
+        worlds=_GRIDS.__contains__, bytes=_gossip(lambda ranks: sum(min(side - 1, 2) for side in _GRIDS[ranks])),
+        spreads=lambda ranks: 1 + sum(side // 2 for side in _GRIDS[ranks])),
     Row(name="gossip, exponential", make=lambda a: gossip(SGD, a, "exponential"), identical=False, kind="parameter",
-        bytes=_neighbours("exponential"), spreads=False, steps=5),
+        bytes=_gossip(lambda ranks: min(ranks - 1, 1)), spreads=lambda ranks: 1 + (ranks - 1).bit_length(), steps=5),
     Row(name="parameter_server", make=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), sized=True,
         lossless=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
     Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,
-        lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, steps=5),
+        lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, spreads=lambda ranks: 3, steps=5),
     Row(name="asynchronous", make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]), reference=_synchronous,
-        lossless=lambda a: asynchronous(SGD, a, delays=0), bytes=_dense, steps=5),
+        lossless=lambda a: asynchronous(SGD, a, delays=0), bytes=_dense, spreads=lambda ranks: 2, steps=5),
 )  # fmt: skip

@@ -11,7 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exchange_row import Row, Shapes, all_gather, all_reduce, blocks, count, node_and_local, padded, permute
+from exchange_row import (
+    Formula,
+    Row,
+    Shapes,
+    all_gather,
+    all_reduce,
+    blocks,
+    count,
+    node_and_local,
+    nodes_of,
+    padded,
+    permute,
+)
 
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.mean import mean
@@ -66,27 +78,34 @@ def _two_bytes(shapes: Shapes, ranks: int) -> int:
     return sum(all_gather(2 * math.prod(s), ranks) for s in shapes)  # few bytes: one all-gather makes the sum
 
 
-def _hierarchical(shapes: Shapes, ranks: int) -> int:
-    node, local = node_and_local(ranks).values()
-    nbytes = 4 * padded(count(shapes), ranks)
-    return 2 * blocks(nbytes, local) + all_reduce(nbytes // local, node)
+def _hierarchical(axes: Callable[[int], dict[str, int]], itemsize: int = 4) -> Formula:
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        node, local = axes(ranks).values()
+        whole = itemsize * padded(count(shapes), ranks)
+        between = all_reduce if itemsize == 4 else all_gather  # few bytes of 16-bit values: one all-gather
+        return 2 * blocks(whole, local) + between(whole // local, node)
+
+    return nbytes
 
 
-def _ring(shapes: Shapes, ranks: int) -> int:
-    return 2 * (ranks - 1) * 4 * padded(count(shapes), ranks) // ranks
+def _ring(itemsize: int = 4) -> Formula:
+    return lambda shapes, ranks: 2 * (ranks - 1) * itemsize * padded(count(shapes), ranks) // ranks
 
 
-def _tree(shapes: Shapes, ranks: int) -> int:
-    base = 1 << (ranks.bit_length() - 1)
-    hops = base.bit_length() - 1 + (2 if base < ranks else 0)
-    return hops * permute(4 * padded(count(shapes), ranks), ranks)
+def _tree(itemsize: int = 4) -> Formula:
+    def nbytes(shapes: Shapes, ranks: int) -> int:
+        base = 1 << (ranks.bit_length() - 1)
+        hops = base.bit_length() - 1 + (2 if base < ranks else 0)
+        return hops * permute(itemsize * padded(count(shapes), ranks), ranks)
+
+    return nbytes
 
 
 def _split(shapes: Shapes) -> tuple[Shapes, Shapes]:
     return [s for s in shapes if len(s) > 1], [s for s in shapes if len(s) <= 1]
 
 
-def _pairs(density: float, itemsize: int = 4) -> Callable[[Shapes, int], int]:
+def _pairs(density: float, itemsize: int = 4) -> Formula:
     def nbytes(shapes: Shapes, ranks: int) -> int:
         big, small = _split(shapes)
         k = sum(slots(density, math.prod(s)) for s in big)
@@ -132,6 +151,11 @@ def _sign_sgd(shapes: Shapes, ranks: int) -> int:
     return blocks(nbytes, ranks) + all_gather(nbytes // ranks, ranks) + all_reduce(8 * len(shapes), ranks)
 
 
+def _signs_of_momenta(shapes: Shapes, ranks: int) -> int:
+    nbytes = padded(count(shapes), 8 * ranks) // 8  # a block of eight: one byte of signs and a scale
+    return 2 * (blocks(nbytes, ranks) + blocks(4 * nbytes, ranks))
+
+
 def _adam(axis: str) -> optax.GradientTransformation:
     return optax.chain(mean(axis), optax.scale_by_adam())
 
@@ -142,13 +166,18 @@ _OWN = (
         bytes=_dense),
     Row(name="mean, bfloat16", make=lambda a: mean(a, jnp.bfloat16), bytes=_two_bytes, rtol=1e-2),
     Row(name="mean, hierarchical", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=node_and_local,
-        lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical),
+        lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(node_and_local)),
+    *(Row(name=f"mean, hierarchical of {n}", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=nodes_of(n),
+          lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(nodes_of(n)),
+          worlds=lambda ranks, n=n: ranks % n == 0) for n in (3, 4)),
+    Row(name="mean, hierarchical, bfloat16", make=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
+        axes=node_and_local, bytes=_hierarchical(node_and_local, 2), rtol=5e-2),
     Row(name="mean, ring", make=lambda a: mean(a, pattern="ring"), lossless=lambda a: mean(a, pattern="ring"),
-        bytes=_ring),
-    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), rtol=5e-2),
+        bytes=_ring()),
+    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), bytes=_ring(2), rtol=5e-2),
     Row(name="mean, tree", make=lambda a: mean(a, pattern="tree"), lossless=lambda a: mean(a, pattern="tree"),
-        bytes=_tree),
-    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), rtol=5e-2),
+        bytes=_tree()),
+    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), bytes=_tree(2), rtol=5e-2),
     Row(name="top_k", make=lambda a: top_k(0.25, a), lossless=lambda a: top_k(EVERYTHING, a), bytes=_pairs(0.25)),
     Row(name="top_k, threshold", make=lambda a: top_k(0.25, a, selection="threshold"),
         lossless=lambda a: top_k(EVERYTHING, a, selection="threshold"), bytes=_pairs(0.25)),
@@ -156,7 +185,8 @@ _OWN = (
     Row(name="top_k, bucket", make=lambda a: top_k(0.25, a, bucket=True),
         lossless=lambda a: top_k(1.0, a, bucket=True), bytes=_bucket),
     Row(name="top_k, no error feedback", make=lambda a: top_k(0.25, a, error_feedback=False), bytes=_pairs(0.25)),
-    Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5)),
+    Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5),
+        later=(2, _pairs(0.1))),
     Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
         make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
         lossless=lambda *axes, sizes: top_k(EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"])),
@@ -166,7 +196,7 @@ _OWN = (
         bytes=_power_sgd, rtol=2e-4),
     Row(name="qsgd", make=lambda a: qsgd(127, a), bytes=_qsgd),
     Row(name="sign_sgd", make=sign_sgd, bytes=_sign_sgd),
-    Row(name="one_bit_adam", bytes=_dense, sized=True, reference=_adam, rtol=2e-4,
+    Row(name="one_bit_adam", bytes=_dense, later=(1, _signs_of_momenta), sized=True, reference=_adam, rtol=2e-4,
         make=lambda a, sizes: one_bit_adam(1, a, ranks=sizes[a], block=8),
         lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8)),
 )  # fmt: skip

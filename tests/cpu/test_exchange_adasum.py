@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.adasum import adasum, chunk
 from jaxcross.testing_wire import vmapped
 
 pytestmark = pytest.mark.exhaustive
@@ -76,6 +76,18 @@ def test_it_is_the_tree_layer_by_layer_and_the_same_bits_everywhere(ranks):
 def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
     flat = grads(nodes * local)
     given = jax.tree.map(lambda x: x.reshape(nodes, local, *x.shape[1:]), flat)
+    got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)), "local")(given))
+    for name, layer in given.items():
+        want = tree(layer.astype(np.float64).mean(1))
+        assert (got[name] == got[name][:1, :1]).all()
+        assert norm(got[name][0, 0] - want) <= 20 * EPS * norm(want), name
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 1), (4, 1), (8, 1), (2, 3)])
+def test_layers_that_are_cut_in_chunks(nodes, local):
+    shapes = {"a": (70, 60), "b": (9001,), "one": (1,)}
+    assert chunk(list(shapes.values()), (1 << (nodes.bit_length() - 1)) * local) > 1
+    given = jax.tree.map(lambda x: x.reshape(nodes, local, *x.shape[1:]), grads(nodes * local, 8, shapes))
     got = jax.tree.map(np.asarray, compiled((("node", nodes), ("local", local)), "local")(given))
     for name, layer in given.items():
         want = tree(layer.astype(np.float64).mean(1))
@@ -186,7 +198,7 @@ def test_what_is_not_finite_shows_on_every_rank(ranks, bad):
     assert np.isfinite(got["long"]).all()
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1), optax.lamb(0.1)])
 def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
     tx, ranks = adasum("batch", optimizer=optimizer), 4
     params = jax.tree.map(lambda x: x[0], grads(1))
@@ -202,6 +214,25 @@ def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
             want = tree(delta)
             assert norm(updates[name][0] - want) <= 50 * EPS * norm(want)
             assert (updates[name] == updates[name][:1]).all()
+    jax.tree.map(np.testing.assert_array_equal, state[0], alone)
+
+
+def test_deltas_are_averaged_in_nodes_before_they_are_combined():
+    optimizer, axes = optax.adam(0.1), {"node": 2, "local": 2}
+    tx = adasum("node", optimizer=optimizer, inner_axis="local")
+    params = jax.tree.map(lambda x: x[0], grads(1))
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), tx.init(params))
+    alone = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), optimizer.init(params))
+    step = jax.jit(vmapped(lambda g, s: tx.update(g, s, params), axes))
+    own = jax.jit(vmapped(lambda g, s: optimizer.update(g, s, params), axes))
+    for number in range(2):
+        given = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads(4, number))
+        updates, state = step(given, state)
+        deltas, alone = own(given, alone)
+        for name, delta in deltas.items():
+            want = tree(np.asarray(delta, np.float64).mean(1))
+            assert norm(updates[name][0, 0] - want) <= 50 * EPS * norm(want)
+            assert (updates[name] == updates[name][:1, :1]).all()
     jax.tree.map(np.testing.assert_array_equal, state[0], alone)
 
 

@@ -141,25 +141,36 @@ def test_top_k_is_a_contraction() -> None:
     assert float(jnp.sum((x - updates) ** 2)) <= (1 - 0.05) * float(jnp.sum(x**2))
 
 
-def opposing(tx: optax.GradientTransformation, steps: int = 400) -> float:
+def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = None, steps: int = 400) -> float:
     """Distance to the optimum after `steps` of the mean of squares whose centres all ranks have, plus an offset of two
     signs in one row that cancels in the mean and outshines everything else."""
     centre = np.full((8, 8), 0.1, np.float32)
     offset = np.zeros((RANKS, 8, 8), np.float32)
-    offset[:, 0] = np.array([0.5, -0.5, 0.5, -0.5])[:, None]
-    tx = optax.chain(tx, optax.sgd(0.02))
-    params = jnp.zeros((RANKS, 8, 8))
-    step, state = on_ranks(tx), states(tx, params)
+    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[:, None]  # so that it cancels between nodes, too
+    tx, sizes = optax.chain(tx, optax.sgd(0.02)), tuple((axes or {"batch": RANKS}).values())
+    params = jnp.zeros((*sizes, 8, 8))
+    step, state = on_ranks(tx, axes), states(tx, params, axes=len(sizes))
     for _ in range(steps):
-        updates, state = step(params - centre - offset, state)
+        updates, state = step(params - centre - offset.reshape(params.shape), state)
         params = optax.apply_updates(params, updates)
-    return float(jnp.linalg.norm(params[0] - centre))
+    return float(jnp.linalg.norm(params.reshape(RANKS, 8, 8)[0] - centre))
 
 
 def test_top_k_converges_with_error_feedback_and_stalls_without() -> None:
     assert opposing(mean("batch")) < 1e-3
     assert opposing(top_k(0.125, "batch")) < 0.2
     assert opposing(top_k(0.125, "batch", error_feedback=False)) > 0.7
+
+
+def test_so_do_hierarchical_and_global_top_k() -> None:
+    axes = {"node": 2, "local": 2}
+    hierarchical = functools.partial(top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2)
+    assert opposing(hierarchical(), axes) < 0.2
+    assert opposing(hierarchical(error_feedback=False), axes) > 0.45
+    tx = gtop_k(0.125, "batch")
+    forgetful = optax.GradientTransformation(tx.init, lambda g, s, p=None: (tx.update(g, tx.init(g), p)[0], s))
+    assert opposing(tx) < 0.2
+    assert opposing(forgetful) > 0.7
 
 
 def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
@@ -309,6 +320,21 @@ def test_power_sgd_keeps_what_it_leaves_out_and_finds_it_later() -> None:
         rest = state.residual.mean(0)
         np.testing.assert_allclose(total + rest, (n + 1) * grads.mean(0), rtol=1e-3, atol=1e-3 * (n + 1))
     assert float(jnp.linalg.norm(total / 60 - grads.mean(0)) / jnp.linalg.norm(grads.mean(0))) < 0.3
+
+
+def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
+    tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
+    updates, state = on_ranks(tx)(grads, states(tx, grads))
+    mean_of = grads.mean(0, keepdims=True)
+    alone, after = on_ranks(tx, {"batch": 1})(mean_of, states(tx, mean_of))
+    np.testing.assert_allclose(updates[0], alone[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.residual.mean(0), after.residual[0], rtol=1e-4, atol=1e-5)
+    # With the same right factors, what comes out scales with what goes in.
+    scaled, _ = on_ranks(tx)(-3 * grads, states(tx, grads))
+    np.testing.assert_allclose(scaled, -3 * updates, rtol=1e-4, atol=1e-5)
+    square = lambda x: float(jnp.sum(x**2))  # noqa: E731
+    assert 0 < square(mean_of - alone) < square(mean_of)
+    assert square(mean_of - alone) == pytest.approx(square(mean_of) - square(alone), rel=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -102,6 +102,17 @@ def a_slow_worker_holds_others_up_at_the_bound_only():
                 server.push_pull(gradient(server.params, step))
 
 
+def without_a_bound_others_run_ahead():
+    """The bound of the cases above is what holds: without one, rank 0 begins when the others are through."""
+    steps = 20
+    with ParameterServer(PARAMS, optax.sgd(0.01), staleness=math.inf) as server:
+        pause = threading.Event()
+        while WORLD.rank == 0 and min(server.clocks[1:], default=math.inf) < steps:
+            pause.wait(0.001)
+        for step in range(steps):
+            server.push_pull(gradient(server.params, step))
+
+
 def unlike_numbers_of_steps():
     for staleness in (0, 1, math.inf):
         train(staleness=staleness, steps=2 + 3 * WORLD.rank)

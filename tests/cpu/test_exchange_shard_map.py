@@ -1,0 +1,57 @@
+"""Every exchange of the table under `jax.shard_map`, on devices of JAX's own, is what it is under `vmap`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from exchange_table import TABLE
+
+ON_DEVICES = """
+import jax, numpy as np
+from jax.sharding import PartitionSpec
+from exchange_table import TABLE, gradients, start, step_of
+from test_exchange_table import assert_close, compiled, ranks_of_gradients, run
+
+for row in TABLE:
+    if not row.worlds(4):
+        continue
+    axes, step = row.axes(4), step_of(row.made(4))
+
+    def alone(carry, grads):
+        return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], (carry, grads))))
+
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    spec = PartitionSpec(tuple(axes))
+    mapped = jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    _, carry = compiled(row, 4, "make")
+    told = []
+    for n in range(row.steps):
+        carry, updates = mapped(carry, ranks_of_gradients(4, n))
+        told.append(updates)
+    wanted = run(row, 4)
+    # An update that carries parameters to their mean is a difference: its last digits are theirs.
+    pairs = [(carry, wanted[0])] + ([(told, wanted[1])] if row.kind == "gradient" else [])
+    for got, want in pairs:
+        assert_close(got, want, row.rtol)
+    print("holds", row.name, flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_every_row_equals_vmap(quick_compiler: dict[str, str]) -> None:
+    """Four XLA devices need a process of their own."""
+    here = Path(__file__).parent
+    env = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ON_DEVICES], env=env, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("holds") == sum(row.worlds(4) for row in TABLE)
