@@ -90,4 +90,6 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    return jax.lax.fori_loop(0, codes.shape[0], add, jnp.zeros(codes.shape[1], jnp.float32)) / codes.shape[0]
+    # As in `sparse.total`: zeros would count as the same on every rank.
+    first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
+    return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

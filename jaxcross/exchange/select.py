@@ -110,7 +110,8 @@ def _kth(keys: jax.Array, k: int) -> jax.Array:
         tried = found | jnp.left_shift(jnp.int32(1), _KEY_BITS - 1 - i)
         return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= k, tried, found)
 
-    return jax.lax.fori_loop(0, _KEY_BITS, bit, jnp.int32(0))
+    # A zero that is this rank's own, for `shard_map` with `check_vma`.
+    return jax.lax.fori_loop(0, _KEY_BITS, bit, keys[0] & 0)
 
 
 def _exactly(keys: jax.Array, k: int) -> jax.Array:

@@ -75,4 +75,6 @@ def total(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
         # One rank's indices differ, so that no order of these additions can change a bit, on any backend.
         return sum_.at[indices[rank]].add(values[rank].astype(jnp.float32), mode="drop")
 
-    return jax.lax.fori_loop(0, values.shape[0], add, jnp.zeros(size, jnp.float32))
+    # The loop begins with a sum, not with zeros, which `shard_map` with `check_vma` takes for the same on every rank.
+    first = add(jnp.int32(0), jnp.zeros(size, jnp.float32))
+    return jax.lax.fori_loop(1, values.shape[0], add, first)

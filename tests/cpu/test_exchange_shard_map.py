@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
-from exchange_table import TABLE
+from exchange_row import Row
+from exchange_table import TABLE, gradients, start, step_of
+from jax.sharding import PartitionSpec
 
 ON_DEVICES = """
 import jax, numpy as np
@@ -24,7 +27,7 @@ for row in TABLE:
     def alone(carry, grads):
         return jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], (carry, grads))))
 
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
     spec = PartitionSpec(tuple(axes))
     mapped = jax.jit(jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     _, carry = compiled(row, 4, "make")
@@ -55,3 +58,20 @@ def test_every_row_equals_vmap(quick_compiler: dict[str, str]) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("holds") == sum(row.worlds(4) for row in TABLE)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_replication_is_checked(row: Row) -> None:
+    """Traced only. What comes in and goes out is each rank's own."""
+    axes, tx = row.axes(4), row.made(4)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
+    spec = PartitionSpec(tuple(axes))
+    carry, grads = jax.eval_shape(lambda: (start(tx), gradients(0, 0)))
+    mapped = jax.shard_map(
+        lambda *args: jax.tree.map(lambda x: x[None], step_of(tx)(*jax.tree.map(lambda x: x[0], args))),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True,
+    )  # fmt: skip
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), (carry, grads))
+    assert jax.eval_shape(mapped, *many)[0] == many[0]
