@@ -151,7 +151,7 @@ class Entrants:
         for spec, number in self._distinct().items():
             # all jobs in one process, or each in its own
             team = teams[0] if len(teams) == 1 else teams[number]
-            found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=2))
+            found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=3))
         return found
 
     def prepare(self, rival: Rival) -> None:
