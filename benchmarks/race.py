@@ -14,10 +14,12 @@ Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), 
 and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
 period that jaxcross's report gives.
 bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
-exchange takes of the core that computes: its thread's, and the kernel's for packets. Rivals that overlap a job with
-itself have no max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes
-that run. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m), clipped to 0..1. cpu_s and
-wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
+exchange on the row's wire takes of the core that computes: its thread's, and the kernel's for packets. It is an upper
+bound, since a kernel that counts by ticks counts some packets in both; slow_down is measured directly, a step beside
+exchanges over one alone. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
+repeat, c before and after every run, by the processes that run. hidden_share is the trace's for jaxcross; for others
+(c + m - T) / min(c, m), clipped to 0..1. cpu_s and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller
+host.
 """
 
 from __future__ import annotations
@@ -169,7 +171,8 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
         **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
            if isinstance(value, float | int)},
         "c_s": [statistics.median(each) for each in zip(*(s["c_s"] for s in samples), strict=True)],
-        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s,
+        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s[rival.wire],
+        "slow_down": calibration.slow_down(rival.wire),
         "hidden_share_from": "trace" if "hidden_share" in samples[0] else "(c + m - T) / min(c, m)",
         "raw": samples,
     }  # fmt: skip
