@@ -14,6 +14,8 @@ from rivals.cases import RANKS, Rival, Spec, jobs_of, parameters
 from rivals.teams import Stage, Team
 
 WIRES = ("float32", "bfloat16")
+INSIDE = ("steady_s_per_job_step", "hidden_share_from_trace", "account")
+"""What jaxcross's report says of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +198,7 @@ class Entrants:
             "wire_bytes": crossed / count,
             # one after the other, a process could hand its memory to the next; at once, all of them have theirs
             "peak_rss_bytes": max(_host_bytes(group) for group in answers),
-            **{key: every[0][key] for key in ("steady_s_per_job_step", "hidden_share", "account") if key in every[0]},
+            **{key: every[0][key] for key in INSIDE if key in every[0]},
         }
 
 

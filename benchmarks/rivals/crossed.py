@@ -76,7 +76,7 @@ class Jobs:
         account = report.summary()
         return {
             "steady_s_per_job_step": account["s_per_step"],
-            "hidden_share": account["hidden_share"],
+            "hidden_share_from_trace": account["hidden_share"],
             "account": account,
         }
 

@@ -164,18 +164,18 @@ def test_a_row_says_what_was_measured():
     sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
     # each repeat is judged by its own c: the slow machine of the last one is not the rival's fault
     samples = [{**sample, "s_per_job_step": s, "c_s": [c, c]} for s, c in ((2.4, 2), (2.5, 2), (4, 3.2))]
-    facts = {"case": "two", "rate": "compute", "link": "1gbit"}
+    facts = {"case": "two", "rate": "compute", "link": "1gbit", "run": 0}
     row = race.row_of(cases.RIVALS["fused-k"], samples, calibration, facts)
     assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 4]
     assert row["c_s"] == [2, 2] and row["m_s"] == [1, 1] and row["tax_s"] == [0.25, 0.25]
     assert row["slow_down"] == pytest.approx([1.2, 1.1])
     assert row["bound_s"] == 2 and row["efficiency"] == 0.8
     assert row["bound_with_tax_s"] == 2.25 and row["efficiency_with_tax"] == pytest.approx(2.25 / 2.5)
-    assert row["hidden_share"] == 0.5 and row["hidden_share_from"].startswith("(c + m")
+    assert row["hidden_share"] == 0.5 and "hidden_share_from_trace" not in row
     assert row["over_own_compute"] == 1.25
-    traced = [{**s, "hidden_share": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
+    traced = [{**s, "hidden_share_from_trace": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
     row = race.row_of(cases.RIVALS["crossover"], traced, calibration, facts)
-    assert row["hidden_share"] == 0.9 and row["steady_s_per_job_step"] == 2.1
+    assert row["hidden_share"] == 0.5 and row["hidden_share_from_trace"] == 0.9 and row["steady_s_per_job_step"] == 2.1
     assert row["steady_efficiency"] == pytest.approx(2 / 2.1)
 
 
@@ -212,11 +212,22 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     out = tmp_path / "race.json"
     monkeypatch.setattr(sys, "argv", ["race.py", "--resume", "--json", str(out)])
     new = race.earlier(race.options())
-    assert new["rows"] == [] and "jax" in new["versions"]
-    new["rows"].append({"case": "two", "rate": "balanced"})
+    (run,) = new["runs"]
+    assert new["rows"] == [] and "jax" in run["versions"]
+    new["rows"] += [{"case": "one", "rate": "balanced", "rival": r.name} for r in cases.rivals_of("one")[1:]]
     race.write(out, new)
-    assert race.earlier(race.options()) == new
     assert not list(tmp_path.glob("*.new"))
+    assert race.earlier(race.options()) == {**new, "runs": [run, run]}
+    lacking = race.lacking("one", race.options(), new)
+    assert [([r.name for r in rivals], rates) for rivals, rates in lacking.items()] == [
+        ([r.name for r in cases.rivals_of("one")], ["network", "compute"]), (["fused"], ["balanced"]),
+    ]  # fmt: skip
+    old = {"command": ["old"], "versions": run["versions"], "machine": "m", "links": [{"steps": 8}], "rows": []}
+    race.write(out, old)
+    assert [r["command"][0] for r in race.earlier(race.options())["runs"]] == ["old", "python"]
+    race.write(out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]})
+    with pytest.raises(SystemExit, match="cannot be resumed: other jax, steps"):
+        race.earlier(race.options())
 
 
 def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
