@@ -19,8 +19,8 @@ bound, since a kernel that counts by ticks counts some packets in both; slow_dow
 exchanges over one alone. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
 repeat, c before and after every run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to
 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step,
-peak_rss_bytes of the fuller host. A row names its run, of `runs`. `--resume` adds rivals in a run of their own, at rates
-found anew.
+peak_rss_bytes of the fuller host. A row names its run, of `runs`; `--resume` adds rivals in a run of their own, at
+rates found anew.
 """
 
 from __future__ import annotations
