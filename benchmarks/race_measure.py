@@ -13,7 +13,9 @@ from race_bounds import Cost, bits_a_second, needed_bytes, rate_for
 from rivals.cases import RANKS, Rival, Spec, jobs_of, parameters
 from rivals.teams import Stage, Team
 
-NARROW = "bfloat16"
+WIRES = ("float32", "bfloat16")
+INSIDE = ("steady_s_per_job_step", "hidden_share_from_trace", "account")
+"""What jaxcross's report says of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +25,16 @@ class Calibration:
     Attributes:
         compute_s: c of JAX: the step without its exchange.
         exchange_s: Wire -> m.
-        tax_s: What a float32 exchange takes of the core that computes.
+        tax_s: Wire -> what an exchange takes of the core that computes, at most.
+        beside_s: Wire -> a step without its exchange while others exchange.
         sent_bytes: One direction of the float32 exchange, headers included.
         raw: All that was measured, of each distinct job.
     """
 
     compute_s: list[float]
     exchange_s: dict[str, list[float]]
-    tax_s: list[float]
+    tax_s: dict[str, list[float]]
+    beside_s: dict[str, list[float]]
     sent_bytes: list[float]
     raw: dict[Spec, dict[str, Any]]
 
@@ -39,19 +43,27 @@ class Calibration:
         """From what was measured once or several times: medians over all of it, on each rank."""
         raw = {spec: _joined([once[spec] for once in measured]) for spec in measured[0]}
         per_job = [raw[spec] for spec in jobs]
+
+        def by_wire(name: str) -> dict[str, list[float]]:
+            wires = [wire for wire in WIRES if f"{name}_{wire}" in per_job[0]]
+            return {wire: [_middle(raw[f"{name}_{wire}"]) for raw in per_job] for wire in wires}
+
         return cls(
             compute_s=[_middle(raw["c"]) for raw in per_job],
-            exchange_s={wire: [_middle(raw[f"m_{wire}"]) for raw in per_job]
-                        for wire in ("float32", NARROW) if f"m_{wire}" in per_job[0]},
-            tax_s=[_middle(raw["tax"]) if "tax" in raw else 0.0 for raw in per_job],
+            exchange_s=by_wire("m"), tax_s=by_wire("tax"), beside_s=by_wire("taxed_c"),
             sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
             raw=raw,
         )  # fmt: skip
 
+    def slow_down(self, wire: str) -> list[float]:
+        """How many times as long a step of JAX's takes beside exchanges; both measured within the same seconds."""
+        return [beside / alone for beside, alone in zip(self.beside_s[wire], self.compute_s, strict=True)]
+
     def costs(self, wire: str, compute_s: Sequence[float] | None = None) -> list[Cost]:
         """One cost a job. With `compute_s` another c than JAX's at the time of the calibration."""
         compute_s = self.compute_s if compute_s is None else compute_s
-        each = zip(compute_s, self.exchange_s[wire], self.tax_s, strict=True)
+        tax_s = self.tax_s.get(wire, [0.0] * len(compute_s))
+        each = zip(compute_s, self.exchange_s[wire], tax_s, strict=True)
         return [Cost(compute_s=c, exchange_s=m, tax_s=tax) for c, m, tax in each]
 
 
@@ -91,6 +103,7 @@ class Entrants:
     def measure(self, *, times: int, tax: bool = True) -> dict[Spec, dict[str, Any]]:
         """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its rate."""
         (crossed,) = self.teams["crossed"]
+        wires = [w for w in WIRES if w == "float32" or any(r.wire == w for r in self.rivals)]
         measured: dict[Spec, dict[str, Any]] = {}
         for spec, number in self._distinct().items():
             raw = measured[spec] = {"c": _raw(self.stage.ask(crossed, "compute", job=number, steps=times))}
@@ -98,12 +111,12 @@ class Entrants:
             raw["m_float32"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire="float32"))
             sent = self.stage.lab.bytes_crossed() - before
             raw["sent_bytes"] = [sent / RANKS / (times + 1)]
-            if any(r.wire == NARROW for r in self.rivals):
-                raw[f"m_{NARROW}"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire=NARROW))
-            if tax:
-                exchanges = max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw["m_float32"])))
-                answers = self.stage.ask(crossed, "taxed", job=number, exchanges=min(exchanges, 200))
-                raw.update({name: _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
+            for wire in wires[1:]:
+                raw[f"m_{wire}"] = _raw(self.stage.ask(crossed, "exchange", job=number, times=times, wire=wire))
+            for wire in wires if tax else ():
+                exchanges = min(200, max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw[f"m_{wire}"]))))
+                answers = self.stage.ask(crossed, "taxed", job=number, exchanges=exchanges, wire=wire)
+                raw.update({f"{name}_{wire}": _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
         self.stage.ask(crossed, "rest")
         return measured
 
@@ -151,7 +164,7 @@ class Entrants:
         for spec, number in self._distinct().items():
             # all jobs in one process, or each in its own
             team = teams[0] if len(teams) == 1 else teams[number]
-            found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=2))
+            found[spec] = _raw(self.stage.ask(team, "compute", job=number, steps=3))
         return found
 
     def prepare(self, rival: Rival) -> None:
@@ -185,7 +198,7 @@ class Entrants:
             "wire_bytes": crossed / count,
             # one after the other, a process could hand its memory to the next; at once, all of them have theirs
             "peak_rss_bytes": max(_host_bytes(group) for group in answers),
-            **{key: every[0][key] for key in ("steady_s_per_job_step", "hidden_share", "account") if key in every[0]},
+            **{key: every[0][key] for key in INSIDE if key in every[0]},
         }
 
 

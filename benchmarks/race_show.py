@@ -42,6 +42,17 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         )
 
 
+REFERENCES = ("crossover", "wait-free")
+"""Of a case with many jobs, and with one: whom the others are held against."""
+
+
+def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """The row's T over jaxcross's in the same run, case and rate; how many times as fast jaxcross is."""
+    same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("run", "case", "rate"))]
+    own = next((r for r in same if r["rival"] in REFERENCES), None)
+    return None if own is None else row["s_per_job_step"] / own["s_per_job_step"]
+
+
 def draw(case: str, result: dict[str, Any], path: Path) -> None:
     """Writes a picture of one case: what each rival took at each rate, against the bounds, and what it cost."""
     import matplotlib as mpl
@@ -52,13 +63,15 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     rows = [row for row in result["rows"] if row["case"] == case]
     if not rows:
         return
+    rows = [{**row, "over_reference": over_reference(row, rows) or 0.0} for row in rows]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     rivals = list(dict.fromkeys(row["rival"] for row in rows))
     panels = (
-        ("s_per_job_step", 1.0, "s a job-step"), ("efficiency", 1.0, "bound / T"), ("cpu_s", 1.0, "CPU s a job-step"),
+        ("s_per_job_step", 1.0, "s a job-step"), ("over_reference", 1.0, "T / jaxcross's T"),
+        ("efficiency", 1.0, "bound / T"), ("hidden_share", 1.0, "hidden share"), ("cpu_s", 1.0, "CPU s a job-step"),
         ("wire_bytes", 1e-6, "MB a job-step"), ("peak_rss_bytes", 1e-9, "peak GB a host"),
     )  # fmt: skip
-    figure, axes = plt.subplots(len(panels), 1, figsize=(1.2 * len(rivals) + 3, 12), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(panels), 1, figsize=(1.2 * len(rivals) + 3, 16), sharex=True, layout="constrained")
     width = 0.8 / len(rates)
     for axis, (key, scale, label) in zip(axes, panels, strict=True):
         for n, rate in enumerate(rates):
@@ -75,6 +88,8 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
                     axis.hlines(row["bound_s"], *ends, colors="black", lw=1.5)
                     axis.hlines(row["bound_with_tax_s"], *ends, colors="black", lw=1.0, linestyles="dotted")
                     bar.set_alpha(0.85)
+        if key in ("over_reference", "efficiency", "hidden_share"):
+            axis.axhline(1.0, color="black", lw=0.8, linestyle="dashed")
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
     axes[0].legend()

@@ -20,9 +20,11 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs"
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
-
-
-SHOWN = "efficiency", "steady_efficiency", "steady_efficiency_with_tax", "over_own_compute", "cpu_s"
+SHOWN = (
+    "efficiency", "efficiency_with_tax", "steady_efficiency", "steady_efficiency_with_tax", "hidden_share",
+    "over_own_compute", "cpu_s",
+)  # fmt: skip
+REFERENCES = ("crossover", "wait-free")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -30,20 +32,39 @@ def read(name: str) -> dict[str, Any]:
 
 
 def race(case: str) -> Iterator[tuple[str, ...]]:
-    """Seconds a job-step of each rival at each rate, and how far from the bounds jaxcross is."""
+    """Seconds a job-step of each rival at each rate with their spread, over jaxcross's, and against the bounds.
+
+    hidden_share is blank where the result holds the trace's under that name.
+    """
     rows = [row for row in read("race")["rows"] if row["case"] == case]
+    for row in rows:
+        if row.get("hidden_share_from") == "trace":
+            del row["hidden_share"]
+    own_s = {(row.get("run"), row["rate"]): row["s_per_job_step"] for row in rows if row["rival"] in REFERENCES}
+    for row in rows:
+        if (reference_s := own_s.get((row.get("run"), row["rate"]))) is not None:
+            row["over_reference"] = row["s_per_job_step"] / reference_s
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     by = {(row["rival"], row["rate"]): row for row in rows}
     yield ("rival", *(f"{r} ({by[rows[0]['rival'], r]['rate_bits_per_s'] / 1e6:.0f} Mbit/s)" for r in rates),
-           "bound / T", "steady", "steady, with tax", "T / own c", "CPU s", "peak GB a host")  # fmt: skip
+           "over jaxcross's", "bound / T", "with tax", "steady", "steady, with tax", "hidden", "T / own c", "CPU s",
+           "MB on the wire", "peak GB a host")  # fmt: skip
     for rival in dict.fromkeys(row["rival"] for row in rows):
         own = [by.get((rival, rate)) for rate in rates]
         yield (
             rival,
-            *("" if row is None else f"{row['s_per_job_step']:.2f}" for row in own),
+            *("" if row is None else _with_spread(row) for row in own),
+            _each(own, "over_reference", "{:.2f}"),
             *(_each(own, key, "{:.2f}") for key in SHOWN),
+            _each(own, "wire_bytes", "{:.0f}", 1e-6),
             _each(own, "peak_rss_bytes", "{:.1f}", 1e-9),
         )
+
+
+def _with_spread(row: dict[str, Any]) -> str:
+    """Median, and the smallest and largest of several repeats."""
+    low, high = row["spread"]
+    return f"{row['s_per_job_step']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 def _each(rows: list[Any], key: str, form: str, scale: float = 1.0) -> str:
@@ -57,8 +78,10 @@ def wait_free(_: str) -> Iterator[tuple[str, ...]]:
     for link in found["links"]:
         if (facts := link.get("wait_free")) is None:
             continue
-        by = {r["rival"]: r["s_per_job_step"] for r in found["rows"] if (r["case"], r["rate"]) == ("one", link["rate"])}
-        yield (link["rate"], str(facts["pieces"]), f"{by['uncut']:.2f}", f"{by['wait-free']:.2f}",
+        same = [r for r in found["rows"] if all(r.get(key) == link.get(key) for key in ("run", "case", "rate"))]
+        by = {r["rival"]: r["s_per_job_step"] for r in same}
+        uncut = f"{by['uncut']:.2f}" if "uncut" in by else ""
+        yield (link["rate"], str(facts["pieces"]), uncut, f"{by['wait-free']:.2f}",
                f"{facts['best_s']:.2f}", f"{facts['best_s'] / by['wait-free']:.2f}")  # fmt: skip
 
 

@@ -43,10 +43,11 @@ def search(
     together: Together,
     found: dict[str, int],
 ) -> Compiled:
-    """The fastest of a few cuts, each twice as fine as the one before, until a finer one no longer pays.
+    """The fastest of a few cuts, each twice as fine as the one before, until two finer ones in a row do not pay.
 
     Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
-    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them.
+    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them. The
+    network may have changed since: a kept cut is timed once against uncut, and searched anew if it is slower.
 
     Args:
         traced: The step.
@@ -60,28 +61,39 @@ def search(
     whole = cut(1)
     key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
     book = _Book(key)
-    if not 1 <= found.get(key, 0) <= max(_PIECES):
-        known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
-        if known is not None:
-            found[key] = known
-        else:
-            found.pop(key, None)
-    if key in found:
+    if 1 <= found.get(key, 0) <= max(_PIECES):
         return build(cut(found[key]))
-    best, pieces, first, gain, tried = build(whole), 1, None, 1.0, [1]
+
+    def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
+        return together(f"cut {n}", lambda control: _race((best, rival), traced, leaves, world, control))
+
+    known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
+    best = build(whole)
+    if known is not None:
+        kept = best if known == 1 else build(cut(known))
+        old, new = (1.0, 1.0) if kept is best else race(known, best, kept)
+        if new <= old:
+            found[key] = known
+            return kept
+        _log.warning(
+            "`%s` was cut into %d exchange segments before, which is slower than uncut here.", traced.name, known
+        )
+    pieces, first, gain, tried, finest, misses = 1, None, 1.0, [1], len(whole.segments), 0
     for n in _PIECES[1:]:
         program = cut(n)
-        if len(program.segments) <= len(best.program.segments):
+        if len(program.segments) <= finest:
             continue  # exchanges that depend on one another leave little to cut
+        finest = len(program.segments)
         tried.append(n)
         rival = build(program)
-        old, new = together(
-            f"cut {n}", lambda control, rivals=(best, rival): _race(rivals, traced, leaves, world, control)
-        )
+        old, new = race(n, best, rival)
         first = old if first is None else first
-        if new > _WORTH * old:
+        if new <= _WORTH * old:
+            best, pieces, gain, misses = rival, n, gain * old / new, 0
+        elif misses:
             break
-        best, pieces, gain = rival, n, gain * old / new
+        else:
+            misses = 1
     found[key] = pieces
     if world.rank == 0:
         book.write(pieces)

@@ -9,7 +9,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,6 +40,9 @@ def main() -> int:
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, jax.device_get(x)), tree)
 
+    def whole(x: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, everywhere), [x])
+
     state = place(jax_work.state_of(work, number), everywhere)
     loop = jax_work.Loop(step, state, place(jax_work.batch_of(work, number, args.rank), split))
 
@@ -52,10 +54,14 @@ def main() -> int:
         loop.run(steps)
 
     def compute(job: int, steps: int) -> dict[str, Any]:
-        own = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (loop.state, loop.batch))
+        # the job's own state and its warm memory, as the other rivals have it
+        own = jax.tree.map(lambda x: x.addressable_data(0), (loop.state, loop.batch))
+        loop.state = None  # the first step donates it
         computing = jax_work.Loop(alone, *own)
         computing.run(1)
-        return {"raw": computing.timed(steps)}
+        raw = computing.timed(steps)
+        loop.state = jax.tree.map(whole, computing.state)
+        return {"raw": raw}
 
     return serve(args, args.rank, {"prepare": prepare, "run": run, "compute": compute})
 

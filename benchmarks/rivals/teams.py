@@ -25,7 +25,7 @@ from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
 LAUNCHED_BY_MPI = ("fused", "crossed")
-SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS")
+SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
 FIRST_PORT = 29400
 Answers = list[dict[str, Any]]
 
@@ -185,7 +185,7 @@ class Stage:
 
 
 def _plain_environment(smoke: bool) -> dict[str, str]:
-    """The caller's, without what would size pools or change code; huge pages for every rival.
+    """The caller's, without what would size pools, change code or bring kept cuts; huge pages for all.
 
     Toys compile without optimisation.
     """

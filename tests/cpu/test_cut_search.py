@@ -65,35 +65,47 @@ def search(monkeypatch: pytest.MonkeyPatch, traced: Traced) -> Search:
 def test_cuts_are_doubled_while_that_pays(search: Search, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
     with caplog.at_level(logging.WARNING, "jaxcross"):
-        assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2}, asked) == 4
-    assert asked == [1, 2, 4, 8]
+        assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2, 16: 2.4}, asked) == 4
+    assert asked == [1, 2, 4, 8, 16]
     assert caplog.messages == [
-        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8)."
+        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16)."
     ]
 
 
 def test_never_slower_than_uncut(search: Search) -> None:
-    assert search({1: 3.0, 2: 3.1}) == 1
-    assert search({1: 3.0, 2: 2.999}) == 1, "what scatter explains is no gain"
+    assert search({1: 3.0, 2: 3.1, 4: 3.2}) == 1
+    assert search({1: 3.0, 2: 2.999, 4: 3.2}) == 1, "what scatter explains is no gain"
+
+
+def test_one_finer_cut_is_tried_behind_one_that_does_not_pay(search: Search) -> None:
+    asked: list[int] = []
+    assert search({1: 3.0, 2: 3.1, 4: 2.5, 8: 2.6, 16: 2.6}, asked) == 4 and asked == [1, 2, 4, 8, 16]
+    asked.clear()
+    assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 4]
 
 
 def test_what_a_job_found_before_a_restart_is_taken(search: Search) -> None:
     found: dict[str, int] = {}
-    assert search({1: 3.0, 2: 2.0, 4: 2.5}, found=found) == 2
+    assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
     assert list(found.values()) == [2]
     asked: list[int] = []
     assert search({}, asked, found) == 2 and asked == [2]
-    assert search({1: 1.0, 2: 2.0}, found=dict.fromkeys(found, 10**9)) == 1, "no number of pieces: measured again"
+    assert search({1: 1.0, 2: 2.0, 4: 2.0}, found=dict.fromkeys(found, 10**9)) == 1, (
+        "no number of pieces: measured again"
+    )
 
 
 def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_path: Any) -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     try:
-        assert search({1: 3.0, 2: 2.0, 4: 2.5}) == 2
+        assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}) == 2
         asked: list[int] = []
-        assert search({}, asked) == 2 and asked == [2]
+        assert search({1: 3.0, 2: 2.9}, asked) == 2 and asked == [1, 2]
+        asked.clear()
+        assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 2, 4], "slower than uncut: another link"
+        assert search({}) == 1, "what was found anew is kept"
         (tmp_path / "cache" / "jaxcross-cuts.json").write_text("{")
-        assert search({1: 1.0, 2: 2.0}) == 1, "a damaged file is measured again"
+        assert search({1: 1.0, 2: 2.0, 4: 2.0}) == 1, "a damaged file is measured again"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -154,32 +154,41 @@ def test_a_rival_that_does_not_use_the_link_is_found_out():
 
 def test_a_row_says_what_was_measured():
     calibration = Calibration(
-        compute_s=[9, 9], exchange_s={"float32": [1, 1]}, tax_s=[0.25, 0.25], sent_bytes=[1, 1], raw={}
+        compute_s=[9, 9],
+        exchange_s={"float32": [1, 1]},
+        tax_s={"float32": [0.25, 0.25]},
+        beside_s={"float32": [10.8, 9.9]},
+        sent_bytes=[1, 1],
+        raw={},
     )
     sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
     # each repeat is judged by its own c: the slow machine of the last one is not the rival's fault
     samples = [{**sample, "s_per_job_step": s, "c_s": [c, c]} for s, c in ((2.4, 2), (2.5, 2), (4, 3.2))]
-    facts = {"case": "two", "rate": "compute", "link": "1gbit"}
+    facts = {"case": "two", "rate": "compute", "link": "1gbit", "run": 0}
     row = race.row_of(cases.RIVALS["fused-k"], samples, calibration, facts)
     assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 4]
     assert row["c_s"] == [2, 2] and row["m_s"] == [1, 1] and row["tax_s"] == [0.25, 0.25]
+    assert row["slow_down"] == pytest.approx([1.2, 1.1])
     assert row["bound_s"] == 2 and row["efficiency"] == 0.8
     assert row["bound_with_tax_s"] == 2.25 and row["efficiency_with_tax"] == pytest.approx(2.25 / 2.5)
-    assert row["hidden_share"] == 0.5 and row["hidden_share_from"].startswith("(c + m")
+    assert row["hidden_share"] == 0.5 and "hidden_share_from_trace" not in row
     assert row["over_own_compute"] == 1.25
-    traced = [{**s, "hidden_share": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
+    traced = [{**s, "hidden_share_from_trace": 0.9, "steady_s_per_job_step": 2.1} for s in samples]
     row = race.row_of(cases.RIVALS["crossover"], traced, calibration, facts)
-    assert row["hidden_share"] == 0.9 and row["steady_s_per_job_step"] == 2.1
+    assert row["hidden_share"] == 0.5 and row["hidden_share_from_trace"] == 0.9 and row["steady_s_per_job_step"] == 2.1
     assert row["steady_efficiency"] == pytest.approx(2 / 2.1)
 
 
 def test_costs_are_medians_over_all_repeats():
     def once(c, m, sent):
-        return {cases.RESNET: {"c": [[c], [c + 1]], "m_float32": [[m], [m]], "sent_bytes": [sent]}}
+        taxes = {"tax_float32": [[0.5], [0.5]], "tax_bfloat16": [[0.25], [0.25]], "taxed_c_bfloat16": [[7.5], [7.5]]}
+        m_raw = {"m_float32": [[m], [m]], "m_bfloat16": [[m / 2], [m / 2]]}
+        return {cases.RESNET: {"c": [[c], [c + 1]], **m_raw, **taxes, "sent_bytes": [sent]}}
 
     found = Calibration.of([cases.RESNET] * 2, [once(1.0, 5.0, 10.0), once(9.0, 6.0, 20.0), once(2.0, 7.0, 30.0)])
-    assert found.costs("float32") == [cost(2.5, 6.0)] * 2  # of 1, 2, 9 and of 2, 3, 10
-    assert found.costs("float32", [7.0, 8.0]) == [cost(7.0, 6.0), cost(8.0, 6.0)]
+    assert found.costs("float32") == [cost(2.5, 6.0, 0.5)] * 2  # of 1, 2, 9 and of 2, 3, 10
+    assert found.costs("float32", [7.0, 8.0]) == [cost(7.0, 6.0, 0.5), cost(8.0, 6.0, 0.5)]
+    assert found.costs("bfloat16") == [cost(2.5, 3.0, 0.25)] * 2 and found.slow_down("bfloat16") == [3.0, 3.0]
     assert found.sent_bytes == [20.0, 20.0]
     assert found.raw[cases.RESNET]["c"] == [[1.0, 9.0, 2.0], [2.0, 10.0, 3.0]]
 
@@ -203,11 +212,22 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     out = tmp_path / "race.json"
     monkeypatch.setattr(sys, "argv", ["race.py", "--resume", "--json", str(out)])
     new = race.earlier(race.options())
-    assert new["rows"] == [] and "jax" in new["versions"]
-    new["rows"].append({"case": "two", "rate": "balanced"})
+    (run,) = new["runs"]
+    assert new["rows"] == [] and "jax" in run["versions"]
+    new["rows"] += [{"case": "one", "rate": "balanced", "rival": r.name} for r in cases.rivals_of("one")[1:]]
     race.write(out, new)
-    assert race.earlier(race.options()) == new
     assert not list(tmp_path.glob("*.new"))
+    assert race.earlier(race.options()) == {**new, "runs": [run, run]}
+    lacking = race.lacking("one", race.options(), new)
+    assert [([r.name for r in rivals], rates) for rivals, rates in lacking.items()] == [
+        ([r.name for r in cases.rivals_of("one")], ["network", "compute"]), (["fused"], ["balanced"]),
+    ]  # fmt: skip
+    old = {"command": ["old"], "versions": run["versions"], "machine": "m", "links": [{"steps": 8}], "rows": []}
+    race.write(out, old)
+    assert [r["command"][0] for r in race.earlier(race.options())["runs"]] == ["old", "python"]
+    race.write(out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]})
+    with pytest.raises(SystemExit, match="cannot be resumed: other jax, steps"):
+        race.earlier(race.options())
 
 
 def test_a_rank_answers_until_it_is_told_to_end(tmp_path):
