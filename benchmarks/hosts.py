@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ def parser_of_hosts(description: str | None) -> argparse.ArgumentParser:
 
 
 def on_hosts(
-    script: str, rate: str, hosts: int = 2, words: Sequence[str] = (), *, burst_kb: int = 256
+    script: str,
+    rate: str,
+    hosts: int = 2,
+    words: Sequence[str] = (),
+    *,
+    burst_kb: int = 256,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each, a rank a host.
 
@@ -37,6 +43,7 @@ def on_hosts(
         hosts: How many; beyond the machine's cores they share them.
         words: More of the script's arguments.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
+        environment: More of the ranks' environment.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
@@ -50,7 +57,7 @@ def on_hosts(
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=hosts, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
         )
-        subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra}), check=True)
+        subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra, **(environment or {})}), check=True)
         facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}

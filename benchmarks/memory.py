@@ -1,6 +1,6 @@
 """What do k jobs in one process need, against k processes: peak memory of a host, programs compiled, seconds of it?
 
-    python benchmarks/memory.py [--jobs 1,2,4] [--json FILE] [--smoke]
+    python benchmarks/memory.py [--jobs 1,2,4] [--image-size 224] [--json FILE] [--smoke]
 
 Two hosts and a shaped link, as in `race.py`: `crossover` has all jobs in one process a host, `fused-k` a process a job,
 all running at once. Peak memory is the resident set's during steps that have been compiled before, summed over a host's
@@ -24,7 +24,7 @@ CASES = {1: "one", 2: "two", 3: "three", 4: "four"}
 WAYS = {"one process": "crossover", "k processes": "fused-k"}
 
 
-def measure(k: int, way: str, *, rate: str, smoke: bool) -> dict[str, Any]:
+def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None) -> dict[str, Any]:
     """One number of jobs in one of the two ways, in a lab of its own."""
     rival = RIVALS[WAYS[way]]
     with (
@@ -32,13 +32,14 @@ def measure(k: int, way: str, *, rate: str, smoke: bool) -> dict[str, Any]:
         Lab(hosts=2, rate=rate) as lab,
         Stage(lab, Path(folder)) as stage,
     ):
-        entrants = Entrants(stage, CASES[k], smoke, [rival])
+        entrants = Entrants(stage, CASES[k], smoke, [rival], image_size=image_size)
         entrants.start(rival.team)
         entrants.prepare(rival)
         run = entrants.run(rival, 2)
         facts = entrants.start_up[rival.team]
     return {
-        "jobs": k, "way": way, "peak_rss_bytes": run["peak_rss_bytes"],
+        "jobs": k, "way": way, "image_size": entrants.jobs[0].sizes()["image_size"],
+        "peak_rss_bytes": run["peak_rss_bytes"],
         **{key: facts[key] for key in ("compilations", "compile_s", "start_s", "prepare_s")},
     }  # fmt: skip
 
@@ -47,11 +48,12 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--jobs", default="1,2,4", help="default %(default)s")
     options.add_argument("--rate", default="1gbit", help="of the link (default %(default)s)")
+    options.add_argument("--image-size", type=int, help="for all numbers of jobs, so that the most fit (default 224)")
     args = options.parse_args()
     result: dict[str, Any] = {"rows": []}
     for k in [int(k) for k in ("1,2" if args.smoke else args.jobs).split(",")]:
         for way in WAYS:
-            row = measure(k, way, rate=args.rate, smoke=args.smoke)
+            row = measure(k, way, rate=args.rate, smoke=args.smoke, image_size=args.image_size)
             result["rows"].append(row)
             print(f"{k} jobs, {way:11}: {row['peak_rss_bytes'] / 1e9:.2f} GB a host, "
                   f"{row['compilations']:.0f} programs compiled in {row['compile_s']:.1f} s", flush=True)  # fmt: skip

@@ -77,16 +77,18 @@ class Entrants:
     rivals: list[Rival]
     teams: dict[str, list[Team]] = field(default_factory=dict)
     start_up: dict[str, Any] = field(default_factory=dict)
+    image_size: int | None = None
 
     @property
     def jobs(self) -> tuple[Spec, ...]:
-        return jobs_of(self.case, self.smoke)
+        return jobs_of(self.case, self.smoke, self.image_size)
 
     def start(self, kind: str) -> None:
         """Starts the processes of one kind of team, one after the other, and compiles what their rivals run."""
         numbers: list[int | None] = [None] if kind == "crossed" else list(range(len(self.jobs)))
         begin = time.perf_counter()
-        teams = [self.stage.start(kind, self.case, job=n, smoke=self.smoke) for n in numbers]
+        sizes: dict[str, Any] = {"smoke": self.smoke, "image_size": self.image_size}
+        teams = [self.stage.start(kind, self.case, job=n, **sizes) for n in numbers]
         started = time.perf_counter()
         variants = dict.fromkeys(r.variant for r in self.rivals if r.team == kind)
         answers: list[dict[str, Any]] = []

@@ -135,7 +135,8 @@ def exchange_cost(_: str) -> Iterator[tuple[str, ...]]:
     for vendor in ("mpich", "openmpi"):
         found = read(f"exchange_cost_{vendor}")
         rows = [found["exchange"][name] for name in ("alone", "at once", "beside")]
-        seconds = [row["s"]["median"] for row in rows] + [row["median"] for row in found["computation_s"].values()]
+        computed = [found["computation_s"][name] for name in ("alone", "beside exchanges")]
+        seconds = [row["s"]["median"] for row in rows] + [row["median"] for row in computed]
         shown = [f"{value:.2f} s" for value in seconds]
         fill = ", ".join(f"{row['fill']:.0%}" for row in rows)
         yield found["mpi"], *shown[:3], fill, *shown[3:], f"{found['tax_s']:.2f} s"

@@ -40,8 +40,16 @@ CASES: dict[str, tuple[Spec, ...]] = {
 _TOYS = {RESNET: TOY_RESNET, LANGUAGE: TOY_LANGUAGE}
 
 
-def jobs_of(case: str, smoke: bool) -> tuple[Spec, ...]:
-    return tuple(_TOYS[spec] if smoke else spec for spec in CASES[case])
+def jobs_of(case: str, smoke: bool, image_size: int | None = None) -> tuple[Spec, ...]:
+    """The case's jobs; images of another size than usual where it is given and the jobs have any."""
+    jobs = [_TOYS[spec] if smoke else spec for spec in CASES[case]]
+    if image_size is not None:
+        jobs = [_with_images(spec, image_size) for spec in jobs]
+    return tuple(jobs)
+
+
+def _with_images(spec: Spec, size: int) -> Spec:
+    return _spec(spec.model, **{k: size if k == "image_size" else v for k, v in spec.options})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,12 +39,13 @@ def arguments(description: str | None) -> argparse.Namespace:
     options.add_argument("--rank", type=int, default=0, help="where no launcher says it")
     options.add_argument("--port", type=int, default=0, help="of the first rank, where ranks meet without MPI")
     options.add_argument("--smoke", action="store_true")
+    options.add_argument("--image-size", type=int, help="another than the case's")
     return options.parse_args()
 
 
 def own_jobs(args: argparse.Namespace) -> list[tuple[int, Spec]]:
     """Numbers and specs of the jobs that this process runs."""
-    jobs = list(enumerate(jobs_of(args.case, args.smoke)))
+    jobs = list(enumerate(jobs_of(args.case, args.smoke, args.image_size)))
     return jobs if args.job is None else [jobs[args.job]]
 
 

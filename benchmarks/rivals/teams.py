@@ -123,7 +123,7 @@ class Stage:
         for name in [name for name in self.teams if kind in (None, name.split("/")[0])]:
             self.teams.pop(name).end()
 
-    def start(self, kind: str, case: str, *, job: int | None, smoke: bool) -> Team:
+    def start(self, kind: str, case: str, *, job: int | None, smoke: bool, image_size: int | None = None) -> Team:
         """Starts `rivals/<kind>.py` on the hosts. Waits until its ranks have said hello.
 
         Raises:
@@ -134,6 +134,7 @@ class Stage:
         program = [str(HERE / f"{kind}.py"), "--socket", str(self._path), "--team", name, "--case", case]
         program += ["--smoke"] if smoke else []
         program += [] if job is None else ["--job", str(job)]
+        program += [] if image_size is None else ["--image-size", str(image_size)]
         environment = self.lab.environment(_plain_environment(smoke))
         with log.open("wb") as out:
             options: dict[str, Any] = dict(env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

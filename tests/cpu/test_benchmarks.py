@@ -123,8 +123,16 @@ def test_convergence(smoke, tmp_path):
 def test_exchange_cost(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")
-    result = smoke("exchange_cost.py")
-    for name in ("alone", "at once", "beside"):
+    result = smoke("exchange_cost.py", "--ways", "--limits", "none,64k")
+    assert result["exchanges"] > 0
+    for name in (
+        "alone",
+        "at once",
+        "beside",
+        "beside, niceness 5",
+        "alone, sums up to none",
+        "beside, sums up to 64k",
+    ):
         row = result["exchange"][name]
         assert row["s"]["median"] >= 0 < row["fill"]
     assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}

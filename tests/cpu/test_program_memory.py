@@ -167,8 +167,23 @@ def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
     assert sum(cut) <= share * whole, (cut, whole)
 
 
-def copied_bytes(module: str) -> int:
-    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", module)
+def test_an_exchange_copies_into_its_messages_and_out_of_them() -> None:
+    """Small sums travel together: each is copied twice. Large ones travel as they are."""
+
+    def copied(width: int) -> tuple[int, int]:
+        trees = [jnp.ones((width, 64)), jnp.ones((width, 32))]
+        done, _ = compiled(lambda a, b: lax.psum((a, b), "batch"), args=trees, donate=())
+        (module,) = [r.call.as_text() for r in done.runnables if r.segment.kind == "collective"]
+        return copied_bytes(module, "copy|concatenate|slice"), sum(x.nbytes for x in trees)
+
+    moved, size = copied(64)
+    assert 0 < moved <= 2 * size, (moved, size)
+    moved, size = copied(2**16)
+    assert moved == 0, (moved, size)
+
+
+def copied_bytes(module: str, what: str = "copy") -> int:
+    found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* (?:{what})\(", module)
     sizes = {"f32": 4, "u32": 4, "s32": 4, "pred": 1, "bf16": 2}
     return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
 
