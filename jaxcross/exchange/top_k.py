@@ -18,7 +18,11 @@ Pattern = Literal["flat", "hierarchical"]
 
 
 class TopKState(NamedTuple):
-    """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters."""
+    """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
+
+    Flat, they are as long on any number of ranks, so that on another number they are taken without an error. What ranks
+    that are gone had not sent is lost then, and a rank that is new begins with zeros, as `init` makes them.
+    """
 
     step: jax.Array
     residual: Any

@@ -14,6 +14,7 @@ import pytest
 from exchange_row import Row
 from exchange_table import SHAPES, TABLE, gradients, params, start, step_of
 
+from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks, decide, vmapped
@@ -22,16 +23,10 @@ from jaxcross.wire.bytes import wire_bytes
 # Compiling is nearly all of the time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 WORLDS = [(row, n) for row in TABLE for n in range(1, 17) if row.worlds(n)]
-# The usual tier has one world. Selection by threshold takes as long to compile there as ten other rows.
-CASES = [
-    pytest.param(
-        row, n, id=f"{row.name} on {n}",
-        marks=() if n == 4 and row.name != "top_k, threshold" else pytest.mark.exhaustive,
-    )
-    for row, n in WORLDS
-]  # fmt: skip
+CASES = [pytest.param(row, n, id=f"{row.name} on {n}", marks=pytest.mark.exhaustive) for row, n in WORLDS]
 LOSSLESS = [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless]
 EVERY = pytest.mark.parametrize(("row", "ranks"), CASES)
+BAD = (np.nan, np.inf, -np.inf)
 
 
 @functools.cache
@@ -129,7 +124,7 @@ def test_no_gradient_no_update(row: Row, ranks: int) -> None:
         assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", BAD)
 @EVERY
 def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
     for first in (0, 1):
@@ -156,6 +151,20 @@ def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> Non
         assert brought == formula(list(SHAPES.values()), ranks), f"step {n}"
 
 
+# Selection by threshold takes as long to compile as ten other rows.
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row, n in WORLDS if n == 4 and row.name != "top_k, threshold"]
+)
+def test_one_world(row: Row) -> None:
+    """What the usual tier has of the above: one test a row, which compiles it once."""
+    test_identical_on_all_ranks(row, 4)
+    test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row, 4)
+    test_no_gradient_no_update(row, 4)
+    for bad in BAD:
+        test_what_is_not_finite_on_one_rank_is_seen_on_all(row, 4, bad)
+    test_bytes_on_the_wire_are_those_of_the_formula(row, 4)
+
+
 TREES = {
     "empty": {},
     "None": {"a": None},
@@ -176,6 +185,15 @@ def test_any_tree(row: Row, tree: str) -> None:
     step = flat_ranks(lambda g, s, p: tx.update(g, s, p), row.axes(4))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), args)
     assert jax.eval_shape(step, *many, many[0]) == many
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
+    tx = row.made(4)
+    with pytest.raises(
+        CutError, match=r"(?s)^`step` uses an axis that is not bound: .* of this step are `other` of 4;"
+    ):
+        trace(step_of(tx), (start(tx), gradients(0, 0)), {}, axes={"other": 4}, wire=LocalRanks())
 
 
 def test_there_is_a_row_that_differs_between_ranks() -> None:

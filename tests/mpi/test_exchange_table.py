@@ -10,11 +10,49 @@ import pytest
 TABLE = str(Path(__file__).parent.parent / "cpu")
 
 
+# Sums over two axes in 16 bits; state and two phases, of a sum and of bits.
+QUICK = ("mean, hierarchical, bfloat16", "one_bit_adam")
+
+REFUSED = """
+import jax.numpy as jnp, optax, jaxcross
+from jaxcross import exchange
+world = jaxcross.initialize(watchdog_s=60)
+params = {"w": jnp.full((4, 4), float(world.rank))}
+for tx, words in (
+    (exchange.gtop_k(0.5, "batch"), "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"),
+    (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
+    (exchange.parameter_server(optax.sgd(0.1), "batch", ranks=2), "`parameter_server` is 2, but the axis has 3"),
+    (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),
+):
+    try:
+        jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
+    except ValueError as error:
+        assert words in str(error), error
+        print(f"rank {world.rank} refused", flush=True)
+mean = exchange.mean("batch")
+(w,) = jaxcross.crossover(mean.update, axes="batch")(params, mean.init(params))[0].values()
+assert (w == 1).all(), "the world works on"
+"""
+
+
+def test_worlds_that_an_exchange_cannot_serve_are_refused_on_every_rank(mpirun: Any) -> None:
+    done = mpirun(3, REFUSED, timeout=120).check()
+    assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [4] * 3, done.stdout
+
+
+def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
+    done = mpirun(ranks, "exchanges.py", *names, timeout=900, env={"PYTHONPATH": TABLE, **env}).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
+
+
+def test_one_exchange_of_each_kind(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    check(mpirun, 2, *QUICK, env=quick_compiler)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_exchanges_equal_vmap_and_their_formulas_and_crossover_is_solo(
     mpirun: Any, ranks: int, quick_compiler: dict[str, str]
 ) -> None:
-    done = mpirun(ranks, "exchanges.py", timeout=540, env={"PYTHONPATH": TABLE, **quick_compiler}).check()
-    for rank in range(ranks):
-        assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
+    check(mpirun, ranks, env=quick_compiler)

@@ -1,5 +1,6 @@
-"""Every exchange of the table on the ranks of this run, through `crossover`: against `vmap`, against its formula, and
-two jobs in crossover against each alone.
+"""Every exchange of the table, or those that are named, on the ranks of this run, through `crossover`: against `vmap`,
+its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; and two jobs in
+crossover against each alone.
 
 Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
 """
@@ -10,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from exchange_table import SHAPES, TABLE, gradients, start, step_of
 from mpi4py import MPI
 
@@ -48,18 +50,72 @@ def close(got, expected, rtol, what):
     found = []
     for (path, a), b in zip(jax.tree.leaves_with_path(got), expected, strict=True):
         scale = float(np.max(np.abs(b), initial=0)) if b.dtype.kind == "f" else 0
-        if not np.allclose(a, b, rtol=rtol, atol=rtol * scale, equal_nan=True):
+        if not (np.isfinite(a).all() and np.allclose(a, b, rtol=rtol, atol=rtol * scale)):
             found.append(f"{what}{jax.tree_util.keystr(path)}: {np.asarray(a)} is not {b}")
     return found
 
 
-def formula(row, tx, step):
-    """The bytes that the first step brings to a rank, if its exchanges are counted as they are written."""
-    args = (start(tx), gradients(rank, 0))
+def formula(row, step, carry, n):
+    """The bytes that a step brings to a rank, if its exchanges are counted as they are written."""
+    promised = {0: row.bytes, **dict([row.later] if row.later else [])}
+    if n not in promised:
+        return []
+    args = (carry, gradients(rank, n))
     traced = decide(step.trace(*args), jax.tree.leaves(args))
     brought = sum(wire_bytes(x, row.axes(size)) for x in traced.cut(bucket_bytes=0).exchanges)
-    expected = row.bytes(list(SHAPES.values()), size) if row.bytes else brought
-    return [] if brought == expected else [f"{row.name}: {brought} bytes on the wire, not {expected}"]
+    expected = promised[n](list(SHAPES.values()), size)
+    return [] if brought == expected else [f"{row.name}, step {n}: {brought} bytes on the wire, not {expected}"]
+
+
+def lossless(row):
+    """In the setting that loses nothing it is the mean of the gradients, or ends where its reference does."""
+    if row.lossless is None:
+        return []
+    tx = row.made(size, lossless=True)
+    others = row.referred(size)
+    plain = row.kind == "gradient" and isinstance(others.init({}), optax.EmptyState)
+    step = jaxcross.crossover(step_of(tx), axes=row.axes(size))
+    reference = None if plain else jaxcross.crossover(step_of(others), axes=row.axes(size))
+    carry, expected, found = start(tx), None if plain else start(others), []
+    for n in range(row.steps):
+        what = f"{row.name}, lossless, step {n}: "
+        carry, updates = step(carry, gradients(rank, n))
+        if plain:
+            means = jax.tree.map(lambda *g: np.mean(g, axis=0), *[gradients(r, n) for r in range(size)])
+            found += close(updates, jax.tree.leaves(means), row.rtol, what)
+        else:
+            expected, _ = reference(expected, gradients(rank, n))
+            found += close(carry[0], [np.asarray(x) for x in jax.tree.leaves(expected[0])], row.rtol, what)
+    return found
+
+
+def zeros_and_nan(row, tx, step):
+    """No gradient, no update; and every rank sees what one rank spoiled."""
+    found = []
+    for first in (0, 1):
+        carry = start(tx)
+        for n in range(first + row.spreads(size)):
+            grads = gradients(rank, n)
+            if rank == size - 1 and first <= n < first + row.spoils:
+                grads["kernel"][3, 2] = np.nan
+            carry, _ = step(carry, grads)
+        if np.isfinite(carry[0]["kernel"]).all():
+            found.append(f"{row.name}: NaN of step {first} is not seen")
+    carry = start(tx)
+    for n in range(row.steps):
+        carry, updates = step(carry, jax.tree.map(np.zeros_like, gradients(rank, n)))
+        if any(np.max(np.abs(x)) > (0 if row.rests else 1e-6) for x in jax.tree.leaves(updates)):
+            found.append(f"{row.name}, step {n}: an update without a gradient")
+    return found
+
+
+def no_parameters(row, tx):
+    """An empty tree goes through."""
+    carry = {}, tx.init({})
+    step = jaxcross.crossover(step_of(tx), axes=row.axes(size))
+    for _ in range(2):
+        carry, updates = step(carry, {})
+    return [] if (carry[0], updates) == ({}, {}) else [f"{row.name}: something came of no parameters"]
 
 
 def in_crossover(row, tx, step, alone):
@@ -82,18 +138,18 @@ def in_crossover(row, tx, step, alone):
 
 
 failures = []
-chosen = [row for row in TABLE if row.worlds(size) and (len(sys.argv) == 1 or sys.argv[1] in row.name)]
+chosen = [row for row in TABLE if row.worlds(size) and (len(sys.argv) == 1 or row.name in sys.argv)]
 told = oracles(chosen)
 for row in chosen:
     print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
     tx = row.made(size)
     step = jaxcross.crossover(step_of(tx), axes=row.axes(size))
-    failures += formula(row, tx, step)
     alone = {}
-    for shift in (0, 5) if size <= 3 else (0,):
+    for shift in (0, 5) if size <= 4 else (0,):
         carry = start(tx)
         for n in range(row.steps):
             what = f"{row.name}, step {n}: "
+            failures += formula(row, step, carry, n) if shift == 0 else []
             carry, updates = step(carry, gradients(rank, n + shift))
             if shift == 0:
                 # An update that carries parameters to their mean is a difference: its last digits are theirs.
@@ -103,7 +159,8 @@ for row in chosen:
             if same < row.identical:
                 failures.append(f"{what}parameters differ between ranks")
         alone[shift] = digest(carry)
-    if row.deterministic and size <= 3:  # crossing over is no other thing on more ranks
+    failures += lossless(row) + zeros_and_nan(row, tx, step) + no_parameters(row, tx)
+    if row.deterministic and size <= 4:  # crossing over is no other thing on more ranks
         failures += in_crossover(row, tx, step, alone)
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
