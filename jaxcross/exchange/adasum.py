@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import blocks, hops
+from jaxcross.exchange.once import once
 
 
 def adasum(
@@ -75,7 +76,8 @@ def adasum(
                 leaves[i] = x.astype(leaves[i].dtype)
         return jax.tree.unflatten(treedef, leaves), state
 
-    exchange = optax.GradientTransformationExtraArgs(init, update)
+    axes = (axis, *(() if inner_axis is None else hops.axis_names(inner_axis)))
+    exchange = once("adasum", axes, optax.GradientTransformationExtraArgs(init, update))
     return exchange if optimizer is None else optax.chain(optimizer, exchange)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import add, needed, sum_of, whole_number
 
 
@@ -91,7 +92,7 @@ def elastic_average(
             updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
         return updates, ElasticAverageState(since, centre, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("elastic_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _check(pull: float, ranks: int) -> None:

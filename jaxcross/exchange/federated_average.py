@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import hops
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import needed, steer, sum_of, whole_number
 
 
@@ -93,7 +94,7 @@ def federated_average(
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _shares(number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import hops
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import add, floats, needed
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
@@ -97,7 +98,7 @@ def gossip(
         updates = add(updates, back(pulls))
         return updates, GossipState((state.round + 1) % len(graph), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("gossip", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:

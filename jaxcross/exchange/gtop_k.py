@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import hops, sparse
+from jaxcross.exchange.once import once
 from jaxcross.exchange.select import Selection, check_selection, select
 
 
@@ -93,7 +94,7 @@ def gtop_k(
         sum_ = sparse.total(values[None], indices[None], vector.size)
         return (sum_ / size).reshape(x.shape).astype(x.dtype), rest
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return once("gtop_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _merge(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import mean_of, needed, steer, whole_number
 
 
@@ -65,4 +66,4 @@ def local_sgd(
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, LocalSGDState(since, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("local_sgd", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.flat import layout
+from jaxcross.exchange.once import once
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
@@ -82,7 +83,7 @@ def mean(
         x = where.ravel(updates).astype(jnp.promote_types(where.dtype, jnp.float32))
         return where.unravel(_SUMS[pattern](x, axis_name, wire).astype(where.dtype) / size)
 
-    return optax.stateless(average)
+    return once("mean", axis_name, optax.stateless(average))
 
 
 def _hierarchical(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:

@@ -11,6 +11,7 @@ import optax
 
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import Layout, layout
+from jaxcross.exchange.once import once
 
 
 class OneBitAdamState(NamedTuple):
@@ -132,7 +133,7 @@ def one_bit_adam(
         mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
         return mu, state.nu, lay.unravel(rest), server_rest
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

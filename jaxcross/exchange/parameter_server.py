@@ -11,6 +11,7 @@ import optax
 from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, hops
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import by_type
 
 
@@ -75,7 +76,7 @@ def parameter_server(
         stepped, state = inner.update(jax.tree.unflatten(treedef, _mean_parts(leaves, axis)), state, parts, **extra)
         return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return once("parameter_server", axis_name, optax.GradientTransformationExtraArgs(init, update))
 
 
 def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange.once import once
+
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
 _EPSILON = 1e-5
 
@@ -107,7 +109,7 @@ def power_sgd(
             factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
         )
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return once("power_sgd", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _directions(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import hops
+from jaxcross.exchange.once import once
 
 
 class QSGDState(NamedTuple):
@@ -67,7 +68,7 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
         ]
         return jax.tree.unflatten(treedef, out), new
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return once("qsgd", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:

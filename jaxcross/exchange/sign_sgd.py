@@ -10,6 +10,7 @@ import optax
 
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import layout
+from jaxcross.exchange.once import once
 
 
 def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
@@ -57,4 +58,4 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         ]
         return jax.tree.unflatten(treedef, out)
 
-    return optax.stateless(elect)
+    return once("sign_sgd", axis_name, optax.stateless(elect))

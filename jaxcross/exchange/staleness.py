@@ -16,6 +16,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.mean import mean
+from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import whole_number
 
 
@@ -80,7 +81,7 @@ def bounded_stale(
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("bounded_stale", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def asynchronous(
@@ -141,7 +142,7 @@ def asynchronous(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return once("asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _empty(params: optax.Params, slots: int) -> Any:

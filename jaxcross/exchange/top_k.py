@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import blocks, hops, sparse
+from jaxcross.exchange.once import once
 from jaxcross.exchange.select import Selection, check_selection, select
 
 Pattern = Literal["flat", "hierarchical"]
@@ -146,7 +147,7 @@ def top_k(
         out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
         return out, list(rests) if error_feedback else []
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return once("top_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

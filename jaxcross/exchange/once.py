@@ -1,0 +1,59 @@
+"""No leaf is exchanged twice over one axis: a strategy refuses what another one hands it directly."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxcross.exchange import hops
+
+
+class _Mark(NamedTuple):
+    leaf: weakref.ref[Any]
+    by: str
+    axes: frozenset[Hashable]
+
+
+_marks: dict[int, _Mark] = {}
+"""By the identity of what a strategy returned, arrays or tracers, as long as they live."""
+
+
+def once(
+    by: str, axis_name: hops.AxisName, exchange: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes.
+
+    That is two strategies in a chain whose masks overlap. What was computed with in between is not recognised: the
+    difference is between a mistake and a wish that nobody can see. Costs nothing at run time.
+
+    Raises:
+        ValueError: When traced, before the first step, and on every rank.
+    """
+    axes = frozenset(hops.axis_names(axis_name))
+    exchange = optax.with_extra_args_support(exchange)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        given = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        for path, leaf in jax.tree.leaves_with_path(updates):
+            mark = _marks.get(id(leaf))
+            if mark is not None and mark.leaf() is leaf and (shared := mark.axes & axes):
+                over = ", ".join(f"`{axis}`" for axis in sorted(shared, key=str))
+                raise ValueError(
+                    f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{mark.by}` has exchanged over "
+                    f"{over} already. A leaf is exchanged once: let the masks of `optax.masked` not overlap, or leave "
+                    "one of the two out."
+                )
+        out, state = exchange.update(updates, state, params, **extra)
+        for leaf in jax.tree.leaves(out):
+            if id(leaf) not in given and isinstance(leaf, jax.Array):  # what came back as it was is nobody's result
+                key = id(leaf)
+                _marks[key] = _Mark(weakref.ref(leaf, lambda _, key=key: _marks.pop(key, None)), by, axes)
+        return out, state
+
+    return optax.GradientTransformationExtraArgs(exchange.init, update)
