@@ -221,6 +221,8 @@ def show(name: str, result: dict[str, Any]) -> None:
         for case, row in result.items():
             print("profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True)
     else:
+        if "without_link" in result:
+            show(name, result["without_link"] | {"link": "no link"})
         rows = result["s_per_job_step" if name == "ranks" else "s_per_step"]
         shown = {rival: None if row is None else round(row["median"], 5) for rival, row in rows.items()}
         print(name, "seconds a step", shown, result.get("link", ""), flush=True)
@@ -231,6 +233,7 @@ def main() -> None:
     options.add_argument("--stand-in", action="store_true", help="a second CPU device stands for the accelerator")
     options.add_argument("--cases", default="ranks,split,transfers,profile", help="default %(default)s")
     options.add_argument("--rate", default="10gbit", help="of the link between the ranks (default %(default)s)")
+    options.add_argument("--no-lab", action="store_true", help="no shaped link, as where namespaces are refused")
     options.add_argument("--batch-size", type=int, default=64, help="images a step (default %(default)s)")
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")

@@ -1,8 +1,8 @@
 """The part of gpu.py that needs two ranks: k jobs on them in crossover, one after the other, and as k processes a rank.
 
 All ranks share the one accelerator. Between them is a real shaped link (network namespaces) where the machine allows
-one, else a plain `mpirun` and an emulated link, from which no speed-up is computed. Run as a script, this file is a
-rank.
+one, else a plain `mpirun`: jobs with an emulated link, and jobs and processes without any, which shows what sharing the
+device costs. No speed-up is computed there. Run as a script, this file is a rank.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    reason = available()
+    reason = "as was asked for" if args.no_lab else available()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
+        out = Path(folder) / "jobs.json"
 
-        def command(role: str) -> tuple[list[str], dict[str, str]]:
-            out = Path(folder) / f"{role}.json"
-            words = ["--role", role, "--out", str(out), *_words(args), *(["--emulate"] if lab is None else [])]
+        def command(role: str, *flags: str) -> tuple[list[str], dict[str, str]]:
+            words = ["--role", role, "--out", str(out), *_words(args), *flags]
             line, extra = mpirun_command(
                 mpirun=mpirun, ranks=RANKS, program=python_program([str(Path(__file__).resolve()), *words]),
                 root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)), environ=os.environ,
@@ -73,15 +73,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             environ = {**os.environ, **extra}
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
-        line, environ = command("jobs")
-        subprocess.run(line, env=environ, check=True)
-        result: dict[str, Any] = json.loads((Path(folder) / "jobs.json").read_text())
+        def jobs(*flags: str) -> dict[str, Any]:
+            line, environ = command("jobs", *flags)
+            subprocess.run(line, env=environ, check=True)
+            return json.loads(out.read_text())
+
+        def jobs_and_processes() -> dict[str, Any]:
+            found = jobs()
+            found["s_per_job_step"]["processes"] = spread(_processes(*command("process"), args))
+            return found
+
         if lab is None:
-            result["link"], result["no_real_link"] = f"emulated link {args.rate}", reason
-            result["s_per_job_step"]["processes"] = None
-            result["processes_missing"] = "processes that emulate a link each do not share it"
-            return result
-        result["s_per_job_step"]["processes"] = spread(_processes(*command("process"), args))
+            # Processes that emulate a link each would not share it.
+            return jobs("--emulate") | {
+                "link": f"emulated link {args.rate}", "no_real_link": reason, "without_link": jobs_and_processes(),
+            }  # fmt: skip
+        result = jobs_and_processes()
         result |= {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
     if args.stand_in:
         return result  # what two CPU devices gain is no accelerator's gain
