@@ -5,8 +5,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,27 @@ def _accelerator() -> bool:
 def quick_compiler() -> dict[str, str]:
     """Environment in which XLA compiles faster and worse, for processes that are only to be seen running."""
     return {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+
+
+@pytest.fixture(scope="session")
+def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
+    """Runs a script, which may import what lies in tests/cpu, where JAX has four CPU devices: what it printed."""
+
+    def call(script: str, *words: str, timeout: float = 240) -> str:
+        env = {
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
+            "PYTHONPATH": os.pathsep.join([str(TESTS / "cpu"), str(TESTS.parent)]),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return call

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -45,19 +42,9 @@ for row in TABLE:
 
 
 @pytest.mark.exhaustive
-def test_every_row_equals_vmap(quick_compiler: dict[str, str]) -> None:
+def test_every_row_equals_vmap(on_four_devices: Callable[..., str]) -> None:
     """Four XLA devices need a process of their own."""
-    here = Path(__file__).parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("holds") == sum(row.worlds(4) for row in TABLE)
+    assert on_four_devices(ON_DEVICES, timeout=500).count("holds") == sum(row.worlds(4) for row in TABLE)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,19 +51,9 @@ for what, row, check in cases():
 """
 
 
-def test_every_row_equals_devices(quick_compiler: dict[str, str]) -> None:
+def test_every_row_equals_devices(on_four_devices: Callable[..., str]) -> None:
     """Four XLA devices need a process of their own."""
-    here = Path(__file__).parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES], env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("holds") == sum(len(row.checks) for row in ROWS.values())
+    assert on_four_devices(ON_DEVICES).count("holds") == sum(len(row.checks) for row in ROWS.values())
 
 
 def test_jax_inserts_the_exchanges_of_gradients() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -207,20 +204,9 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
 
 
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_shard_map_gives_the_same_gradients(check_vma: bool, quick_compiler: dict[str, str]) -> None:
+def test_shard_map_gives_the_same_gradients(check_vma: bool, on_four_devices: Callable[..., str]) -> None:
     """Four CPU devices need a process of their own. The global arrays go in: their specs cut them."""
-    here = Path(__file__).parent
-    env = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARD_MAP, str(check_vma)],
-        env=env, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("holds") == 4
+    assert on_four_devices(SHARD_MAP, str(check_vma)).count("holds") == 4
 
 
 @pytest.mark.exhaustive
