@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from race_show import over_reference
+
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs"
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
@@ -24,7 +26,6 @@ SHOWN = (
     "efficiency", "efficiency_with_tax", "steady_efficiency", "steady_efficiency_with_tax", "hidden_share",
     "over_own_compute", "cpu_s",
 )  # fmt: skip
-REFERENCES = ("crossover", "wait-free")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -40,10 +41,7 @@ def race(case: str) -> Iterator[tuple[str, ...]]:
     for row in rows:
         if row.get("hidden_share_from") == "trace":
             del row["hidden_share"]
-    own_s = {(row.get("run"), row["rate"]): row["s_per_job_step"] for row in rows if row["rival"] in REFERENCES}
-    for row in rows:
-        if (reference_s := own_s.get((row.get("run"), row["rate"]))) is not None:
-            row["over_reference"] = row["s_per_job_step"] / reference_s
+    rows = [row | ({} if (ratio := over_reference(row, rows)) is None else {"over_reference": ratio}) for row in rows]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     by = {(row["rival"], row["rate"]): row for row in rows}
     yield ("rival", *(f"{r} ({by[rows[0]['rival'], r]['rate_bits_per_s'] / 1e6:.0f} Mbit/s)" for r in rates),
