@@ -78,7 +78,7 @@ def search(
         _log.warning(
             "`%s` was cut into %d exchange segments before, which is slower than uncut here.", traced.name, known
         )
-    pieces, first, gain, tried, finest, misses = 1, None, 1.0, [1], len(whole.segments), 0
+    pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.segments), False
     for n in _PIECES[1:]:
         program = cut(n)
         if len(program.segments) <= finest:
@@ -89,11 +89,11 @@ def search(
         old, new = race(n, best, rival)
         first = old if first is None else first
         if new <= _WORTH * old:
-            best, pieces, gain, misses = rival, n, gain * old / new, 0
-        elif misses:
+            best, pieces, gain, missed = rival, n, gain * old / new, False
+        elif missed:
             break
         else:
-            misses = 1
+            missed = True
     found[key] = pieces
     if world.rank == 0:
         book.write(pieces)

@@ -190,9 +190,8 @@ class JobContext(JobLife):
             JobError: With checkpoints, on every rank: `state` is not like the one that was restored, or a disk failed.
         """
         self.state = state
-        resumption = self._resumption
-        if resumption is not None:
-            resumption.save(state, self.step, self.together, unfit=self._unfit())
+        if self._resumption is not None:
+            self._resumption.save(state, self.step, self.together, unfit=self._unfit())
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
