@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 import tasks
 from convergence_show import draw
-from strategies import AXIS, STRATEGIES, WARMED_UP, Setting, Strategy, received_bytes
+from strategies import AXIS, ROUTES, STRATEGIES, WARMED_UP, Setting, Strategy, one_axis, received_bytes
 from workloads import parser, write_json
 
 from jaxcross import exchange
@@ -80,27 +80,33 @@ Curves = dict[str, list[list[float]]]  # name -> [seed][point]
 Model = Callable[[Any, Any], Any]
 
 
-def train(made: Plan, tx: optax.GradientTransformation, model: Model, *, ranks: int, steps: int, every: int) -> Curves:
+def train(
+    made: Plan, tx: optax.GradientTransformation, model: Model, *, axes: dict[str, int], steps: int, every: int
+) -> Curves:
     """The training loss (mean since the last point), test loss and accuracy after every `every` steps."""
-    task = made.task
+    task, names = made.task, tuple(axes)
 
     def advance(carry: Any, key: jax.Array, first: jax.Array) -> Any:
         def step(carry: Any, number: jax.Array) -> Any:
             params, state = carry
-            own = jax.random.fold_in(jax.random.fold_in(key, number), jax.lax.axis_index(AXIS))
+            own = jax.random.fold_in(jax.random.fold_in(key, number), jax.lax.axis_index(names))
             loss, grads = jax.value_and_grad(task.loss)(params, task.batch(own, made.batch))
             updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), jax.lax.pmean(loss, AXIS)
+            return (optax.apply_updates(params, updates), state), jax.lax.pmean(loss, names)
 
         carry, losses = jax.lax.scan(step, carry, first + jnp.arange(every))
         return carry, losses.mean()
 
-    on_ranks = functools.partial(jax.vmap, axis_name=AXIS, axis_size=ranks)
+    def on_ranks(function: Any, in_axes: Any = 0) -> Any:
+        for name, size in reversed(axes.items()):
+            function = jax.vmap(function, in_axes, axis_name=name, axis_size=size)
+        return function
 
     def point(of_seed: Any, first: jax.Array) -> Any:
         carry, key = of_seed
         carry, loss = on_ranks(advance, in_axes=(0, None, None))(carry, key, first)
-        return carry, (loss[0], *task.evaluate(model(*carry)))
+        ranks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(axes) :]), carry)
+        return carry, (loss.reshape(-1)[0], *task.evaluate(model(*ranks)))
 
     # Seeds one after the other: XLA's fast top-k for the CPU knows two dimensions at most.
     def more(carry: Any, keys: jax.Array, first: jax.Array) -> Any:
@@ -113,19 +119,19 @@ def train(made: Plan, tx: optax.GradientTransformation, model: Model, *, ranks: 
     for first in range(0, steps, every):
         carry, told = run(carry, keys, jnp.int32(first))
         points.append(jax.device_get(told))
-    names = ("loss", "test_loss", "accuracy")
     return {
-        name: [[round(float(p[n][seed]), 4) for p in points] for seed in range(seeds)] for n, name in enumerate(names)
+        name: [[round(float(p[n][seed]), 4) for p in points] for seed in range(seeds)]
+        for n, name in enumerate(("loss", "test_loss", "accuracy"))
     }
 
 
 def strategy_row(name: str, strategy: Strategy, made: Plan) -> dict[str, Any]:
     begin = time.perf_counter()
-    tx, ranks = strategy.make(made.setting), made.setting.ranks
-    curves = train(made, tx, strategy.model, ranks=ranks, steps=made.steps, every=made.every)
+    tx, axes = strategy.make(made.setting), strategy.axes(made.setting.ranks)
+    curves = train(made, tx, strategy.model, axes=axes, steps=made.steps, every=made.every)
     params = jax.tree.map(lambda x: x[0], made.params)
     kinds = [strategy.like(step, made.setting) for step in range(made.steps)]
-    each = {kind: received_bytes(tx, params, ranks, kind) for kind in set(kinds)}
+    each = {kind: received_bytes(tx, params, axes, kind) for kind in set(kinds)}
     received = [sum(each[kind] for kind in kinds[: n + made.every]) for n in range(0, made.steps, made.every)]
     return {
         "task": name, "strategy": strategy.name, **curves, "received_bytes": received,
@@ -160,7 +166,9 @@ def growth(*, smoke: bool) -> dict[str, Any]:
     rates, sizes, reached = (RATES[:1], GROWTH[:2], 0.0) if smoke else (RATES, GROWTH, REACHED)
 
     def row(way: str, rate: float, ranks: int) -> dict[str, Any]:
-        curves = train(made, WAYS[way](rate, ranks), STRATEGIES[0].model, ranks=ranks, steps=steps, every=every)
+        curves = train(
+            made, WAYS[way](rate, ranks), STRATEGIES[0].model, axes=one_axis(ranks), steps=steps, every=every
+        )
         firsts = [
             next((every * (n + 1) for n, value in enumerate(curve) if value >= reached), math.inf)
             for curve in curves["accuracy"]
@@ -211,7 +219,7 @@ def main() -> int:
     for name in ("images", "text"):
         made = plan(name, ranks, seeds, smoke=args.smoke)
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
-        for strategy in toys(name) if args.smoke else (*STRATEGIES, *WARMED_UP):
+        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *WARMED_UP):
             if (name, strategy.name) not in known:
                 result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)
@@ -230,8 +238,8 @@ def main() -> int:
 
 def toys(task: str) -> list[Strategy]:
     """Few, since compiling takes a second or two each: one of each kind."""
-    names = ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic") if task == "images" else ("mean",)
-    return [next(s for s in STRATEGIES if s.name.startswith(name)) for name in names]
+    names = ("mean", "top_k 1%", "one_bit", "local_sgd", "elastic", "mean, hier") if task == "images" else ("mean",)
+    return [next(s for s in (*STRATEGIES, *ROUTES) if s.name.startswith(name)) for name in names]
 
 
 if __name__ == "__main__":

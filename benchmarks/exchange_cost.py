@@ -43,6 +43,9 @@ SETTINGS = {
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
         *({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
           for algorithm in ("3", "4", "5")),  # recursive doubling, ring, segmented ring
+        {"OMPI_MCA_btl_tcp_links": "2"},
+        {"OMPI_MCA_btl_tcp_max_send_size": "1048576"},
+        {"OMPI_MCA_btl_tcp_progress_thread": "1"},
     ],
 }  # fmt: skip
 

@@ -1,17 +1,20 @@
 """How long does each exchange take of a model's gradients on a slow link, over the plain mean?
 
-    python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--only NAME ...] [--json FILE] [--smoke]
+    python benchmarks/exchanges.py [--rate 500mbit] [--hosts 2] [--local 1] [--only NAME ...] [--json FILE] [--smoke]
 
 The gradients of ResNet-50 and of a small Transformer, a rank on each host, a real link between them. A step is the
 exchange and SGD alone: no forward or backward pass. The strategies take turns, each from its first state, in one run.
 total: a step, its computing included; wire: its exchanges, without waiting for a rank that computes longer. Both, and
 bytes, also over those of `mean`. What exchanges every few steps is measured over all of these, and is a mean of them.
+`ParameterServer` is the real one; its wire is `push_pull`, in which servers step and others may be waited for.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -29,18 +32,24 @@ TARGETS = (
     ("norms shared out", "total", "shared norms", "norms on every rank", 1.0),
 )
 
+# The servers that are measured, and how many steps a worker may be ahead.
+SERVERS = {"ParameterServer, synchronous": 0, "ParameterServer, asynchronous": math.inf}
+
 
 def main() -> int:
     options = parser_of_hosts(__doc__)
     options.add_argument("--hosts", type=int, default=2, help="default %(default)s")
+    options.add_argument(
+        "--local", type=int, default=1, help="ranks a host, which share its core (default %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     options.add_argument("--models", default="transformer,resnet50", help="default %(default)s")
     options.add_argument("--only", action="append", default=[], metavar="NAME", help="mean, and what begins so")
     args = options.parse_args()
     if args.worker:
         return worker(args)
-    result = on_hosts(__file__, args.rate, args.hosts)
-    result["hosts"] = args.hosts
+    result = on_hosts(__file__, args.rate, args.hosts, local=args.local)
+    result |= {"hosts": args.hosts, "ranks_a_host": args.local}
     result["targets"] = [found for model in result["models"] for found in judge(model, result["models"][model])]
     for model, rows in result["models"].items():
         print(f"{model}: {rows['elements'] / 1e6:.2f} million elements")
@@ -74,7 +83,7 @@ def worker(args: Any) -> int:
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from strategies import AXIS, STRATEGIES, Setting, Strategy, received_bytes
+    from strategies import AXIS, ROUTES, STRATEGIES, Setting, Strategy, received_bytes
 
     if args.smoke:
         works = {"mlp": workloads.mlp(width=64)}
@@ -91,56 +100,84 @@ def worker(args: Any) -> int:
     )  # fmt: skip
     rivals = (
         *STRATEGIES,
+        *ROUTES,
         Strategy(name="top_k 1%, one bucket",
                  make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer)),
         Strategy(name="norms on every rank",
                  make=lambda s: optax.chain(jaxcross.exchange.mean(AXIS), optax.lars(1e-3))),
     )  # fmt: skip
-    chosen = [s for s in rivals if not args.only or s.name == "mean" or s.name.startswith(tuple(args.only))]
+
+    def wanted(name: str) -> bool:
+        return not args.only or name == "mean" or name.startswith(tuple(args.only))
+
+    chosen, servers = [s for s in rivals if wanted(s.name)], {n: bound for n, bound in SERVERS.items() if wanted(n)}
     repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
 
-    def cross(tx: optax.GradientTransformation) -> Any:
+    def cross(tx: optax.GradientTransformation, axes: dict[str, int]) -> Any:
         def step(state: Any, grads: Any) -> Any:
             params, opt_state = state
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), {}
 
-        return jaxcross.crossover(step, axes=AXIS, donate_argnums=0)
+        return jaxcross.crossover(step, axes=axes, donate_argnums=0)
 
-    models: dict[str, Any] = {}
-    for model, work in works.items():
+    def measure(model: str, work: Any) -> dict[str, Any]:
+        """All chosen ones on a model's gradients, in turn."""
         params = jax.tree.map(np.asarray, work.state(0)[0])
         rng = np.random.default_rng(world.rank)
-        grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)  # noqa: B023
+        grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)
         made = {s.name: s.make(setting) for s in chosen}
-        steps = {name: cross(tx) for name, tx in made.items()}
-        raw: dict[str, dict[str, list[float]]] = {s.name: {"total": [], "wire": [], "compute": []} for s in chosen}
+        steps = {s.name: cross(made[s.name], s.axes(world.size)) for s in chosen}
+
+        def of_strategy(s: Strategy) -> Any:
+            # Its first step is not in the account, so that 1-bit Adam has begun with its signs.
+            count = 1 + s.cycle * -(-fewest // s.cycle)
+            state = jax.tree.map(jnp.array, params)
+            batches = itertools.repeat(grads, count)
+            job = jaxcross.Job(s.name, steps[s.name], (state, made[s.name].init(state)), batches)
+            return jaxcross.run([job], world=world)
+
+        def of_server(name: str, staleness: float) -> Any:
+            def train(_: Any) -> None:
+                with jaxcross.ParameterServer(params, sgd, staleness=staleness) as server:
+                    for _ in range(1 + fewest):
+                        server.push_pull(grads)
+
+            with jaxcross.Runner(world) as runner:
+                runner.add(name, train)
+                return runner.run()
+
+        ways = {s.name: functools.partial(of_strategy, s) for s in chosen}
+        ways |= {name: functools.partial(of_server, name, staleness) for name, staleness in servers.items()}
+        raw: dict[str, dict[str, list[float]]] = {name: {"total": [], "wire": [], "compute": []} for name in ways}
         for repeat in range(-1, repeats):  # the first round compiles
-            for strategy in chosen:
-                # Its first step is not in the account, so that 1-bit Adam has begun with its signs.
-                count = 1 + strategy.cycle * -(-fewest // strategy.cycle)
-                state = jax.tree.map(jnp.array, params)
-                job = jaxcross.Job(strategy.name, steps[strategy.name], (state, made[strategy.name].init(state)),
-                                   itertools.repeat(grads, count))  # fmt: skip
-                (account,) = jaxcross.run([job], world=world).rounds.jobs
+            for name, way in ways.items():
+                (account,) = way().rounds.jobs
                 own = {"total": account.period_s, "wire": account.exchange_s, "compute": account.compute_s}
                 if repeat >= 0:
                     for key, value in own.items():
-                        raw[strategy.name][key].append(value)
+                        raw[name][key].append(value)
                 if world.rank == 0:
                     told = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
-                    print(f"{model}, repeat {repeat}: {strategy.name}: {told}", flush=True)
-        if world.rank == 0:
-            rows: dict[str, Any] = {}
-            for s in chosen:
-                cycle = s.begins(setting) or range(s.cycle)
-                nbytes = statistics.fmean(received_bytes(made[s.name], params, world.size, n) for n in cycle)
-                rows[s.name] = {"bytes": nbytes, **{key: spread(values) for key, values in raw[s.name].items()}}
-            for row in rows.values():
-                row["bytes_over_mean"] = row["bytes"] / rows["mean"]["bytes"]
-                for key in ("total", "wire"):
-                    row[f"{key}_over_mean"] = row[key]["median"] / rows["mean"][key]["median"]
-            models[model] = {"elements": sum(x.size for x in jax.tree.leaves(params)), "strategies": rows}
+                    print(f"{model}, repeat {repeat}: {name}: {told}", flush=True)
+        nbytes = {
+            s.name: statistics.fmean(received_bytes(made[s.name], params, s.axes(world.size), n)
+                                     for n in s.begins(setting) or range(s.cycle))
+            for s in chosen
+        }  # fmt: skip
+        whole = sum(x.nbytes for x in jax.tree.leaves(params))
+        nbytes |= dict.fromkeys(servers, 2 * (world.size - 1) / world.size * whole)
+        rows: dict[str, Any] = {
+            name: {"bytes": nbytes[name], **{key: spread(values) for key, values in found.items()}}
+            for name, found in raw.items()
+        }
+        for row in rows.values():
+            row["bytes_over_mean"] = row["bytes"] / rows["mean"]["bytes"]
+            for key in ("total", "wire"):
+                row[f"{key}_over_mean"] = row[key]["median"] / rows["mean"][key]["median"]
+        return {"elements": sum(x.size for x in jax.tree.leaves(params)), "strategies": rows}
+
+    models = {model: measure(model, work) for model, work in works.items()}
     if world.rank == 0:
         Path(args.worker).write_text(json.dumps({"models": models}))
     return 0

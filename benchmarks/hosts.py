@@ -32,16 +32,18 @@ def on_hosts(
     hosts: int = 2,
     words: Sequence[str] = (),
     *,
+    local: int = 1,
     burst_kb: int = 256,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each, a rank a host.
+    """Starts `script` with this process's arguments and `--worker FILE` on hosts with one core each.
 
     Args:
         script: The benchmark's file.
         rate: Of each host's link, in each direction.
         hosts: How many; beyond the machine's cores they share them.
         words: More of the script's arguments.
+        local: Ranks on each host, numbered one after the other.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
         environment: More of the ranks' environment.
 
@@ -55,8 +57,10 @@ def on_hosts(
         out = Path(folder) / "result.json"
         program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
         line, extra = mpirun_command(
-            mpirun=mpirun, ranks=hosts, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
+            mpirun=mpirun, ranks=hosts * local, program=program, root=os.geteuid() == 0, cores=1, environ=os.environ
         )
+        if local > 1:
+            line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
         subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra, **(environment or {})}), check=True)
         facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip

@@ -17,7 +17,18 @@ from jaxcross.testing_wire import LocalRanks, decide
 from jaxcross.wire.bytes import wire_bytes
 
 AXIS = "batch"
+NODES = ("node", "local")
 EVERY = 8  # local steps from one exchange of parameters to the next
+
+
+def one_axis(ranks: int) -> dict[str, int]:
+    return {AXIS: ranks}
+
+
+def pairs(ranks: int) -> dict[str, int]:
+    """Nodes of two ranks each; of one, where there are but two ranks."""
+    local = 2 if ranks > 2 and ranks % 2 == 0 else 1
+    return dict(zip(NODES, (ranks // local, local), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,7 @@ class Strategy:
     Attributes:
         name: The exchange, and what is particular of it here.
         make: Setting -> the whole optimizer, its exchanges in it.
+        axes: Ranks -> the axes that its exchanges go over.
         cycle: Steps after which its messages repeat.
         begins: The steps from which on its messages are others, ascending.
         model: (parameters of all ranks, state of all ranks) -> the parameters to evaluate, ranks along the first axis.
@@ -56,6 +68,7 @@ class Strategy:
 
     name: str
     make: Callable[[Setting], optax.GradientTransformation]
+    axes: Callable[[int], dict[str, int]] = one_axis
     cycle: int = 1
     begins: Callable[[Setting], tuple[int, ...]] = lambda setting: ()
     model: Callable[[Any, Any], Any] = lambda params, state: jax.tree.map(lambda x: x.mean(0), params)
@@ -108,6 +121,25 @@ STRATEGIES = (
 )  # fmt: skip
 
 
+def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
+    local = pairs(s.ranks)["local"]
+    return optax.chain(exchange.top_k(0.01, NODES, pattern="hierarchical", local_size=local), s.optimizer)
+
+
+# The same by other routes: through nodes of two ranks, along a ring, a tree or a grid, and with 16-bit values.
+ROUTES = (
+    Strategy(name="mean, hierarchical", axes=pairs, make=_before(lambda: exchange.mean(NODES, pattern="hierarchical"))),
+    Strategy(name="mean, ring", make=_before(lambda: exchange.mean(AXIS, pattern="ring"))),
+    Strategy(name="mean, tree", make=_before(lambda: exchange.mean(AXIS, pattern="tree"))),
+    Strategy(name="top_k 1%, hierarchical", axes=pairs, make=_sparse_nodes),
+    Strategy(name="top_k 1%, bfloat16 values",
+             make=_before(lambda: exchange.top_k(0.01, AXIS, values_dtype=jnp.bfloat16))),
+    Strategy(name="adasum of gradients, hierarchical", axes=pairs,
+             make=_before(lambda: exchange.adasum(NODES[0], inner_axis=NODES[1]))),
+    Strategy(name="gossip, torus", make=lambda s: exchange.gossip(s.optimizer, AXIS, "torus")),
+)  # fmt: skip
+
+
 def _falling(s: Setting) -> list[tuple[int, float]]:
     """Quarters of the steps to `freeze_step`: densities of 25, 6.25, 3.2 and 1.6%, as in arXiv 1712.01887."""
     return [(s.freeze_step * (n + 1) // 4, density) for n, density in enumerate((0.25, 0.0625, 0.032, 0.016))]
@@ -128,13 +160,13 @@ WARMED_UP = (
 )
 
 
-def received_bytes(tx: optax.GradientTransformation, params: Any, ranks: int, step: int = 0) -> int:
+def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str, int], step: int = 0) -> int:
     """Bytes that one rank receives in step number `step`: what a cut program's exchanges bring, by their formulas.
 
     Args:
-        tx: With its exchanges over `AXIS`.
+        tx: With its exchanges over `axes`.
         params: Arrays, or their types.
-        ranks: Along the axis.
+        axes: Each with its ranks.
         step: Counted from 0; what all counters of the state are set to, so that it must lie in the first round of each.
     """
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
@@ -143,6 +175,6 @@ def received_bytes(tx: optax.GradientTransformation, params: Any, ranks: int, st
         return jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x
 
     args = (types, jax.tree.map(counter, jax.eval_shape(tx.init, types)), types)
-    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes={AXIS: ranks}, wire=LocalRanks())
+    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes=axes, wire=LocalRanks())
     program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
-    return sum(wire_bytes(x, {AXIS: ranks}) for x in program.exchanges)
+    return sum(wire_bytes(x, axes) for x in program.exchanges)

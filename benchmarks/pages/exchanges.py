@@ -1,0 +1,104 @@
+"""The tables of docs/exchanges.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from pages import Read, Table
+from pages.family import FAMILY
+
+
+def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """What each exchange saves and costs, and when to use it, with what was measured of it."""
+    accuracy: dict[tuple[str, str], float] = {}
+    with suppress(FileNotFoundError):
+        accuracy = {(r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]}
+    models: dict[str, dict[str, Any]] = {"resnet50": {}, "transformer": {}}
+    for name, model in (("exchanges", "resnet50"), ("exchanges_4", "transformer")):
+        with suppress(FileNotFoundError):
+            models[model] = read(name)["models"][model]["strategies"]
+    yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source"
+    for member in FAMILY:
+        name = member.measured
+        times = [f"{rows[name]['total_over_mean']:.2f}" if name in rows else "-" for rows in models.values()]
+        lost = [
+            f"{accuracy[task, name] - accuracy[task, 'mean']:+.3f}" if (task, name) in accuracy else "-"
+            for task in ("images", "text")
+        ]
+        yield (member.exchange, member.received, ", ".join(times), ", ".join(lost), member.same, member.use,
+               member.costs, member.source)  # fmt: skip
+
+
+def convergence(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """What each exchange reaches in the same steps, and what it receives meanwhile."""
+    found = read("convergence")
+    by = {(row["task"], row["strategy"]): row for row in found["rows"]}
+    columns = "accuracy", "over the mean's", "MB"
+    yield "exchange", *(f"{task}: {column}" for task in found["tasks"] for column in columns)
+    for strategy in dict.fromkeys(row["strategy"] for row in found["rows"]):
+        cells: list[str] = []
+        for task in found["tasks"]:
+            row, dense = by[task, strategy], by[task, "mean"]["final_accuracy"]
+            cells += [f"{row['final_accuracy']:.3f}", f"{row['final_accuracy'] - dense:+.3f}",
+                      f"{row['received_bytes'][-1] / 1e6:.2f}"]  # fmt: skip
+        yield strategy, *cells
+
+
+def longer(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Top-k over as many steps, and over three times as many."""
+    found = read("convergence")
+    parts = [[row for row in found["rows"] if row["task"] == "text"], found["longer"]["rows"]]
+    yield ("exchange", *(f"{steps} steps" for steps in (found["tasks"]["text"]["steps"], found["longer"]["steps"])))
+    of = [{row["strategy"]: row["final_accuracy"] for row in rows} for rows in parts]
+    for name in of[1]:
+        yield name, *(f"{each[name]:.3f} ({each[name] - each['mean']:+.3f})" for each in of)
+
+
+def growth(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Steps to an accuracy as ranks are added at one rank's best rate, and the accuracy at the end."""
+    found = read("convergence")["growth"]
+    sizes = list(dict.fromkeys(row["ranks"] for row in found["rows"]))
+    yield "way", *(f"{n} ranks" if n > 1 else "1 rank" for n in sizes)
+    for way in dict.fromkeys(row["way"] for row in found["rows"]):
+        by = {row["ranks"]: row for row in found["rows"] if row["way"] == way}
+        yield way, *(f"{_steps(by[n]['steps_to_reach'])}, {by[n]['final_accuracy']:.3f}" for n in sizes)
+
+
+def _steps(count: float | None) -> str:
+    return "never" if count is None else f"{count:.0f}"
+
+
+def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
+    """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire alone, bytes."""
+    models = read(name)["models"]
+    heads = [f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")]
+    yield "exchange", *heads
+    for strategy in dict.fromkeys(s for rows in models.values() for s in rows["strategies"]):
+        rows = [model["strategies"].get(strategy) for model in models.values()]
+        cells = [
+            ("", "", "", "") if row is None else
+            (f"{row['total']['median']:.3f}", f"{row['total_over_mean']:.2f}", f"{row['wire_over_mean']:.3f}",
+             f"{row['bytes_over_mean']:.3f}")
+            for row in rows
+        ]  # fmt: skip
+        yield strategy, *(cell for row in cells for cell in row)
+
+
+def selection(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Both ways to find the largest elements."""
+    yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
+    for row in read("selection")["rows"]:
+        times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))
+        yield str(row["size"]), str(row["k"]), *times, row["chosen"]
+
+
+TABLES: dict[str, Table] = {
+    "choose": choose,
+    "convergence": convergence,
+    "growth": growth,
+    "longer": longer,
+    "exchanges": exchanges,
+    "selection": selection,
+}

@@ -1,0 +1,59 @@
+"""What the table to choose an exchange by says of each that no benchmark measures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Member(NamedTuple):
+    """Attributes: `measured`, its name in the results; `received`, by a rank in a step; `same`, on every rank."""
+
+    exchange: str
+    measured: str
+    received: str
+    same: str
+    use: str
+    costs: str
+    source: str
+
+
+FAMILY = (
+    Member("`mean`", "mean", "2(P-1)/P n", "yes",
+           "the network is fast enough, or another job hides the exchange", "nothing", "2007.03970"),
+    Member("`mean(wire_dtype=bfloat16)`", "mean, bfloat16", "half", "yes",
+           "nearly always, when it is not", "one rounding a rank", "ours"),
+    Member('`mean(pattern="hierarchical")`', "mean, hierarchical", "n/L between nodes of L ranks", "yes",
+           "several ranks a node", "a copy of the tree", "Horovod"),
+    Member("`top_k(density)`", "top_k 1%, threshold", "(P-1) k (4 + bytes of a value)", "yes",
+           "P is small, the network slow", "selection; a residual as large as the model", "1809.07599"),
+    Member('`top_k(pattern="hierarchical")`', "top_k 1%, hierarchical", "the same between nodes, k/L", "yes",
+           "several ranks a node", "dense inside nodes", "2010.10458"),
+    Member("`gtop_k(density)`", "gtop_k 1%", "8 k log2 P", "yes",
+           "P is large, a power of two", "as `top_k`; drops more", "1901.04359"),
+    Member("`power_sgd(rank)`", "power_sgd, rank 2", "2(P-1)/P of the factors", "yes",
+           "matrices are large", "two small products, orthogonalisation", "1905.13727"),
+    Member("`qsgd(levels)`", "qsgd, 127 levels", "(P-1)/4 n", "yes",
+           "unbiased steps matter", "noise", "1610.02132"),
+    Member("`sign_sgd`", "sign_sgd", "about n/16", "yes",
+           "a vote is enough", "needs a lower learning rate", "1802.04434"),
+    Member("`one_bit_adam`", "one_bit_adam", "about n/16 after the warm-up", "yes",
+           "Adam, long runs", "a frozen variance, two residuals", "2102.02888"),
+    Member("`adasum`", "adasum of gradients", "about 2(P-1)/P n", "yes",
+           "the batch grows faster than the learning rate is tuned", "dot products at log2 P levels", "2006.02924"),
+    Member("`lars`, `lamb`", "shared norms", "4 bytes a layer beside the mean", "yes",
+           "many layers, many ranks", "one small all-gather", "2010.10458"),
+    Member("`local_sgd(every=H)`", "local_sgd, every 8", "1/H", "every H steps, to rounding",
+           "a larger batch is welcome anyway", "ranks drift apart between", "1805.09767"),
+    Member("`federated_average`", "federated_average, half, every 8", "1/H", "every H steps, to rounding",
+           "ranks hold unequal data", "as above, sampling noise", "1602.05629"),
+    Member("`elastic_average`", "elastic_average, every 8", "2(P-1)/P n / H", "no",
+           "ranks may explore", "a centre, as large as the model", "1412.6651"),
+    Member("`gossip`", "gossip, exponential", "n a neighbour", "no",
+           "P is large", "consensus takes rounds", "1705.09056"),
+    Member("`parameter_server`", "parameter_server", "2(P-1)/P n", "yes",
+           "the optimizer's state is too large: 1/P a rank", "element-wise optimizers only", "1910.02054"),
+    Member("`bounded_stale`, `asynchronous`", "bounded_stale, 2 steps", "2(P-1)/P n", "no, yes",
+           "to study staleness: simulators with a schedule", "stale steps", "Ho et al., 2013"),
+    Member("`ParameterServer`", "ParameterServer, synchronous", "2(P-1)/P n", "at the end",
+           "ranks are of unlike speed", "stale steps; no two runs are equal", "Ho et al., 2013"),
+)  # fmt: skip

@@ -1,0 +1,216 @@
+"""What top-k and global top-k promise beyond what all exchanges do, all ranks in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from exchange_ranks import RANKS, normal, on_ranks, states
+from flax import linen as nn
+from flax import nnx
+
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.top_k import top_k
+from jaxcross.testing_wire import vmapped
+
+pytestmark = pytest.mark.exhaustive
+
+
+# Top-k
+
+
+@pytest.mark.parametrize("options", [{}, {"values_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}])
+def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
+    tx = top_k(0.1, "batch", **options)
+    grads = {"a": normal(RANKS, 12, 10), "b": normal(RANKS, 6, 5, seed=1)}
+    step, state = on_ranks(tx), states(tx, grads)
+    for n in range(4):
+        before = state.residual
+        updates, state = step(jax.tree.map(lambda g, n=n: g * (n + 1), grads), state)
+        for name, g in grads.items():
+            rests = state.residual[name].sum(0) - before[name].sum(0)
+            total = RANKS * updates[name][0].ravel() + rests
+            np.testing.assert_allclose(total, (n + 1) * g.sum(0).ravel(), rtol=1e-5, atol=1e-5)
+        assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
+
+
+def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> None:
+    axes = {"node": 2, "local": 3}
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=3)
+    grads = normal(2, 3, 7, 4)  # 28 elements in shards of 10
+    step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
+    assert state.residual.shape == (2, 3, 10)
+    for _ in range(3):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert np.count_nonzero(updates[0, 0]) <= 2 * 3 * 2
+        rests = (state.residual - before).sum(0).ravel()  # over nodes; local ranks hold one shard each
+        total = 6 * jnp.pad(updates[0, 0].ravel(), (0, 2)) + rests
+        np.testing.assert_allclose(total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5)
+
+
+def test_top_k_is_a_contraction() -> None:
+    x = normal(1, 30, 20)
+    tx = top_k(0.05, "batch", error_feedback=False)
+    updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
+    assert float(jnp.sum((x - updates) ** 2)) <= (1 - 0.05) * float(jnp.sum(x**2))
+
+
+def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = None, steps: int = 400) -> float:
+    """Distance to the optimum after `steps` of the mean of squares whose centres all ranks have, plus an offset of two
+    signs in one row that cancels in the mean and outshines everything else."""
+    centre = np.full((8, 8), 0.1, np.float32)
+    offset = np.zeros((RANKS, 8, 8), np.float32)
+    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[:, None]  # so that it cancels between nodes, too
+    tx, sizes = optax.chain(tx, optax.sgd(0.02)), tuple((axes or {"batch": RANKS}).values())
+    params = jnp.zeros((*sizes, 8, 8))
+    step, state = on_ranks(tx, axes), states(tx, params, axes=len(sizes))
+    for _ in range(steps):
+        updates, state = step(params - centre - offset.reshape(params.shape), state)
+        params = optax.apply_updates(params, updates)
+    return float(jnp.linalg.norm(params.reshape(RANKS, 8, 8)[0] - centre))
+
+
+def test_top_k_converges_with_error_feedback_and_stalls_without() -> None:
+    assert opposing(mean("batch")) < 1e-3
+    assert opposing(top_k(0.125, "batch")) < 0.2
+    assert opposing(top_k(0.125, "batch", error_feedback=False)) > 0.7
+
+
+def test_so_do_hierarchical_and_global_top_k() -> None:
+    axes = {"node": 2, "local": 2}
+    hierarchical = functools.partial(top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2)
+    assert opposing(hierarchical(), axes) < 0.2
+    assert opposing(hierarchical(error_feedback=False), axes) > 0.45
+    tx = gtop_k(0.125, "batch")
+    forgetful = optax.GradientTransformation(tx.init, lambda g, s, p=None: (tx.update(g, tx.init(g), p)[0], s))
+    assert opposing(tx) < 0.2
+    assert opposing(forgetful) > 0.7
+
+
+def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
+    grads = {"bias": normal(RANKS, 10), "kernel": normal(RANKS, 10, 10)}
+    tx = top_k(0.1, "batch")
+    updates, state = on_ranks(tx)(grads, states(tx, grads))
+    np.testing.assert_allclose(updates["bias"][0], grads["bias"].mean(0), rtol=1e-6)
+    assert isinstance(state.residual["bias"], optax.MaskedNode)
+    tx = top_k(0.1, "batch", skip=lambda path, leaf: "kernel" in path)
+    updates, _ = on_ranks(tx)(grads, states(tx, grads))
+    assert np.count_nonzero(updates["bias"][0]) <= RANKS
+    np.testing.assert_allclose(updates["kernel"][0], grads["kernel"].mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [top_k, gtop_k])
+def test_biases_and_scales_of_two_dimensions_are_averaged_as_they_are(make: Any) -> None:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return nn.LayerNorm()(nn.MultiHeadDotProductAttention(num_heads=2)(x)), None
+
+    stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    shapes = jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, 3, 8)), None)
+    linear = nnx.eval_shape(lambda: nnx.LinearGeneral((2, 4), (2, 4), axis=(0, 1), rngs=nnx.Rngs(0)))
+    for tree in (shapes, nnx.state(linear)):
+        values = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
+        residual = make(0.1, "batch").init(values).residual
+        kept = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(residual)}
+        expected = {p for path, _ in jax.tree.leaves_with_path(tree) if "kernel" in (p := jax.tree_util.keystr(path))}
+        assert kept == expected and len(kept) < len(jax.tree.leaves(tree))
+    named = {"bias_of_two": jnp.ones((2, 2)), "a bias": [jnp.ones((2, 2))], "rescale": jnp.ones((2, 2))}
+    assert len(jax.tree.leaves(make(0.1, "batch").init(named).residual)) == 3
+
+
+def test_a_bucket_starves_small_gradients() -> None:
+    grads = {"large": normal(RANKS, 10, 10), "small": 1e-3 * normal(RANKS, 10, 10)}
+    for bucket in (True, False):
+        tx = top_k(0.1, "batch", bucket=bucket)
+        updates, _ = on_ranks(tx)(grads, states(tx, grads))
+        assert bool(jnp.any(updates["small"] != 0)) != bucket
+
+
+def test_density_warms_up_by_steps() -> None:
+    grads = normal(1, 10, 10)
+    tx = top_k(0.01, "batch", warm_up=[(2, 0.5), (3, 0.1)], error_feedback=False)
+    step, state = on_ranks(tx, {"batch": 1}), states(tx, grads)
+    sent = []
+    for _ in range(5):
+        updates, state = step(grads, state)
+        sent.append(np.count_nonzero(updates))
+    assert sent == [50, 50, 10, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, r"`density` is 0.0: it is the share of elements that are sent"),
+        ({"density": 1.5}, r"`density` is 1.5"),
+        ({"density": float("nan")}, r"`density` is nan"),
+        ({"warm_up": [(5, 2.0)]}, r"`warm_up` is 2.0"),
+        ({"warm_up": [(5, 0.5), (5, 0.2)]}, r"`warm_up` ends its stages at steps \[5, 5\]: they must be positive"),
+        ({"values_dtype": jnp.int8}, r"`values_dtype` is int8: values need a floating-point type"),
+        ({"pattern": "star"}, r"`pattern` is 'star': choose \"flat\" or \"hierarchical\""),
+        ({"pattern": "hierarchical"}, r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`"),
+    ],
+)
+def test_top_k_refuses(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        top_k(**{"density": 0.1, "axis_name": "batch", **options})
+
+
+@pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
+def test_more_elements_than_int32_can_name_are_refused_before_the_first_step(bucket: bool, shape: Any) -> None:
+    """Traced only: nothing is as large as that."""
+    tx = top_k(0.1, "batch", bucket=bucket)
+    one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})
+    with pytest.raises(ValueError, match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name"):
+        jax.eval_shape(step, [one, one])
+
+
+def test_residuals_do_not_follow_another_node_size() -> None:
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=4)
+    grads = normal(2, 3, 7, 4)
+    with pytest.raises(ValueError, match="^`local_size` of `top_k` is 4, but axis `local` has 3 ranks"):
+        on_ranks(tx, {"node": 2, "local": 3})(grads, states(tx, grads, axes=2))
+
+
+# Global top-k
+
+
+def test_gtop_k_keeps_k_and_gives_back_the_rest() -> None:
+    for ranks in (2, 8):
+        tx = gtop_k(0.1, "batch")
+        grads = normal(ranks, 20, 5)
+        step, state = on_ranks(tx, {"batch": ranks}), states(tx, grads)
+        for _ in range(4):
+            before = state.residual
+            updates, state = step(grads, state)
+            assert np.count_nonzero(updates[0]) <= 10
+            total = ranks * updates[0].ravel() + (state.residual - before).sum(0)
+            np.testing.assert_allclose(total, grads.sum(0).ravel(), rtol=1e-5, atol=1e-5)
+
+
+def test_gtop_k_merges_a_binary_tree_in_rank_order() -> None:
+    grads = np.asarray(normal(RANKS, 8, 8, seed=3))
+    k = 6
+
+    def largest(x: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(x) >= np.sort(np.abs(x).ravel())[-k], x, 0)
+
+    a, b, c, d = map(largest, grads)
+    expected = largest(largest(a + b) + largest(c + d)) / RANKS
+    tx = gtop_k(k / 64, "batch")
+    updates, _ = on_ranks(tx)(jnp.asarray(grads), states(tx, grads))
+    np.testing.assert_allclose(updates[2], expected, rtol=1e-6)
+
+
+def test_gtop_k_needs_a_power_of_two() -> None:
+    tx, grads = gtop_k(0.1, "batch"), normal(3, 4, 4)
+    with pytest.raises(ValueError, match="^`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"):
+        on_ranks(tx, {"batch": 3})(grads, states(tx, grads))
