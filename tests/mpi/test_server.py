@@ -38,7 +38,7 @@ print(float(new["w"].sum()))
 """
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 5, 8))])
 def test_servers_over_mpi(mpirun, ranks, quick_compiler):
     finished = mpirun(ranks, "server_table.py", timeout=240, env=quick_compiler).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
