@@ -17,14 +17,8 @@ SHOWN = (
 
 
 def race(read: Read, case: str) -> Iterator[tuple[str, ...]]:
-    """Seconds a job-step of each rival at each rate with their spread, over jaxcross's, and against the bounds.
-
-    hidden_share is blank where the result holds the trace's under that name.
-    """
+    """Seconds a job-step of each rival at each rate with their spread, over jaxcross's, and against the bounds."""
     rows = [row for row in read("race")["rows"] if row["case"] == case]
-    for row in rows:
-        if row.get("hidden_share_from") == "trace":
-            del row["hidden_share"]
     rows = [row | ({} if (ratio := over_reference(row, rows)) is None else {"over_reference": ratio}) for row in rows]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     by = {(row["rival"], row["rate"]): row for row in rows}
