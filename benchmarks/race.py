@@ -13,13 +13,14 @@ Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), 
 (`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting, compiling
 and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
 period that jaxcross's report gives.
-bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is what an exchange on
-the row's wire takes of the core that computes: m (1 - 1 / slow_down), slow_down being a step beside exchanges over one
-alone, as jaxcross makes both; accounted_s, what the kernel charges an exchange's thread and packets, is less. Rivals
-that overlap a job with itself have no max(c + m). m and tax are measured before every repeat, c before and after every
-run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to 0..1; hidden_share_from_trace is
-what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row
-names its run, of `runs`; `--resume` adds rivals in a run of their own, at rates found anew.
+bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
+exchange on the row's wire takes of the core that computes: its thread's, and the kernel's for packets. It is an upper
+bound, since a kernel that counts by ticks counts some packets in both; slow_down is measured directly, a step beside
+exchanges over one alone. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
+repeat, c before and after every run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to
+0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step,
+peak_rss_bytes of the fuller host. A row names its run, of `runs`; `--resume` adds rivals in a run of their own, at
+rates found anew.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
         **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
            if isinstance(value, float | int)},
         "c_s": [statistics.median(each) for each in zip(*(s["c_s"] for s in samples), strict=True)],
-        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s(rival.wire),
-        "accounted_s": calibration.accounted_s[rival.wire], "slow_down": calibration.slow_down(rival.wire),
+        "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s[rival.wire],
+        "slow_down": calibration.slow_down(rival.wire),
         "raw": samples,
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ class Cost:
     Attributes:
         compute_s: c, the step without its exchange, alone on its core.
         exchange_s: m, its exchange, alone on the link.
-        tax_s: What its exchange takes of the core that computes, while a step computes there.
+        tax_s: CPU that its exchange takes, on the core that computes, while a step computes there.
     """
 
     compute_s: float

@@ -25,7 +25,7 @@ class Calibration:
     Attributes:
         compute_s: c of JAX: the step without its exchange.
         exchange_s: Wire -> m.
-        accounted_s: Wire -> what the kernel's accounts charge an exchange: its thread, and packets.
+        tax_s: Wire -> what an exchange takes of the core that computes, at most.
         beside_s: Wire -> a step without its exchange while others exchange.
         sent_bytes: One direction of the float32 exchange, headers included.
         raw: All that was measured, of each distinct job.
@@ -33,7 +33,7 @@ class Calibration:
 
     compute_s: list[float]
     exchange_s: dict[str, list[float]]
-    accounted_s: dict[str, list[float]]
+    tax_s: dict[str, list[float]]
     beside_s: dict[str, list[float]]
     sent_bytes: list[float]
     raw: dict[Spec, dict[str, Any]]
@@ -50,7 +50,7 @@ class Calibration:
 
         return cls(
             compute_s=[_middle(raw["c"]) for raw in per_job],
-            exchange_s=by_wire("m"), accounted_s=by_wire("tax"), beside_s=by_wire("taxed_c"),
+            exchange_s=by_wire("m"), tax_s=by_wire("tax"), beside_s=by_wire("taxed_c"),
             sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
             raw=raw,
         )  # fmt: skip
@@ -59,17 +59,11 @@ class Calibration:
         """How many times as long a step of JAX's takes beside exchanges; both measured within the same seconds."""
         return [beside / alone for beside, alone in zip(self.beside_s[wire], self.compute_s, strict=True)]
 
-    def tax_s(self, wire: str) -> list[float]:
-        """What an exchange takes of the core that computes: m (1 - 1 / slow_down), at least 0; 0 where not measured."""
-        if wire not in self.beside_s:
-            return [0.0] * len(self.compute_s)
-        each = zip(self.exchange_s[wire], self.slow_down(wire), strict=True)
-        return [max(0.0, m * (1 - 1 / slow)) for m, slow in each]
-
     def costs(self, wire: str, compute_s: Sequence[float] | None = None) -> list[Cost]:
         """One cost a job. With `compute_s` another c than JAX's at the time of the calibration."""
         compute_s = self.compute_s if compute_s is None else compute_s
-        each = zip(compute_s, self.exchange_s[wire], self.tax_s(wire), strict=True)
+        tax_s = self.tax_s.get(wire, [0.0] * len(compute_s))
+        each = zip(compute_s, self.exchange_s[wire], tax_s, strict=True)
         return [Cost(compute_s=c, exchange_s=m, tax_s=tax) for c, m, tax in each]
 
 
