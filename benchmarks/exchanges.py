@@ -28,6 +28,7 @@ TARGETS = (
     ("top-k at 1%, wire", "wire", "top_k 1%, threshold", "mean", 1 / 20),
     ("top-k at 1%, selection and wire", "total", "top_k 1%, threshold", "mean", 1 / 4),
     ("Adasum", "total", "adasum of gradients", "mean", 1.3),
+    ("Adasum of deltas", "total", "adasum of deltas", "mean", 1.3),
     ("bfloat16, wire", "wire", "mean, bfloat16", "mean", 0.55),
     ("norms shared out", "total", "shared norms", "norms on every rank", 1.0),
 )

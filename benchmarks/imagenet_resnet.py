@@ -204,10 +204,10 @@ class Ranks(NamedTuple):
     def _throughput(self) -> dict[str, Any]:
         rows: dict[str, dict[str, list[Any]]] = {cache: {policy: [] for policy in POLICIES} for cache in CACHES}
         link = ""
-        for _ in range(self.args.repeats):
+        for repeat in range(self.args.repeats):
             for cache in CACHES:
                 finals = []
-                for policy in POLICIES:
+                for policy in list(POLICIES)[:: -1 if repeat % 2 else 1]:  # neither always comes first
                     share = self._set_cache(cache)
                     report, final = self._train(policy, self.args.steps)
                     finals.append(final)

@@ -131,12 +131,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     killer = Killer(os.environ.get("KILL", "{}"))
     compressed = optax.chain(jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9))
-    plain = optax.chain(jaxcross.exchange.mean(axis_name="batch"), optax.adam(0.01))
+    deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
     checkpoints = None if killer.reference else jaxcross.Checkpoints(folder / "checkpoints", keep=KEEP)
     runner = jaxcross.Runner(WORLD, checkpoints=checkpoints)
     jobs = [
         runner.add("top-k", train, made=network(compressed, 0.0), data=from_grain(), killer=killer),
-        runner.add("dropout", train, made=network(plain, 0.5), data=from_generator(), killer=killer),
+        runner.add("dropout", train, made=network(deltas, 0.5), data=from_generator(), killer=killer),
     ]
     with (
         killer.around(folders, "_sync", "sync"),

@@ -13,10 +13,9 @@ Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), 
 (`500mbit`). T is wall time from the command to the last rank's answer over the steps of all jobs; starting, compiling
 and the first steps, which get their memory from the kernel, are not in it, filling the pipeline is; `steady` is the
 period that jaxcross's report gives.
-bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that an
-exchange on the row's wire takes of the core that computes: its thread's, and the kernel's for packets. It is an upper
-bound, since a kernel that counts by ticks counts some packets in both; slow_down is measured directly, a step beside
-exchanges over one alone. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
+bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that the
+kernel charges an exchange on the row's wire on the core that computes: its thread's, and its own for packets. slow_down
+is what a step takes beside exchanges over one alone, caches and all. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
 repeat, c before and after every run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to
 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step,
 peak_rss_bytes of the fuller host. A row names its run, of `runs`; `--resume` adds rivals in a run of their own, at
@@ -98,7 +97,12 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
         reference = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
     for rate in rates:
         lab = stage.lab
-        lab.set_rate(rate if reference is None or rate not in RATES else entrants.rate(RATES[rate], reference))
+        if reference is not None and rate in RATES:
+            lab.set_rate(entrants.rate(RATES[rate], reference))
+            at_it = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
+            lab.set_rate(entrants.rate(RATES[rate], at_it))  # closer: m is not all bytes over rate
+        else:
+            lab.set_rate(rate)
         there, back = lab.measure_rate(0.3 if args.smoke else 1.0)
         entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
         samples, measured = alternate(entrants, rate, args, result)
@@ -108,11 +112,11 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
             "run": len(result["runs"]) - 1, "steps": args.steps, "start_up": entrants.start_up,
             "calibration": [{"model": spec.model, **raw} for spec, raw in calibration.raw.items()],
         }  # fmt: skip
-        if "wait-free" in samples:
-            (cost,) = calibration.costs("float32")
-            facts["wait_free"] = entrants.wait_free(cost)
-        result["links"].append(facts)
         rows = [row_of(RIVALS[name], samples[name], calibration, facts) for name in RIVALS if name in samples]
+        for row in rows:
+            if row["rival"] == "wait-free":
+                facts["wait_free"] = entrants.wait_free(calibration, row["c_s"])
+        result["links"].append(facts)
         result["rows"] += rows
         write(args.json, result)
         show(facts, rows)

@@ -45,6 +45,17 @@ def taxed_bound_s(jobs: Sequence[Cost], *, chain: bool = True) -> float:
     return max(compute / len(jobs), bound_s(jobs, chain=chain))
 
 
+def wait_free_s(cost: Cost, first_s: float, last_share: float) -> float:
+    """Seconds a step that no cut of one job beats: the wire has work from the first bucket on, the core until c.
+
+    Args:
+        cost: The job's c and m.
+        first_s: From the step's start to its first gradients.
+        last_share: Bytes of the last exchange over those of all: they travel after the computation.
+    """
+    return max(first_s + cost.exchange_s, cost.compute_s + last_share * cost.exchange_s)
+
+
 def hidden_share(jobs: Sequence[Cost], measured_s: float) -> float:
     """(c + m - T) / min(c, m) of the mean job-step, between 0 and 1: for rivals that keep no trace."""
     compute = sum(j.compute_s for j in jobs) / len(jobs)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from race_bounds import Cost, bits_a_second, needed_bytes, rate_for
+from race_bounds import Cost, bits_a_second, needed_bytes, rate_for, wait_free_s
 from rivals.cases import RANKS, Rival, Spec, jobs_of, parameters
-from rivals.teams import Stage, Team
+from rivals.teams import Stage, Team, TeamError
 
 WIRES = ("float32", "bfloat16")
 INSIDE = ("steady_s_per_job_step", "hidden_share_from_trace", "account")
@@ -119,24 +119,31 @@ class Entrants:
                 exchanges = min(200, max(3, math.ceil(4 * _middle(raw["c"]) / _middle(raw[f"m_{wire}"]))))
                 answers = self.stage.ask(crossed, "taxed", job=number, exchanges=exchanges, wire=wire)
                 raw.update({f"{name}_{wire}": _raw(answers, name) for name in ("taxed_c", "taxed_m", "tax")})
+            if tax and self._measures_buckets():
+                answers = self.stage.ask(crossed, "buckets")
+                raw["first"], raw["last_share"] = _raw(answers), [answer["last_share"] for answer in answers]
         self.stage.ask(crossed, "rest")
         return measured
+
+    def _measures_buckets(self) -> bool:
+        return any(rival.variant.startswith("wait-free") for rival in self.rivals)
 
     def _distinct(self) -> dict[Spec, int]:
         """The number of the first job of each kind."""
         return {spec: self.jobs.index(spec) for spec in dict.fromkeys(self.jobs)}
 
-    def wait_free(self, cost: Cost) -> dict[str, Any]:
+    def wait_free(self, calibration: Calibration, own_c: Sequence[float]) -> dict[str, Any]:
         """What a job that overlaps with itself could reach: its first bucket, then the wire; or c, then its last one.
 
-        The number of exchange segments is the one that `cut="auto"` found at this rate.
+        `pieces` is how many exchange segments `cut="auto"` chose at this rate; the first and the last bucket are those
+        of its finest cut, whatever it chose.
         """
-        answers = self.stage.ask(self.teams["crossed"][0], "buckets", wire="float32")
-        first, sent = _middle(_raw(answers, "first_raw")), answers[0]["sent"]
-        last = cost.exchange_s * sent[-1] / sum(sent)
+        (cost,), (raw,) = calibration.costs("float32", own_c), calibration.raw.values()
+        first, share = _middle(raw["first"]), statistics.fmean(raw["last_share"])
+        (answer, *_) = self.stage.ask(self.teams["crossed"][0], "pieces")
         return {
-            "pieces": len(sent), "first_bucket_s": first, "last_bucket_s": last,
-            "best_s": max(first + cost.exchange_s, cost.compute_s + last),
+            "pieces": answer["pieces"], "c_s": cost.compute_s, "m_s": cost.exchange_s, "first_bucket_s": first,
+            "last_bucket_s": share * cost.exchange_s, "best_s": wait_free_s(cost, first, share),
         }  # fmt: skip
 
     def rate(self, factor: float, calibration: Calibration) -> str:
@@ -178,7 +185,7 @@ class Entrants:
         """`steps` steps of each job, by one command. Checks that their bytes crossed the link.
 
         Raises:
-            RuntimeError: Fewer bytes crossed than the rival's all-reduces need: it did not use the link.
+            TeamError: Fewer bytes crossed than the rival's all-reduces need: it did not use the link.
         """
         teams, count = self.teams[rival.team], steps * len(self.jobs)
         together = rival.at_once or rival.team == "crossed"
@@ -189,7 +196,7 @@ class Entrants:
         crossed = self.stage.lab.bytes_crossed() - before
         needed = steps * sum(needed_bytes(parameters(spec), rival.wire, RANKS) for spec in self.jobs)
         if crossed < needed:
-            raise RuntimeError(
+            raise TeamError(
                 f"rival `{rival.name}` sent {crossed / 1e6:.1f} MB over the link, its all-reduces need "
                 f"{needed / 1e6:.1f} MB. Its ranks spoke another way, or did not exchange everything."
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rivals.cases import RIVALS
 
 COLUMNS = (
     "rival", "s/job-step", "min to max", "steady", "efficiency", "with tax", "hidden", "T/c", "CPU s", "MB", "peak MB",
@@ -37,19 +38,22 @@ def show(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     )
     if (found := facts.get("wait_free")) is not None:
         console.print(
-            f"wait-free: {found['pieces']} exchange segments; first bucket after {found['first_bucket_s']:.3f} s, last "
-            f"one takes {found['last_bucket_s']:.3f} s: at best {found['best_s']:.3f} s a step"
+            f"wait-free: cut into {found['pieces']}; first bucket of the finest cut after "
+            f"{found['first_bucket_s']:.3f} s, its last one takes {found['last_bucket_s']:.3f} s: "
+            f"at best {found['best_s']:.3f} s a step"
         )
 
 
-REFERENCES = ("crossover", "wait-free")
-"""Of a case with many jobs, and with one: whom the others are held against."""
+REFERENCES = {
+    "float32": ("crossover", "wait-free"), "bfloat16": ("crossover-bf16", "wait-free-bf16"),
+}  # fmt: skip
+"""Of a case with many jobs, and with one: whom the others with the same wire are held against."""
 
 
 def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
-    """The row's T over jaxcross's in the same run, case and rate; how many times as fast jaxcross is."""
+    """The row's T over jaxcross's on the same wire, in the same run, case and rate: how many times as fast it is."""
     same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("run", "case", "rate"))]
-    own = next((r for r in same if r["rival"] in REFERENCES), None)
+    own = next((r for r in same if r["rival"] in REFERENCES[RIVALS[row["rival"]].wire]), None)
     return None if own is None else row["s_per_job_step"] / own["s_per_job_step"]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/scale.py [--json FILE] [--smoke]
 
 decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
-each, segments with two jobs. run: k jobs on one rank, each a step that does next to nothing, through the whole of the
-runner; wall time a segment, and the process's peak memory. Each size has a process of its own. slope: the exponent p of
+each, segments with two jobs. run: k jobs on one rank, each a step of small products and their means, which no other rank
+waits for, through the whole of the runner; wall time a segment, and the process's peak memory. Each size has a process of its own. slope: the exponent p of
 total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
 """
 
@@ -29,7 +29,7 @@ from jaxcross.runtime.simulator import Simulation, Step
 
 JOBS = (1, 2, 4, 8, 16, 32, 64)
 SEGMENTS = (3, 10, 30, 100, 300, 1000)
-RUN_SEGMENTS = (3, 11, 31, 101)  # real ones must be compiled
+RUN_SEGMENTS = (3, 11, 31, 101, 301, 1001)
 
 
 def outline(segments: int) -> Outline:
@@ -80,20 +80,23 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
 
     def tiny(state: Any, batch: Any) -> Any:
         for _ in range((segments - 1) // 2):
-            state = state + lax.pmean(state * batch, "batch")
-        return state, {}
+            state = lax.pmean(state @ batch, "batch")  # a product is a segment's work; a sum would join another's
+        return state + 1, {}
 
     step = jaxcross.crossover(tiny, axes="batch")
-    batch = jnp.ones(8)
+    first, batch = jnp.ones((8, 8)), jnp.eye(8)
+    made = len(step.trace(first, batch).cut().segments)
+    if made != segments:
+        raise AssertionError(f"the step was to have {segments} segments and has {made}")
 
     def run(steps: int) -> float:
-        each = [jaxcross.Job(f"job{n}", step, jnp.ones(8), itertools.repeat(batch, steps)) for n in range(jobs)]
+        each = [jaxcross.Job(f"job{n}", step, first, itertools.repeat(batch, steps)) for n in range(jobs)]
         begin = time.perf_counter()
         jaxcross.run(each, world=world)
         return time.perf_counter() - begin
 
     begin = time.perf_counter()
-    jax.block_until_ready(step(jnp.ones(8), batch))
+    jax.block_until_ready(step(first, batch))
     first_s = time.perf_counter() - begin
     run(2)
     # The difference of a long and a short run leaves out what a run costs once.

@@ -45,6 +45,8 @@ def search(
 ) -> Compiled:
     """The fastest of a few cuts, each twice as fine as the one before, until two finer ones in a row do not pay.
 
+    A cut that is slower than uncut in a last race of the two is not taken.
+
     Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
     choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them. The
     network may have changed since: a kept cut is timed once against uncut, and searched anew if it is slower.
@@ -78,6 +80,7 @@ def search(
         _log.warning(
             "`%s` was cut into %d exchange segments before, which is slower than uncut here.", traced.name, known
         )
+    uncut = best
     pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.segments), False
     for n in _PIECES[1:]:
         program = cut(n)
@@ -89,11 +92,16 @@ def search(
         old, new = race(n, best, rival)
         first = old if first is None else first
         if new <= _WORTH * old:
-            best, pieces, gain, missed = rival, n, gain * old / new, False
+            best, pieces, missed = rival, n, False
         elif missed:
             break
         else:
             missed = True
+    if best is not uncut:  # it won step by step; with steps of their own it must win once more, and by how much?
+        first, new = race(pieces, uncut, best)
+        gain = first / new
+        if gain < 1:
+            best, pieces, gain = uncut, 1, 1.0
     found[key] = pieces
     if world.rank == 0:
         book.write(pieces)

@@ -7,34 +7,60 @@ from collections.abc import Iterator
 from typing import Any
 
 from race_show import over_reference
+from rivals.cases import RIVALS
 
 from pages import Read, Table
 
-SHOWN = (
-    "efficiency", "efficiency_with_tax", "steady_efficiency", "steady_efficiency_with_tax", "hidden_share",
-    "over_own_compute", "cpu_s",
-)  # fmt: skip
+RATES = ("network", "balanced", "compute")
+SHOWN = {
+    "over jaxcross's": "over_reference", "bound / T": "efficiency", "with tax": "efficiency_with_tax",
+    "steady": "steady_efficiency", "steady, with tax": "steady_efficiency_with_tax", "hidden": "hidden_share",
+    "T / own c": "over_own_compute", "CPU s": "cpu_s",
+}  # fmt: skip
 
 
-def race(read: Read, case: str) -> Iterator[tuple[str, ...]]:
-    """Seconds a job-step of each rival at each rate with their spread, over jaxcross's, and against the bounds."""
-    rows = [row for row in read("race")["rows"] if row["case"] == case]
-    rows = [row | ({} if (ratio := over_reference(row, rows)) is None else {"over_reference": ratio}) for row in rows]
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    by = {(row["rival"], row["rate"]): row for row in rows}
-    yield ("rival", *(f"{r} ({by[rows[0]['rival'], r]['rate_bits_per_s'] / 1e6:.0f} Mbit/s)" for r in rates),
-           "over jaxcross's", "bound / T", "with tax", "steady", "steady, with tax", "hidden", "T / own c", "CPU s",
-           "MB on the wire", "peak GB a host")  # fmt: skip
-    for rival in dict.fromkeys(row["rival"] for row in rows):
-        own = [by.get((rival, rate)) for rate in rates]
+def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE:RATE`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds."""
+    case, rate = argument.split(":")
+    rows = _rows(read, case, rate)
+    yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
+    for row in rows:
+        shown = row | {"over_reference": over_reference(row, rows)}
         yield (
-            rival,
-            *("" if row is None else _with_spread(row) for row in own),
-            _each(own, "over_reference", "{:.2f}"),
-            *(_each(own, key, "{:.2f}") for key in SHOWN),
-            _each(own, "wire_bytes", "{:.0f}", 1e-6),
-            _each(own, "peak_rss_bytes", "{:.1f}", 1e-9),
-        )
+            row["rival"], _with_spread(row), _each(row["c_s"]), _each(row["m_s"]), f"{row['bound_s']:.2f}",
+            *("" if (value := shown.get(key)) is None else f"{value:.2f}" for key in SHOWN.values()),
+            f"{row['wire_bytes'] / 1e6:.0f}", f"{row['peak_rss_bytes'] / 1e9:.1f}",
+        )  # fmt: skip
+
+
+def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
+    """What was raced over: the link at each rate, what its exchanges cost, and who is not there."""
+    yield ("rate", "link", "TCP carries", "sum m / sum c", "tax of an exchange", "a step beside exchanges", "repeats",
+           "left out")  # fmt: skip
+    found = read("race")
+    for rate in RATES:
+        rows = _rows(read, case, rate)
+        (link,) = (x for x in found["links"] if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"]))
+        # of the same wire as the rates are made for
+        row = next(row for row in rows if RIVALS[row["rival"]].wire == "float32" and RIVALS[row["rival"]].team != "ddp")
+        out = [name.split("/")[1] for name in found["left_out"] if name.split("/")[0] == case]
+        yield (
+            rate, f"{row['rate_bits_per_s'] / 1e6:.0f} Mbit/s", f"{min(link['tcp_bits_per_s']) / 1e6:.0f} Mbit/s",
+            f"{sum(row['m_s']) / sum(row['c_s']):.2f}", f"{_each(row['tax_s'])} s", f"x {_each(row['slow_down'])}",
+            str(len(row["raw"])), ", ".join(out) or "nobody",
+        )  # fmt: skip
+
+
+def _rows(read: Read, case: str, rate: str) -> list[dict[str, Any]]:
+    """A case's rows at a rate, in the order of the rivals.
+
+    Raises:
+        FileNotFoundError: There are none yet.
+    """
+    rows = [row for row in read("race")["rows"] if (row["case"], row["rate"]) == (case, rate)]
+    if not rows:
+        raise FileNotFoundError(f"race.json has no rows of {case} at {rate}")
+    return rows
 
 
 def _with_spread(row: dict[str, Any]) -> str:
@@ -43,22 +69,27 @@ def _with_spread(row: dict[str, Any]) -> str:
     return f"{row['s_per_job_step']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
-def _each(rows: list[Any], key: str, form: str, scale: float = 1.0) -> str:
-    return ", ".join("" if row is None or key not in row else form.format(row[key] * scale) for row in rows).strip(", ")
+def _each(values: list[float]) -> str:
+    """One number a job; one for all where they are alike."""
+    return ", ".join(dict.fromkeys(f"{value:.2f}" for value in values))
 
 
 def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """One job alone: the cut that was found at each rate against uncut, and what could be reached."""
     found = read("race")
-    yield "rate", "exchange segments", "uncut s", "wait-free s", "at best s", "best / T"
-    for link in found["links"]:
-        if (facts := link.get("wait_free")) is None:
-            continue
-        same = [r for r in found["rows"] if all(r.get(key) == link.get(key) for key in ("run", "case", "rate"))]
-        by = {r["rival"]: r["s_per_job_step"] for r in same}
-        uncut = f"{by['uncut']:.2f}" if "uncut" in by else ""
-        yield (link["rate"], str(facts["pieces"]), uncut, f"{by['wait-free']:.2f}",
-               f"{facts['best_s']:.2f}", f"{facts['best_s'] / by['wait-free']:.2f}")  # fmt: skip
+    links = [link for link in found["links"] if "wait_free" in link]
+    if not links:
+        raise FileNotFoundError("race.json has no job alone")
+    yield ("rate", "cut into", "c", "m", "first bucket after", "last bucket takes", "uncut", "wait-free", "T / uncut",
+           "T / (first + m)", "T / (c + last)")  # fmt: skip
+    for link in sorted(links, key=lambda link: RATES.index(link["rate"])):
+        facts = link["wait_free"]
+        by = {r["rival"]: r["s_per_job_step"] for r in _rows(read, link["case"], link["rate"])}
+        took = by["wait-free"]
+        seconds = [facts[key] for key in ("c_s", "m_s", "first_bucket_s", "last_bucket_s")]
+        yield (link["rate"], str(facts["pieces"]), *(f"{s:.2f} s" for s in (*seconds, by["uncut"], took)),
+               f"{took / by['uncut']:.2f}", f"{took / (facts['first_bucket_s'] + facts['m_s']):.2f}",
+               f"{took / (facts['c_s'] + facts['last_bucket_s']):.2f}")  # fmt: skip
 
 
 def overhead(read: Read, name: str) -> Iterator[tuple[str, ...]]:
@@ -84,9 +115,9 @@ def peak(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 def memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """k jobs in one process against k processes."""
-    yield "jobs", "way", "peak GB a host", "programs compiled", "compile s"
+    yield "jobs", "images", "way", "peak GB a host", "programs compiled", "compile s"
     for row in read("memory")["rows"]:
-        yield (str(row["jobs"]), row["way"], f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
+        yield (str(row["jobs"]), f"{row['image_size']}x{row['image_size']}", row["way"], f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
                f"{row['compile_s']:.0f}")  # fmt: skip
 
 
@@ -118,19 +149,75 @@ def exchange_cost(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         yield found["mpi"], *shown[:3], fill, *shown[3:], f"{found['tax_s']:.2f} s"
 
 
+def exchange_limits(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
+    """What it does to send small sums together."""
+    found = read(f"exchange_cost_{vendor}")
+    word = ", sums up to "
+    limits = [name.split(word)[1] for name in found["exchange"] if name.startswith(f"alone{word}")]
+    if not limits:
+        raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --limits")
+    yield "sums up to", "exchange alone", "beside a computation", "its thread's CPU", "the computation beside it"
+    for limit in limits:
+        alone, beside = (found["exchange"][f"{what}{word}{limit}"] for what in ("alone", "beside"))
+        computed = found["computation_s"][f"beside exchanges{word}{limit}"]["median"]
+        yield (limit, *(f"{s:.2f} s" for s in (alone["s"]["median"], beside["s"]["median"], beside["cpu_s"]["median"],
+                                               computed)))  # fmt: skip
+
+
+def exchange_ways(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
+    """How the thread that waits for an exchange shares its core with a computation."""
+    found = read(f"exchange_cost_{vendor}")
+    ways = {"short slices": ""} | {name: f", {name}" for name in ("as it comes", *(f"niceness {n}" for n in (5, 10, 19)))}
+    ways = {way: suffix for way, suffix in ways.items() if f"beside{suffix}" in found["exchange"]}
+    if len(ways) < 2:
+        raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --ways")
+    yield "the exchange's thread", "exchange beside a computation", "the computation beside it", "its thread's CPU"
+    for way, suffix in ways.items():
+        row, computed = found["exchange"][f"beside{suffix}"], found["computation_s"][f"beside exchanges{suffix}"]
+        yield way, *(f"{s:.2f} s" for s in (row["s"]["median"], computed["median"], row["cpu_s"]["median"]))
+
+
+def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
+    """An MPI's own settings, each in a launch of its own."""
+    found = read(f"exchange_cost_{vendor}")
+    if not found.get("settings"):
+        raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --settings")
+    yield "setting", "exchange alone", "beside a computation", "fills the link", "the computation beside it"
+    for row in ({"environment": {}, **found}, *found["settings"]):
+        words = ", ".join(f"`{name}={value}`" for name, value in row["environment"].items())
+        alone, beside = row["exchange"]["alone"], row["exchange"]["beside"]
+        yield (words or "as it comes", f"{alone['s']['median']:.2f} s", f"{beside['s']['median']:.2f} s",
+               f"{alone['fill']:.0%}, {beside['fill']:.0%}",
+               f"{row['computation_s']['beside exchanges']['median']:.2f} s")  # fmt: skip
+
+
 def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
-    """Images a second from records on disk, and seconds to an accuracy."""
+    """Images a second from records on disk, by job and in all."""
     found = read("imagenet_resnet")
-    yield "records", "run", "images/s, all jobs", "input wait a step", "wall s"
+    yield "records", "run", *found["jobs"], "all jobs, images/s", "min to max", "with start and end", "input wait a step"
     for cache in ("cold", "warm"):
         for policy in ("sequential", "crossover"):
             row = found["throughput"][cache][policy]
-            waits, walls = zip(*((max(r["input_wait_s"].values()), r["wall_s"]) for r in row["runs"]), strict=True)
-            yield (cache, policy, f"{row['images_per_s']['median']:.2f}", f"{statistics.median(waits) * 1e3:.0f} ms",
-                   f"{statistics.median(walls):.0f}")  # fmt: skip
+            runs, whole = row["runs"], row["images_per_s"]
+            by_job = zip(*(run["images_per_s_by_job"].values() for run in runs), strict=True)
+            waits = [max(run["input_wait_s"].values()) for run in runs]
+            yield (
+                cache, policy, *(f"{statistics.median(each):.2f}" for each in by_job), f"{whole['median']:.2f}",
+                f"{min(whole['raw']):.2f} to {max(whole['raw']):.2f}",
+                f"{statistics.median(run['wall_images_per_s'] for run in runs):.2f}",
+                f"{statistics.median(waits) * 1e3:.0f} ms",
+            )  # fmt: skip
+
+
+def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Seconds until all jobs have an accuracy, evaluation included."""
+    found = read("imagenet_resnet")["accuracy"]
+    yield "run", f"seconds until all jobs have {found['goal']:g}", "steps of each job", "accuracy at the end"
     for policy in ("sequential", "crossover"):
-        run, goal = found["accuracy"][policy], found["accuracy"]["goal"]
-        yield f"to accuracy {goal:g}", policy, "", "", f"{run['s']:.0f}" if run["s"] else run["reason"]
+        run = found[policy]
+        jobs = run["jobs"].values()
+        yield (policy, f"{run['s']:.0f}" if run["s"] else run["reason"], ", ".join(str(job["steps"]) for job in jobs),
+               ", ".join(f"{job['step_s_accuracy'][-1][2]:.2f}" for job in jobs))  # fmt: skip
 
 
 def unequal(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -144,6 +231,7 @@ def unequal(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 
 TABLES: dict[str, Table] = {
     "race": race,
+    "race-links": race_links,
     "wait-free": wait_free,
     "overhead": overhead,
     "peak": peak,
@@ -151,5 +239,9 @@ TABLES: dict[str, Table] = {
     "scale": scale,
     "unequal": unequal,
     "exchange-cost": exchange_cost,
+    "exchange-limits": exchange_limits,
+    "exchange-ways": exchange_ways,
+    "exchange-settings": exchange_settings,
     "imagenet": imagenet,
+    "imagenet-accuracy": imagenet_accuracy,
 }

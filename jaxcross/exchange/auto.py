@@ -70,8 +70,9 @@ def auto(
     In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c: compressing further buys
     nothing and costs accuracy. All jobs begin with the first rung. While sum m exceeds `target` times sum c, the job
     that stands lowest climbs to its next rung that sends less (of several the one that saves most); at the end every
-    job steps back as far as the target allows. A job's m is taken to shrink as its bytes do: latency, and what the
-    compression computes, are not foreseen. Measure the run that comes of it.
+    job steps back as far as the target allows. A job's m is taken to shrink as its bytes do: latency, what the
+    compression computes, and that sums of a few kB in 16 bits travel by a gather are not foreseen. Measure the run that
+    comes of it.
 
     Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
     rank has alike.

@@ -53,7 +53,8 @@ def elastic_average(
 
     Raises:
         ValueError: An argument is out of its range; `beta` times the ranks exceeds 1, so that the centre would jump
-            beyond the mean (at the first trace); `update` got no `params`.
+            beyond the mean, or both are 1, so that parameters and centre swap (at the first trace); `update` got no
+            `params`.
 
     Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
 
@@ -76,7 +77,7 @@ def elastic_average(
         updates: optax.Updates, state: ElasticAverageState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ElasticAverageState]:
         params = needed(params, "`elastic_average`")
-        _check(pull, jax.lax.psum(1, axis_name))
+        _check(alpha, pull, jax.lax.psum(1, axis_name))
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         def exchange() -> tuple[optax.Updates, optax.Params]:
@@ -95,9 +96,14 @@ def elastic_average(
     return once("elastic_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
-def _check(pull: float, ranks: int) -> None:
+def _check(alpha: float, pull: float, ranks: int) -> None:
     if pull * ranks > 1 + 1e-6:
         raise ValueError(
             f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together they pull the centre by"
             f" {pull * ranks:.3g} of the distance to their mean, beyond it. Take at most 1 / P, {1 / ranks:.3g}."
+        )
+    if alpha + pull * ranks > 2 - 1e-6:
+        raise ValueError(
+            f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: parameters and centre"
+            " change places at every exchange and never meet. Take a smaller `alpha`, for example 0.5."
         )

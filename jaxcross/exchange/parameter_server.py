@@ -84,12 +84,13 @@ def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
-    """This rank's part of each leaf's mean, by one reduce-scatter a type."""
+    """This rank's part of each leaf's mean, by one reduce-scatter a type. 16-bit floats are summed in float32."""
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
     for dtype, members in by_type(leaves).items():
-        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype)
-        mine = hops.sum_scatter(rows.reshape(-1), axis) / size
+        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(wide)
+        mine = (hops.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
         for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
             out[i] = x
     return out

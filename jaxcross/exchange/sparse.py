@@ -63,6 +63,15 @@ def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
     return jax.tree.unflatten(treedef, vectors)
 
 
+def rounded(values: jax.Array, dtype: Any) -> jax.Array:
+    """Values as they travel: what is finite stays so, as the largest number of the type where it is larger than that.
+
+    The rest then stays in the residual, as all rounding does; infinity would poison it for good.
+    """
+    largest = jnp.finfo(dtype).max.astype(values.dtype)
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
+
+
 def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
     """What is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")

@@ -21,8 +21,8 @@ from jaxcross.exchange.parameters import whole_number
 
 
 class StaleState(NamedTuple):
-    """Attributes: `step`, modulo the period of the schedule, int32; `queue`, tuple of per-slot trees like the
-    gradients, slot `t mod length` is that of step `t`; `inner`, of the optimizer behind.
+    """Attributes: `step`, modulo the period of the schedule, int32; `queue`, like the gradients
+    with one more first axis, in float32 at least, slot `t mod length` is that of step `t`; `inner`, of the optimizer.
     """  # fmt: skip
 
     step: jax.Array
@@ -72,11 +72,11 @@ def bounded_stale(
         queue, step = state.queue, state.step
         if bound:
             ranks = jax.lax.psum(1, axis_name)
-            own = jax.tree.map(lambda g: g / ranks, updates)
-            others = jax.tree.map(jnp.subtract, everybody, own)
             late = jax.tree.map(lambda q: q[step], queue)
-            queue = jax.tree.map(lambda q, x: q.at[step].set(x.astype(q.dtype)), queue, others)
-            everybody = jax.tree.map(lambda x, old: x + old.astype(x.dtype), own, late)
+            own = jax.tree.map(lambda g, q: g.astype(q.dtype) / ranks, updates, late)
+            others = jax.tree.map(lambda x, mine: x.astype(mine.dtype) - mine, everybody, own)
+            queue = jax.tree.map(lambda q, x: q.at[step].set(x), queue, others)
+            everybody = jax.tree.map(lambda g, mine, old: (mine + old).astype(g.dtype), updates, own, late)
             step = (step + 1) % bound
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
@@ -146,7 +146,14 @@ def asynchronous(
 
 
 def _empty(params: optax.Params, slots: int) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), params) if slots else None
+    """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
+
+    def zeros(x: Any) -> jax.Array:
+        dtype = jnp.result_type(x)
+        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        return jnp.zeros((slots, *jnp.shape(x)), wide)
+
+    return jax.tree.map(zeros, params) if slots else None
 
 
 def _table(delays: Any) -> np.ndarray:

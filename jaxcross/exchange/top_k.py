@@ -66,7 +66,8 @@ def top_k(
         skip: (path, leaf) -> whether a leaf is averaged as it is. Unless told otherwise scalars, vectors, and leaves of
             any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, steps ascending: the density before `until_step`.
-        values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`.
+        values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values beyond its range travel
+            as its largest number.
         bucket: Take the largest of all leaves together: cheaper, but layers with small gradients starve.
         pattern: `"flat"` or `"hierarchical"`.
         local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L of.
@@ -133,7 +134,7 @@ def top_k(
         bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
         groups = [jnp.concatenate(vectors)] if bucket else vectors
         pairs = [select(x, sparse.slots(share, x.size), selection=selection) for x in groups]
-        sent = [v if values_dtype is None else v.astype(values_dtype) for v, _ in pairs]
+        sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v, _ in pairs]
         counts = list(itertools.accumulate(v.size for v in sent))[:-1]
         every_value = jnp.split(hops.gather(jnp.concatenate(sent), across), counts, axis=1)
         every_index = jnp.split(hops.gather(jnp.concatenate([i for _, i in pairs]), across), counts, axis=1)

@@ -94,9 +94,13 @@ def test_the_ladder_descends():
 
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_what_is_foreseen_is_what_travels(ranks):
-    """The wire's bytes, of which the table of exchanges is the measure. A warm-up counts as its first stage."""
+    """The wire's bytes, of which the table of exchanges is the measure. A warm-up counts as its first stage.
+
+    But small sums in 16 bits travel by a gather, which beyond two ranks is more than `auto` foresees.
+    """
     rows = {row.name: row for row in TABLE}
-    for name in ("mean", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "power_sgd", "qsgd", "sign_sgd"):
+    small = ("mean, bfloat16",) if ranks == 2 else ()
+    for name in (*small, "mean", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "power_sgd", "qsgd", "sign_sgd"):
         promised = rows[name].bytes([x.shape for x in params().values()], ranks)
         assert received_bytes(rows[name].made(ranks), params(), "batch", ranks) == pytest.approx(promised, abs=ranks), (
             name

@@ -162,6 +162,25 @@ def test_who_is_not_chosen_stands_still(participation, chosen):
     assert (state.round == rounds).all()
 
 
+def test_a_round_is_the_weighted_mean_of_the_chosen():
+    ranks, every, rounds, rate = 8, 2, 4, 0.05
+    weights = [1.0, 2, 3, 4, 5, 6, 7, 20]
+    tx = federated_average(optax.sgd(rate), "batch", every=every, participation=0.5, weights=weights, seed=1)
+    history, _ = train(tx, starts(ranks), every * rounds)
+    x = starts(ranks)
+    for number in range(rounds):
+        moved = np.abs(history[number * every]["w"] - x["w"]).max((1, 2)) > 1e-7
+        assert moved.sum() == ranks // 2
+        shares = np.where(moved, weights, 0)
+        for step in range(number * every, (number + 1) * every):
+            x = {k: v - rate * g for (k, v), g in zip(x.items(), grads(x, step).values(), strict=True)}
+        x = {k: np.average(v, 0, shares)[None] + 0 * v for k, v in x.items()}
+        assert_close(history[(number + 1) * every - 1], x, 1e-5)
+        uniform = {k: v.mean(0) for k, v in history[number * every].items()}
+        assert distance(uniform, {k: v[0] for k, v in x.items()}) > 1e-3
+        x = {k: v.astype(np.float32) for k, v in x.items()}
+
+
 def test_another_seed_chooses_others():
     def who(seed):
         tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.25, seed=seed)
@@ -294,6 +313,14 @@ def test_whole_numbers_among_the_parameters_stay_the_rank_s_own():
 
 
 SGD = optax.sgd(0.1)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1 / RANKS), (1, 1)])
+def test_springs_that_swap_for_ever_are_refused(alpha, beta):
+    ranks = round(1 / beta)
+    tx = elastic_average(SGD, "batch", every=1, alpha=alpha, beta=beta)
+    with pytest.raises(ValueError, match="change places at every exchange and never meet"):
+        train(tx, starts(ranks), 1)
 
 
 @pytest.mark.parametrize(

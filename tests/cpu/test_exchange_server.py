@@ -110,6 +110,32 @@ def test_types_travel_apart():
     np.testing.assert_allclose(got["h"].astype(np.float32), want["h"].astype(np.float32), rtol=2e-2)
 
 
+def test_16_bit_gradients_are_summed_in_32():
+    grads = jnp.ones((8, 16), jnp.bfloat16).at[0].set(256)  # in bfloat16, 256 + 1 is 256
+    tx = parameter_server(optax.sgd(1.0), "batch")
+
+    def one(g):
+        return tx.update(g, tx.init(g), g)[0]
+
+    updates = jax.vmap(one, axis_name="batch")(grads)
+    np.testing.assert_array_equal(updates, jnp.full((8, 16), -263 / 8, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [asynchronous(optax.identity(), "batch", delays=1), bounded_stale(optax.identity(), "batch", bound=1)],
+    ids=["asynchronous", "bounded_stale"],
+)
+def test_what_waits_is_not_rounded_to_the_parameters_type(tx):
+    params = jnp.zeros((2, 4), jnp.bfloat16)
+    grads = jnp.stack([jnp.full(4, 1 / 3), jnp.full(4, 1 / 7)])  # float32
+    init = jax.vmap(tx.init)(params)
+    step = jax.vmap(lambda g, s: tx.update(g, s), axis_name="batch")
+    first, state = step(grads, init)
+    second, _ = step(jnp.zeros_like(grads), state)
+    np.testing.assert_allclose(first + second, np.full((2, 4), (1 / 3 + 1 / 7) / 2), rtol=1e-6)
+
+
 def starts_from_values():
     return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (jax.tree.map(jnp.subtract, s, p), s))
 

@@ -40,6 +40,39 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
         assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
+    tx = top_k(0.1, "batch", values_dtype=dtype)
+    most = float(jnp.finfo(dtype).max)
+    step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
+    large = zero.at[:, 3, 4].set(min(1.4 * most, float(jnp.finfo(jnp.float32).max)))
+    first, state = step(large, states(tx, zero))
+    assert first[0, 3, 4] == most and np.isfinite(state.residual).all()
+    second, state = step(zero, state)
+    np.testing.assert_allclose((first + second)[0], large[0], rtol=2**-7)
+    # what is not finite is not hidden
+    first, _ = step(zero.at[1, 3, 4].set(jnp.inf), states(tx, zero))
+    assert first[0, 3, 4] == jnp.inf
+
+
+def test_a_step_that_is_not_taken_keeps_what_was_not_sent() -> None:
+    """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old state."""
+    tx = top_k(0.1, "batch")
+
+    def careful(grads: Any, state: Any) -> Any:
+        bad = jax.lax.pmax(1 - jnp.isfinite(grads).all().astype(jnp.int32), "batch")
+        updates, new = tx.update(grads, state)
+        return jax.tree.map(lambda a, b: jnp.where(bad, a, b), (jnp.zeros_like(grads), state), (updates, new))
+
+    step, grads = jax.jit(vmapped(careful, {"batch": RANKS})), normal(RANKS, 12, 10)
+    _, kept = step(grads, states(tx, grads))
+    updates, after = step(grads.at[2, 3, 4].set(jnp.inf), kept)
+    assert not updates.any()
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(kept), strict=True))
+    _, spoiled = on_ranks(tx)(grads.at[2, 3, 4].set(jnp.inf), kept)
+    assert not np.isfinite(spoiled.residual).all(), "the check above can fail"
+
+
 def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> None:
     axes = {"node": 2, "local": 3}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=3)

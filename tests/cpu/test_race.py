@@ -148,7 +148,7 @@ def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
 
 def test_a_rival_that_does_not_use_the_link_is_found_out():
     made, _ = entrants(1000)
-    with pytest.raises(RuntimeError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
+    with pytest.raises(TeamError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
         made.run(cases.RIVALS["crossover"], 4)
 
 
