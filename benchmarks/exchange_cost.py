@@ -8,8 +8,8 @@ core each and a real link:
   at once      two exchanges, each in a thread and with communicators of its own, as two lanes would make them
   beside       exchanges beside ResNet-50's computation on the same core
   computation  the same step without exchange, alone and beside exchanges
-`--ways`: beside, too, with the exchange's thread as it comes and at niceness 5, 10, 19; in `beside` it asks for short
-slices.
+`--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25 ms that it asks for
+in `beside`, at niceness 5, with all others at niceness 1 to 5, and with two exchanges at once.
 `--limits`: alone and beside, too, with sums of up to these bytes joined (`none`: each is a message).
 `--settings`: all of it again under each of the MPI's own settings, which only a new launch can change.
 
@@ -26,6 +26,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,14 @@ AXES = {"batch": 2}
 BESIDE = 3
 """Exchanges that follow one another beside a computation."""
 SETTINGS = {
-    "mpich": [{"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"}],
+    "mpich": [
+        {"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"},
+        *({"MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "none", "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm}
+          for algorithm in ("recursive_doubling", "reduce_scatter_allgather", "ring")),
+        {"FI_TCP_ZEROCOPY_SIZE": "65536"},
+        {"FI_TCP_STAGING_SBUF_SIZE": "0"},
+        {"FI_TCP_PREFETCH_RBUF_SIZE": "262144"},
+    ],
     "openmpi": [
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
         *({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
@@ -91,6 +99,13 @@ def launched(args: Any, environment: dict[str, str]) -> dict[str, Any]:
     return result
 
 
+def others_niceness(value: int) -> None:
+    """Of all threads of this process but the caller; below what it was needs a privilege, which the lab's root has."""
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != threading.get_native_id():
+            os.setpriority(os.PRIO_PROCESS, int(thread), value)
+
+
 def bytes_of(limit: str) -> int:
     """`64k`, `4m` or `none` as a number."""
     return 0 if limit == "none" else int(limit[:-1]) << {"k": 10, "m": 20}[limit[-1]]
@@ -128,10 +143,14 @@ def worker(args: Any) -> int:
 
     lanes = [compiled(0), compiled(1)]
     limited = {name: compiled(0, limit) for name, limit in limits.items()}
-    ways: dict[str, Callable[[], Any]] = {", as it comes": lambda: None} if args.ways else {}
-    for nice in (5, 10, 19) if args.ways else ():
-        # of this thread alone, on Linux
-        ways[f", niceness {nice}"] = lambda nice=nice: os.setpriority(os.PRIO_PROCESS, 0, nice)
+    ways: dict[str, Callable[[], Any]] = {}
+    if args.ways:
+        ways = {
+            ", as it comes": lambda: None,
+            **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},
+            ", niceness 5": lambda: os.setpriority(os.PRIO_PROCESS, 0, 5),  # of this thread alone, on Linux
+            **{f", the others' niceness {n}": partial(others_niceness, n) for n in (1, 3, 5)},
+        }
     count = 0
     step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
 
@@ -164,6 +183,7 @@ def worker(args: Any) -> int:
         return threads
 
     names = ["alone", "at once", "beside", *(f"beside{way}" for way in ways)]
+    names += ["beside, two at once"] if args.ways else []
     names += [f"{what}{limit}" for limit in limits for what in ("alone", "beside")]
     exchanges = {name: {"s": [], "cpu_s": [], "softirq_s": []} for name in names}
     computation: dict[str, list[float]] = {"alone": []}
@@ -195,6 +215,20 @@ def worker(args: Any) -> int:
         computation[f"beside exchanges{suffix}"] += took[:-1]  # the last one was alone at its end
         found["softirq_s"].append((softirq_s() - before) / BESIDE)
 
+    def two_beside() -> None:
+        """Half as many exchanges a lane."""
+        begin, before = time.perf_counter(), softirq_s()
+        found: dict[str, list[float]] = {"s": [], "cpu_s": []}
+        threads = in_threads(*(lambda call=call: [exchange(call, found) for _ in range(BESIDE)] for call in lanes))
+        took: list[float] = []
+        while any(thread.is_alive() for thread in threads):
+            compute(took)
+        computation["beside exchanges, two at once"] += took[:-1]
+        made = exchanges["beside, two at once"]
+        made["s"].append((time.perf_counter() - begin - took[-1]) / (2 * BESIDE))
+        made["cpu_s"].append(statistics.fmean(found["cpu_s"]))
+        made["softirq_s"].append((softirq_s() - before) / (2 * BESIDE))
+
     def computing() -> None:
         world.control.allgather_text("")
         for _ in range(2):
@@ -205,6 +239,10 @@ def worker(args: Any) -> int:
             measure()
         for suffix, way in ways.items():
             beside(suffix, way=way)
+            others_niceness(0)
+            os.setpriority(os.PRIO_PROCESS, 0, 0)  # and of this one, which is another's other
+        if args.ways:
+            two_beside()
         for suffix, call in limited.items():
             alone(suffix, call)
             beside(suffix, call)

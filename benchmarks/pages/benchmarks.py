@@ -167,8 +167,8 @@ def exchange_limits(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
 def exchange_ways(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
     """How the thread that waits for an exchange shares its core with a computation."""
     found = read(f"exchange_cost_{vendor}")
-    ways = {"short slices": ""} | {name: f", {name}" for name in ("as it comes", *(f"niceness {n}" for n in (5, 10, 19)))}
-    ways = {way: suffix for way, suffix in ways.items() if f"beside{suffix}" in found["exchange"]}
+    names = [name.removeprefix("beside") for name in found["exchange"] if name.startswith("beside") and "sums" not in name]
+    ways = {suffix.removeprefix(", ") or "slices of 250 us": suffix for suffix in names}
     if len(ways) < 2:
         raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --ways")
     yield "the exchange's thread", "exchange beside a computation", "the computation beside it", "its thread's CPU"

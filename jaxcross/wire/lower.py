@@ -12,8 +12,8 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.segments import Exchange
 from jaxcross.wire import collectives, region, together
-from jaxcross.wire.messages import Channel
-from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of
+from jaxcross.wire.messages import Channel, is_narrow_float
+from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of, touches
 from jaxcross.world.mesh import Mesh
 
 # How exchanges reach their peers: (axes, groups) -> channel.
@@ -25,8 +25,8 @@ _LOOPS = ("scan", "while", "cond")
 def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
-    All exchanges of one call are ordered by one token chain, in equation order, but for sums that follow one another:
-    they may be one message, in the place of the first. The function communicates when it runs; this call may, too:
+    All exchanges of one call are ordered by one token chain, in equation order, but for sums with no other exchange
+    between them: they may be one message, in the place of the last. The function communicates when it runs; this call may, too:
     communicators are made here, so all members of a group must lower.
     """
     lowered = _retrace(jaxpr, mesh, connect)
@@ -75,7 +75,7 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
     if name in LOCAL and speaks_of(eqn, mesh.sizes):
         return values
     subs = list(compat.sub_jaxprs(eqn))
-    if any(_touches(s, mesh) for s in subs):
+    if any(touches(s, mesh.sizes) for s in subs):
         if name in _LOOPS:
             params = _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect))
             return compat.bind_equation(eqn, values, params)
@@ -94,12 +94,15 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     exchange = together.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
     values = [jnp.asarray(value) for value in values]
-    if connect(*group_of(exchange, mesh)).size == 1:
+    ranks = connect(*group_of(exchange, mesh)).size
+    if ranks == 1:
         return values
+    # A sum in 16 bits is cut into a block a rank: filled one by one, all values together take the bytes that each takes.
+    blocks = ranks if is_narrow_float(values[0].dtype) else 1
     # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
     # that its segments give.
-    flat = jax.lax.optimization_barrier(together.joined(jax.lax.optimization_barrier(values)))
-    sums = together.parted(_exchange(exchange, flat, mesh, connect), values)
+    flat = jax.lax.optimization_barrier(together.joined(jax.lax.optimization_barrier(values), blocks))
+    sums = together.parted(_exchange(exchange, flat, mesh, connect), values, blocks)
     return jax.lax.optimization_barrier(sums)
 
 
@@ -110,16 +113,6 @@ def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
     if exchange.op in REDUCTIONS:
         x = collectives.reduce_locally(exchange.op, jnp.asarray(x), positions)
     return getattr(collectives, exchange.op)(jnp.asarray(x), channel, **params)
-
-
-def _touches(jaxpr: Any, mesh: Mesh) -> bool:
-    """Whether something inside has to be replaced: an exchange, or a word about our axes."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name.endswith("_mpi") or speaks_of(eqn, mesh.sizes):
-            return True
-        if any(_touches(s, mesh) for s in compat.sub_jaxprs(eqn)):
-            return True
-    return False
 
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:

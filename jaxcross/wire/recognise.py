@@ -95,6 +95,14 @@ def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
     return any(isinstance(a, str) and a in axes for a in _axes_of(eqn))
 
 
+def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether something inside is an exchange, or says a word about our axes."""
+    return any(
+        eqn.primitive.name.endswith("_mpi") or speaks_of(eqn, axes) or any(touches(s, axes) for s in compat.sub_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
 def _axes_of(eqn: Any) -> tuple[Any, ...]:
     value = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     value = tuple(value) if isinstance(value, tuple | list | frozenset | set) else (value,)

@@ -1,4 +1,4 @@
-"""Small sums that follow one another travel as one message.
+"""Small sums with no other exchange between them travel as one message.
 
 Ranks wait for each other once a message, and a rank whose core computes takes its time to answer. ResNet-50's 161
 gradients, one by one beside a computation, took 1.9 to 2.8 s over a link of 631 Mbit/s and 0.12 s of CPU; together
@@ -7,6 +7,7 @@ gradients, one by one beside a computation, took 1.9 to 2.8 s over a link of 631
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.segments import Exchange
+from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
-from jaxcross.wire.recognise import recognise
+from jaxcross.wire.recognise import recognise, speaks_of, touches
 
 # What is larger is not worth the copy into the common message and out of it; messages are limited for their memory.
 SMALL_BYTES = 4 * 2**20
@@ -25,31 +27,40 @@ MESSAGE_BYTES = 32 * 2**20
 
 
 def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
-    """The equations, in an order in which each follows those that it reads; sums of one list may be one message."""
+    """The equations, in an order in which each follows those that it reads; sums of one list may be one message.
+
+    What only computes (a shared buffer that is filled or emptied) does not part the sums before it from those behind:
+    it comes before all of them, or behind them where it reads one.
+    """
     run: list[tuple[Any, Exchange]] = []
-    written: set[Any] = set()
+    behind: list[list[Any]] = []
+    written: set[Any] = set()  # by the sums of the run and what comes behind them
     for eqn in eqns:
         exchange = sum_of(eqn, axes)
-        if run and not (exchange and written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))):
-            yield from _parted(run)
-            run, written = [], set()
+        reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
+        if run and not (exchange and not reads) and not _computes(eqn, axes):
+            yield from (*_parted(run, axes), *behind)
+            run, behind, written, reads = [], [], set(), False
         if exchange:
             run.append((eqn, exchange))
-            written.update(eqn.outvars)
+        elif reads:
+            behind.append([eqn])
         else:
             yield [eqn]
-    yield from _parted(run)
+            continue
+        written.update(eqn.outvars)
+    yield from (*_parted(run, axes), *behind)
 
 
-def joined(values: Sequence[jax.Array]) -> jax.Array:
-    """All elements, one value after the other."""
-    return jnp.concatenate([jnp.ravel(value) for value in values])
+def joined(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
+    """All elements, one value after the other, each filled with zeros to a multiple of so many elements."""
+    return jnp.concatenate([jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) for value in values])
 
 
-def parted(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def parted(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
     """`joined` undone."""
-    pieces = jnp.split(flat, np.cumsum([value.size for value in like])[:-1])
-    return [piece.reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
+    pieces = jnp.split(flat, np.cumsum([value.size + -value.size % multiple for value in like])[:-1])
+    return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
 
 def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
@@ -58,13 +69,25 @@ def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None
 
 
-def _parted(run: Sequence[tuple[Any, Exchange]]) -> list[list[Any]]:
+def _computes(eqn: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation neither exchanges nor knows of our axes."""
+    name = eqn.primitive.name
+    return not (name.endswith("_mpi") or speaks_of(eqn, axes) or any(touches(s, axes) for s in compat.sub_jaxprs(eqn)))
+
+
+def _parted(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> list[list[Any]]:
     lists: list[list[Any]] = []
     open_lists: dict[Any, tuple[list[Any], int]] = {}
     for eqn, exchange in run:
         params, dtype = dict(exchange.params), jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
-        if not 0 < nbytes <= SMALL_BYTES or "positions" in params or dtype.kind not in "iufc" or is_narrow_float(dtype):
+        if is_narrow_float(dtype):
+            groups_ = params.get("groups")
+            ranks = len(groups_[0]) if groups_ else math.prod(axes[a] for a in exchange.axes)
+            fits = not gathers(exchange.count, dtype.itemsize, ranks)  # else it travels another way, by other bytes
+        else:
+            fits = dtype.kind in "iufc"
+        if not (fits and 0 < nbytes <= SMALL_BYTES) or "positions" in params:
             lists.append([eqn])
             continue
         key = exchange.axes, params.get("groups"), dtype

@@ -21,7 +21,7 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-def ask_for_short_slices() -> bool:
+def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
     """Asks Linux to give this thread the core for a quarter of a millisecond at a time; whether it took the wish.
 
     MPI waits by polling and yields the core after each poll. A yield forfeits the thread's slice, 3 ms by default, and
@@ -33,7 +33,7 @@ def ask_for_short_slices() -> bool:
     if sys.platform != "linux" or number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    wish = _Attributes(size=ctypes.sizeof(_Attributes), policy=os.SCHED_OTHER, nice=nice, runtime=_SLICE_NS)
+    wish = _Attributes(size=ctypes.sizeof(_Attributes), policy=os.SCHED_OTHER, nice=nice, runtime=slice_ns)
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # somebody has chosen for it
     return ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wish), 0) == 0

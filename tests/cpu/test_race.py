@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import race
 import race_bounds
+import race_show
 from race_bounds import Cost
 from race_measure import Calibration, Entrants
 from rivals import cases, jax_work, serving
@@ -39,6 +40,14 @@ def cost(c: float, m: float, tax: float = 0.0) -> Cost:
 def test_bound_is_the_longest_of_three(jobs, bound):
     assert race_bounds.bound_s(jobs) == bound
     assert race_bounds.taxed_bound_s(jobs) == bound
+
+
+@pytest.mark.parametrize(
+    ("job", "first", "last", "best"),
+    [(cost(2, 4), 1.0, 0.1, 5.0), (cost(4, 2), 1.0, 0.1, 4.2), (cost(2, 2), 2.0, 1.0, 4.0)],
+)
+def test_no_cut_of_one_job_beats_its_first_bucket_and_the_wire_or_its_last_one(job, first, last, best):
+    assert race_bounds.wait_free_s(job, first, last) == best
 
 
 def test_a_job_that_overlaps_itself_has_no_chain():
@@ -206,6 +215,15 @@ def test_wrong_arguments(monkeypatch, capsys, line, message):
     with pytest.raises(SystemExit):
         race.options()
     assert message in capsys.readouterr().err
+
+
+def test_bfloat16_is_held_against_bfloat16():
+    rows = [
+        {"run": 0, "case": "two", "rate": "balanced", "rival": name, "s_per_job_step": s}
+        for name, s in (("ddp", 3.0), ("ddp-bf16", 2.0), ("crossover", 1.5), ("crossover-bf16", 1.0))
+    ]
+    assert [race_show.over_reference(row, rows) for row in rows] == [2, 2, 1, 1]
+    assert race_show.over_reference({**rows[0], "run": 1}, rows) is None
 
 
 def test_a_race_resumes(monkeypatch, tmp_path):

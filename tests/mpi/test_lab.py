@@ -122,6 +122,25 @@ def test_hosts_see_one_another_and_two_labs_do_not_meet():
 
 
 @needs_lab
+def test_two_labs_exchange_side_by_side_and_count_their_own_bytes():
+    mpirun = find_mpirun()
+    assert mpirun is not None
+    command = [mpirun.path, "-n", "2", sys.executable, "-c"]
+    with Lab(hosts=2, rate="200mbit") as one, Lab(hosts=2, rate="200mbit") as other:
+        before = one.bytes_crossed(), other.bytes_crossed()
+        running = [
+            subprocess.Popen(lab.wrap([*command, RANK * times]), stdout=subprocess.PIPE, text=True, env=lab.environment())
+            for lab, times in ((one, 1), (other, 4))
+        ]
+        told = [process.communicate(timeout=120)[0] for process in running]
+        crossed = one.bytes_crossed() - before[0], other.bytes_crossed() - before[1]
+    assert [process.returncode for process in running] == [0, 0]
+    assert [len(text.splitlines()) for text in told] == [1, 4]
+    # 4 MB each way for each all-reduce: neither counts the other's
+    assert 8_000_000 <= crossed[0] <= 12_000_000 and 32_000_000 <= crossed[1] <= 48_000_000, crossed
+
+
+@needs_lab
 def test_commands_die_with_the_lab():
     with Lab(hosts=2) as lab:
         process = subprocess.Popen(

@@ -58,6 +58,21 @@ def test_race(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_race_of_one_job(smoke, tmp_path):
+    out = tmp_path / "race.json"
+    result = smoke("race.py", out, "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "200")
+    rows = {row["rival"]: row for row in result["rows"]}
+    assert set(rows) == {"fused", "uncut", "wait-free"}
+    (link,) = result["links"]
+    facts = link["wait_free"]
+    assert facts["pieces"] >= 1 and facts["c_s"] == rows["wait-free"]["c_s"][0]
+    assert facts["first_bucket_s"] > 0 and 0 < facts["last_bucket_s"] < facts["m_s"]
+    assert facts["best_s"] == max(facts["first_bucket_s"] + facts["m_s"], facts["c_s"] + facts["last_bucket_s"])
+    (calibration,) = link["calibration"]
+    assert len(calibration["first"]) == 2, "of each rank"
+
+
+@pytest.mark.exhaustive
 def test_memory(smoke, tmp_path):
     rows = smoke("memory.py", tmp_path / "memory.json")["rows"]
     by = {(row["jobs"], row["way"]): row for row in rows}

@@ -18,8 +18,10 @@ NAMES = [
     "mpi4jax_equations_are_exchanges_too",
     "nothing_to_return",
     "order_is_the_equations_order",
+    "sixteen_bit_sums_travel_together",
     "sixteen_bits_round_once",
     "small_sums_travel_together",
+    "sums_travel_together_whatever_is_computed_between_them",
 ]
 
 

@@ -1,10 +1,14 @@
 """The numbers in the documentation are those of the kept results."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import tables as tables_script
 
 
 def tables(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +28,17 @@ def test_a_table_whose_result_is_not_kept_yet_is_left_out(tmp_path: Path) -> Non
     done = tables("--root", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert page.read_text() == "Before.\n\n<!-- table convergence -->\n\nAfter.\n"
+
+
+def test_every_kept_result_and_every_table_has_its_place() -> None:
+    marks = {
+        (name, argument or "")
+        for page in (ROOT / "docs").glob("*.md")
+        for name, argument in tables_script.MARK.findall(page.read_text())
+    }
+    assert {name for name, _ in marks} == set(tables_script.TABLES)
+    kept = json.loads((ROOT / "benchmarks" / "results" / "race.json").read_text())["rows"]
+    assert {argument for name, argument in marks if name == "race"} >= {f"{r['case']}:{r['rate']}" for r in kept}
 
 
 def test_a_changed_number_is_found(tmp_path: Path) -> None:

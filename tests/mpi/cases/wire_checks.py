@@ -14,6 +14,7 @@ from mpi4py import MPI
 from jaxcross import _jax_compat as compat
 from jaxcross.wire import MpiWire, issued_bytes, wire_bytes
 from jaxcross.wire.messages import split_counts
+from jaxcross.wire.recognise import recognise
 from jaxcross.world import initialize
 
 world = initialize(watchdog_s=60)
@@ -165,6 +166,33 @@ def small_sums_travel_together():
     many = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 20  # 4 MiB each, 32 MiB a message
     _, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *many)
     assert [e.invars[0].aval.size / 2**20 for e in messages(function, *many)] == [8, 8, 4]
+
+
+def sums_travel_together_whatever_is_computed_between_them():
+    def step(a, b, c):
+        a = lax.psum(a * 2, "r")
+        half = a / 2  # waits behind the message
+        b = lax.psum(b + 1, "r")
+        return a, b, lax.psum(c, "r"), lax.psum(half, "r")  # the last one needs the first
+
+    args = jnp.arange(3.0) + RANK, jnp.full((2, 2), RANK, jnp.float32), jnp.float32(RANK)
+    _, function = lowered(step, *args)
+    assert [e.invars[0].aval.size for e in messages(function, *args)] == [3 + 4 + 1, 3]
+    a, b, c, last = jax.jit(function)(*args)
+    total = P * (P - 1) / 2
+    assert (a == 2 * (P * jnp.arange(3.0) + total)).all() and (b == total + P).all() and c == total
+    assert (last == P * a / 2).all()
+
+
+def sixteen_bit_sums_travel_together():
+    xs = [jnp.full((n,), (1 + i) * (RANK + 1), jnp.bfloat16) for i, n in enumerate((40_001, 50_000, 45_003))]
+    jaxpr, function = lowered(lambda *xs: [lax.psum(x, "r") for x in xs], *xs)
+    assert [e.primitive.name for e in messages(function, *xs)] == ["alltoall_mpi", "allgather_mpi"]
+    exchanges = [x for eqn in compat.open_jaxpr(jaxpr)[0].eqns for x in recognise(eqn, AXES)]
+    assert issued_bytes(jax.make_jaxpr(function)(*xs), P) == sum(wire_bytes(x, AXES) for x in exchanges)
+    alone = [jax.jit(lowered(lambda x: lax.psum(x, "r"), x)[1])(x)[0] for x in xs]
+    for got, expected, x in zip(jax.jit(function)(*xs), alone, xs, strict=True):
+        assert (got == expected).all() and (got.shape, got.dtype) == (x.shape, x.dtype)
 
 
 def bytes_follow_the_formula():
