@@ -9,7 +9,8 @@ core each and a real link:
   beside       exchanges beside ResNet-50's computation on the same core
   computation  the same step without exchange, alone and beside exchanges
 `--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25 ms that it asks for
-in `beside`, at niceness 5, with all others at niceness 1 to 5, and with two exchanges at once.
+in `beside`, at niceness 5, with two exchanges at once, and, last, as nobody may go back, with all others at niceness 1, 3
+and 5.
 `--limits`: alone and beside, too, with sums of up to these bytes joined (`none`: each is a message).
 `--settings`: all of it again under each of the MPI's own settings, which only a new launch can change.
 
@@ -26,6 +27,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,7 @@ def launched(args: Any, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def others_niceness(value: int) -> None:
-    """Of all threads of this process but the caller; below what it was needs a privilege, which the lab's root has."""
+    """Of all threads of this process but the caller. Less than it is needs a privilege."""
     for thread in os.listdir("/proc/self/task"):
         if int(thread) != threading.get_native_id():
             os.setpriority(os.PRIO_PROCESS, int(thread), value)
@@ -149,7 +151,6 @@ def worker(args: Any) -> int:
             ", as it comes": lambda: None,
             **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},
             ", niceness 5": lambda: os.setpriority(os.PRIO_PROCESS, 0, 5),  # of this thread alone, on Linux
-            **{f", the others' niceness {n}": partial(others_niceness, n) for n in (1, 3, 5)},
         }
     count = 0
     step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
@@ -179,11 +180,14 @@ def worker(args: Any) -> int:
         threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
         world.control.allgather_text("")  # all ranks begin together
         for thread in threads:
-            thread.start()
+            starter.submit(thread.start).result()
         return threads
 
     names = ["alone", "at once", "beside", *(f"beside{way}" for way in ways)]
-    names += ["beside, two at once"] if args.ways else []
+    niceness = (1, 3, 5) if args.ways else ()
+    names += [*(f"beside, the others' niceness {n}" for n in niceness), *(["beside, two at once"] if args.ways else [])]
+    starter = ThreadPoolExecutor(1, "starter")  # a thread begins at the niceness of who starts it
+    starter.submit(lambda: None).result()
     names += [f"{what}{limit}" for limit in limits for what in ("alone", "beside")]
     exchanges = {name: {"s": [], "cpu_s": [], "softirq_s": []} for name in names}
     computation: dict[str, list[float]] = {"alone": []}
@@ -239,8 +243,6 @@ def worker(args: Any) -> int:
             measure()
         for suffix, way in ways.items():
             beside(suffix, way=way)
-            others_niceness(0)
-            os.setpriority(os.PRIO_PROCESS, 0, 0)  # and of this one, which is another's other
         if args.ways:
             two_beside()
         for suffix, call in limited.items():
@@ -250,6 +252,11 @@ def worker(args: Any) -> int:
             for found in (*exchanges.values(), computation):
                 for values in found.values():
                     values.clear()
+    for n in niceness:
+        starter.submit(others_niceness, n).result()
+        for _ in range(repeats):
+            beside(f", the others' niceness {n}")
+    starter.shutdown()
     if world.rank == 0:
         Path(args.worker).write_text(json.dumps({
             "bytes": sum(x.nbytes for x in shapes), "leaves": len(shapes), "repeats": repeats, "exchanges": count,
