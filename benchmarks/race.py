@@ -15,11 +15,11 @@ and the first steps, which get their memory from the kernel, are not in it, fill
 period that jaxcross's report gives.
 bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that the
 kernel charges an exchange on the row's wire on the core that computes: its thread's, and its own for packets. slow_down
-is what a step takes beside exchanges over one alone, caches and all. Rivals that overlap a job with itself have no max(c + m). m and tax are measured before every
-repeat, c before and after every run, by the processes that run. hidden_share is (c + m - T) / min(c, m), clipped to
-0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s and wire_bytes are of all ranks a job-step,
-peak_rss_bytes of the fuller host. A row names its run, of `runs`; `--resume` adds rivals in a run of their own, at
-rates found anew.
+is what a step takes beside exchanges over one alone, caches and all. Rivals that overlap a job with itself have no
+max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes that run.
+hidden_share is (c + m - T) / min(c, m), clipped to 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s
+and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row names its run, of `runs`;
+`--resume` adds rivals in a run of their own, at rates found anew.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """k jobs in one process against k processes."""
     yield "jobs", "images", "way", "peak GB a host", "programs compiled", "compile s"
     for row in read("memory")["rows"]:
-        yield (str(row["jobs"]), f"{row['image_size']}x{row['image_size']}", row["way"], f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
-               f"{row['compile_s']:.0f}")  # fmt: skip
+        yield (str(row["jobs"]), f"{row['image_size']}x{row['image_size']}", row["way"],
+               f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}", f"{row['compile_s']:.0f}")  # fmt: skip
 
 
 def scale(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -167,8 +167,8 @@ def exchange_limits(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
 def exchange_ways(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
     """How the thread that waits for an exchange shares its core with a computation."""
     found = read(f"exchange_cost_{vendor}")
-    names = [name.removeprefix("beside") for name in found["exchange"] if name.startswith("beside") and "sums" not in name]
-    ways = {suffix.removeprefix(", ") or "slices of 250 us": suffix for suffix in names}
+    beside = [name for name in found["exchange"] if name.startswith("beside") and "sums" not in name]
+    ways = {name[len("beside, ") :] or "slices of 250 us": name[len("beside") :] for name in beside}
     if len(ways) < 2:
         raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --ways")
     yield "the exchange's thread", "exchange beside a computation", "the computation beside it", "its thread's CPU"
@@ -194,7 +194,8 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
 def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """Images a second from records on disk, by job and in all."""
     found = read("imagenet_resnet")
-    yield "records", "run", *found["jobs"], "all jobs, images/s", "min to max", "with start and end", "input wait a step"
+    yield ("records", "run", *found["jobs"], "all jobs, images/s", "min to max", "with start and end",
+           "input wait a step")  # fmt: skip
     for cache in ("cold", "warm"):
         for policy in ("sequential", "crossover"):
             row = found["throughput"][cache][policy]

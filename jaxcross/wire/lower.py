@@ -26,8 +26,8 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
     All exchanges of one call are ordered by one token chain, in equation order, but for sums with no other exchange
-    between them: they may be one message, in the place of the last. The function communicates when it runs; this call may, too:
-    communicators are made here, so all members of a group must lower.
+    between them: they may be one message, in the place of the last. The function communicates when it runs; this call
+    may, too: communicators are made here, so all members of a group must lower.
     """
     lowered = _retrace(jaxpr, mesh, connect)
     if not lowered.effects:  # every group has one rank: nothing is sent
@@ -97,7 +97,7 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     ranks = connect(*group_of(exchange, mesh)).size
     if ranks == 1:
         return values
-    # A sum in 16 bits is cut into a block a rank: filled one by one, all values together take the bytes that each takes.
+    # A sum in 16 bits is cut into a block a rank: filled one by one, values take the bytes together that each takes.
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
     # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
     # that its segments give.

@@ -98,7 +98,9 @@ def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
 def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
     """Whether something inside is an exchange, or says a word about our axes."""
     return any(
-        eqn.primitive.name.endswith("_mpi") or speaks_of(eqn, axes) or any(touches(s, axes) for s in compat.sub_jaxprs(eqn))
+        eqn.primitive.name.endswith("_mpi")
+        or speaks_of(eqn, axes)
+        or any(touches(sub, axes) for sub in compat.sub_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns
     )
 

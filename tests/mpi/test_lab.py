@@ -129,7 +129,9 @@ def test_two_labs_exchange_side_by_side_and_count_their_own_bytes():
     with Lab(hosts=2, rate="200mbit") as one, Lab(hosts=2, rate="200mbit") as other:
         before = one.bytes_crossed(), other.bytes_crossed()
         running = [
-            subprocess.Popen(lab.wrap([*command, RANK * times]), stdout=subprocess.PIPE, text=True, env=lab.environment())
+            subprocess.Popen(
+                lab.wrap([*command, RANK * times]), stdout=subprocess.PIPE, text=True, env=lab.environment()
+            )
             for lab, times in ((one, 1), (other, 4))
         ]
         told = [process.communicate(timeout=120)[0] for process in running]
