@@ -118,7 +118,8 @@ def memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "jobs", "images", "way", "peak GB a host", "programs compiled", "compile s"
     for row in read("memory")["rows"]:
         yield (str(row["jobs"]), f"{row['image_size']}x{row['image_size']}", row["way"],
-               f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}", f"{row['compile_s']:.0f}")  # fmt: skip
+               f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
+               f"{row['compile_s']:.0f}")  # fmt: skip
 
 
 def scale(read: Read, _: str) -> Iterator[tuple[str, ...]]:

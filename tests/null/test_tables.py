@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import tables as tables_script
+
+ROOT = Path(__file__).parents[2]
 
 
 def tables(*arguments: str) -> subprocess.CompletedProcess[str]:
