@@ -113,7 +113,7 @@ class Jobs:
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
         if self.finest is None:
-            program = self.step(spec, cut=FINEST).trace(*arguments).cut()
+            program = self.step(spec).trace(*arguments).cut(cut=FINEST)
             self.finest = program.compile(jax.tree.leaves(arguments), cache=world.executables)
         compiled = self.finest
         raw = []
