@@ -187,7 +187,6 @@ def worker(args: Any) -> int:
     niceness = (1, 3, 5) if args.ways else ()
     names += [*(f"beside, the others' niceness {n}" for n in niceness), *(["beside, two at once"] if args.ways else [])]
     starter = ThreadPoolExecutor(1, "starter")  # a thread begins at the niceness of who starts it
-    starter.submit(lambda: None).result()
     names += [f"{what}{limit}" for limit in limits for what in ("alone", "beside")]
     exchanges = {name: {"s": [], "cpu_s": [], "softirq_s": []} for name in names}
     computation: dict[str, list[float]] = {"alone": []}

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import by_type
+from jaxcross.exchange.parameters import by_type, wide
 
 
 def parameter_server(
@@ -88,8 +88,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
     for dtype, members in by_type(leaves).items():
-        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(wide)
+        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(wide(dtype))
         mine = (hops.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
         for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
             out[i] = x

@@ -70,6 +70,11 @@ def floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
     return vectors, back
 
 
+def wide(dtype: Any) -> Any:
+    """The type in which floats of a type are added up: float32 at least. What is no float keeps its own."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
 def by_type(leaves: Sequence[Any]) -> dict[Any, list[int]]:
     """Element type -> positions of the leaves that have it."""
     found: dict[Any, list[int]] = {}

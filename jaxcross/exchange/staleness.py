@@ -17,7 +17,7 @@ import optax
 from jaxcross.exchange import hops
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number
+from jaxcross.exchange.parameters import whole_number, wide
 
 
 class StaleState(NamedTuple):
@@ -147,13 +147,9 @@ def asynchronous(
 
 def _empty(params: optax.Params, slots: int) -> Any:
     """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
-
-    def zeros(x: Any) -> jax.Array:
-        dtype = jnp.result_type(x)
-        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-        return jnp.zeros((slots, *jnp.shape(x)), wide)
-
-    return jax.tree.map(zeros, params) if slots else None
+    return (
+        jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), wide(jnp.result_type(x))), params) if slots else None
+    )
 
 
 def _table(delays: Any) -> np.ndarray:

@@ -34,11 +34,15 @@ def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     return exchange.times * _once(exchange, sizes)
 
 
-def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
+def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
+    """How many ranks exchange with one another, with these sizes of the axes; of the largest group."""
     params = dict(exchange.params)
-    groups = params.get("groups")
-    ranks = params.get("ranks")
-    size = max(map(len, groups)) if groups else len(ranks) if ranks else math.prod(sizes[a] for a in exchange.axes)
+    groups, ranks = params.get("groups"), params.get("ranks")
+    return max(map(len, groups)) if groups else len(ranks) if ranks else math.prod(sizes[a] for a in exchange.axes)
+
+
+def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
+    params, size = dict(exchange.params), group_size(exchange, sizes)
     count, item = exchange.count, _itemsize(exchange.dtype)
     if exchange.op == "psum" and messages.is_narrow_float(jnp.dtype(exchange.dtype)) and size > 1:
         if collectives.gathers(count, item, size):

@@ -95,14 +95,18 @@ def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
     return any(isinstance(a, str) and a in axes for a in _axes_of(eqn))
 
 
-def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
-    """Whether something inside is an exchange, or says a word about our axes."""
-    return any(
+def concerns(eqn: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation, or one inside of it, is an exchange or says a word about our axes."""
+    return (
         eqn.primitive.name.endswith("_mpi")
         or speaks_of(eqn, axes)
         or any(touches(sub, axes) for sub in compat.sub_jaxprs(eqn))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
     )
+
+
+def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation inside concerns us."""
+    return any(concerns(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
 
 
 def _axes_of(eqn: Any) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ gradients, one by one beside a computation, took 1.9 to 2.8 s over a link of 631
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,10 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.segments import Exchange
+from jaxcross.wire.bytes import group_size
 from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
-from jaxcross.wire.recognise import recognise, speaks_of, touches
+from jaxcross.wire.recognise import concerns, recognise
 
 # What is larger is not worth the copy into the common message and out of it; messages are limited for their memory.
 SMALL_BYTES = 4 * 2**20
@@ -38,7 +38,7 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
     for eqn in eqns:
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
-        if run and not (exchange and not reads) and not _computes(eqn, axes):
+        if run and not (exchange and not reads) and concerns(eqn, axes):
             yield from (*_parted(run, axes), *behind)
             run, behind, written, reads = [], [], set(), False
         if exchange:
@@ -69,12 +69,6 @@ def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None
 
 
-def _computes(eqn: Any, axes: Mapping[str, int]) -> bool:
-    """Whether an equation neither exchanges nor knows of our axes."""
-    name = eqn.primitive.name
-    return not (name.endswith("_mpi") or speaks_of(eqn, axes) or any(touches(s, axes) for s in compat.sub_jaxprs(eqn)))
-
-
 def _parted(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> list[list[Any]]:
     lists: list[list[Any]] = []
     open_lists: dict[Any, tuple[list[Any], int]] = {}
@@ -82,9 +76,8 @@ def _parted(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> lis
         params, dtype = dict(exchange.params), jnp.dtype(exchange.dtype)
         nbytes = exchange.count * dtype.itemsize
         if is_narrow_float(dtype):
-            groups_ = params.get("groups")
-            ranks = len(groups_[0]) if groups_ else math.prod(axes[a] for a in exchange.axes)
-            fits = not gathers(exchange.count, dtype.itemsize, ranks)  # else it travels another way, by other bytes
+            # else it travels another way, by other bytes
+            fits = not gathers(exchange.count, dtype.itemsize, group_size(exchange, axes))
         else:
             fits = dtype.kind in "iufc"
         if not (fits and 0 < nbytes <= SMALL_BYTES) or "positions" in params:
