@@ -130,17 +130,24 @@ def _places(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 
 
 def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
-    """Places what no exchange needs (metrics, statistics, the optimizer) where it keeps fewest bytes alive."""
+    """Places what no exchange needs (metrics, statistics, the optimizer) where it keeps fewest bytes alive.
+
+    Never where an exchange would come to wait for another that it does not depend on.
+    """
     rest = [i for i in range(len(graph.eqns)) if i not in place]
+    awaited, behind = _awaited(graph, place, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.late}
     for i in rest:
+        for p in graph.makers(i):
+            awaited[i] |= awaited[p]
         if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
             earliest[i] = tail
             continue
         after = [(earliest[p] if p in earliest else place[p]) for p in graph.makers(i)]
-        earliest[i] = max((a + a % 2 for a in after), default=0)  # what an exchange makes is read one place later
+        first = max((a + a % 2 for a in after), default=0)  # what an exchange makes is read one place later
+        earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [place[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -151,3 +158,19 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
             if v in graph.maker and all(place.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
         )  # fmt: skip
         place[i] = earliest[i] if made < held else latest
+
+
+def _awaited(graph: Graph, place: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
+    """The exchanging places that must have been before each equation's result, and before each place, as bits.
+
+    Of equations that are in no place yet nothing is known: 0. The tail waits for all.
+    """
+    behind = [0] * tail + [-1]
+    for i in sorted(place, key=lambda i: place[i]):
+        for p in graph.makers(i):
+            if place[p] < place[i]:
+                behind[place[i]] |= behind[place[p]] | (place[p] % 2) << place[p]
+    awaited = [0] * len(graph.eqns)
+    for i, at in place.items():
+        awaited[i] = behind[at] | (at % 2) << at
+    return awaited, behind
