@@ -108,10 +108,17 @@ def _split(graph: Graph, group: Group, pieces: int) -> list[Group]:
 
 
 def _by_readiness(graph: Graph, exchanges: Sequence[int]) -> list[int]:
+    """In the order in which their operands are computed: by how many equations stand one after another before each.
+
+    Not by their place in the step, where what is done to each gradient may stand behind the whole backward pass.
+    """
+    depth: list[int] = []
+    for i in range(len(graph.eqns)):
+        depth.append(1 + max((depth[p] for p in graph.makers(i)), default=0))
     when: dict[int, int] = {}
-    latest = -1
+    latest = 0
     for i in sorted(exchanges):
-        when[i] = max(graph.makers(i), default=-1)
+        when[i] = depth[i]
         if i in graph.ordered:  # none of these before one that is written earlier
             when[i] = latest = max(when[i], latest)
     return sorted(exchanges, key=lambda i: (when[i], i))

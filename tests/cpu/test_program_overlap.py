@@ -59,6 +59,15 @@ def test_gradients_travel_while_the_backward_pass_goes_on(optimizer: str, wire: 
         assert [n for n in collectives if after[index] >> n & 1] == [], cut.text()
     assert cut.segments[-1].kind == "compute"
     assert all(after[-1] >> n & 1 for n in collectives)
+    # Also where what is done to each gradient is written behind the whole backward pass.
+    products = [
+        sum(eqn.primitive.name == "dot_general" for eqn in segment.jaxpr.jaxpr.eqns)
+        for segment in cut.segments
+        if segment.kind == "compute"
+    ]
+    assert sum(products) == 3 * LAYERS - 1
+    assert max(products[1:4]) - min(products[1:4]) <= 2, products
+    assert products[0] <= LAYERS + 5, products
 
 
 def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -> None:

@@ -1,0 +1,109 @@
+"""What does XLA's CPU backend offer a ResNet-50 step: flags, large pages, products in place of 1x1 convolutions?
+
+    python benchmarks/backend.py [--repeats 5] [--steps 4] [--json FILE] [--smoke]
+
+The race's own step (batch 4, 224x224, no exchange) on one core, in one process a way, all started before the first
+measurement; they step in turn. `as raced` is how every JAX row of the race runs. A flag that this jaxlib does not know
+ends its process and is named. `ratio`: seconds a step over those `as raced`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from workloads import parser, spread, write_json
+
+from jaxcross.world import pages
+
+CONVOLUTIONS, SMALL_PAGES = "1x1 kernels as convolutions", "pages as the kernel gives them"
+WAYS = {
+    "as raced": "",
+    CONVOLUTIONS: "",
+    SMALL_PAGES: "",
+    **{flag: f"--{flag}" for flag in (
+        "xla_cpu_use_onednn=true", "xla_cpu_use_xnnpack=true", "xla_cpu_prefer_vector_width=512",
+        "xla_cpu_enable_fast_math=true", "xla_cpu_use_fusion_emitters=false", "xla_cpu_multi_thread_eigen=false",
+    )},
+}  # fmt: skip
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=5, help="default %(default)s")
+    options.add_argument("--steps", type=int, default=4, help="of each way, a repeat (default %(default)s)")
+    options.add_argument("--worker", metavar="WAY", help="(internal) step as stdin says")
+    args = options.parse_args()
+    if args.worker:
+        return worker(args)
+    processes = {way: start(way, args.smoke) for way in WAYS}
+    try:
+        unknown = [way for way, process in processes.items() if asked(process, 2) is None]  # compiles and warms up
+        if "as raced" in unknown:
+            raise RuntimeError("the step itself does not run; its process's last words are above")
+        for way in unknown:
+            print(f"{way}: not known to this jaxlib")
+        raw: dict[str, list[float]] = {way: [] for way in WAYS if way not in unknown}
+        for _ in range(2 if args.smoke else args.repeats):
+            for way, seconds in raw.items():
+                found = asked(processes[way], args.steps)
+                if found is None:
+                    raise RuntimeError(f"the process of `{way}` ended")
+                seconds += found
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    rows = {way: {"s": spread(seconds)} for way, seconds in raw.items()}
+    for way, row in rows.items():
+        row["ratio"] = row["s"]["median"] / rows["as raced"]["s"]["median"]
+        print(f"{way:40} {row['s']['median']:.3f} s a step, {row['ratio']:.2f} of `as raced`")
+    write_json(args.json, __doc__, {"rows": rows, "unknown": unknown})
+    return 0
+
+
+def start(way: str, smoke: bool) -> subprocess.Popen[str]:
+    """A process that steps when it is told to."""
+    environment = {**os.environ, "NPROC": "1", "XLA_FLAGS": WAYS[way]}
+    if way != SMALL_PAGES:
+        environment |= pages.settings(environment)
+    line = [sys.executable, __file__, "--worker", way, *(["--smoke"] if smoke else [])]
+    return subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def asked(process: subprocess.Popen[str], steps: int) -> list[float] | None:
+    """Seconds of each of some steps; None if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(f"{steps}\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    line = process.stdout.readline()
+    return json.loads(line) if line else None
+
+
+def worker(args: argparse.Namespace) -> int:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    import jax
+    import resnet
+    from rivals import jax_work
+    from rivals.cases import jobs_of
+
+    if args.worker == CONVOLUTIONS:
+        resnet.convolve = jax.lax.conv_general_dilated
+    (spec,) = jobs_of("one", args.smoke)
+    work = jax_work.workload(spec)
+    step: Any = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
+    loop = jax_work.Loop(step, jax_work.state_of(work, 0), jax_work.batch_of(work, 0, 0))
+    for line in sys.stdin:
+        print(json.dumps(loop.timed(int(line))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,210 @@
+"""One rank of benchmarks/exchange_cost.py: what an exchange and a computation cost each other, in turn.
+
+Started by that benchmark with its own arguments and `--worker FILE`, where rank 0 writes the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jaxcross
+
+WORLD = jaxcross.initialize(lanes=2, watchdog_s=300)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import workloads  # noqa: E402
+from exchange_cost import options  # noqa: E402
+from jax import lax  # noqa: E402
+from rivals.serving import softirq_s  # noqa: E402
+from workloads import spread  # noqa: E402
+
+from jaxcross.wire import MpiWire, together  # noqa: E402
+from jaxcross.world.slices import ask_for_short_slices  # noqa: E402
+
+AXES = {"batch": 2}
+BESIDE = 3
+"""Exchanges that follow one another beside a computation."""
+NICENESS = (1, 3, 5)
+
+
+class Ways:
+    """An exchange, a computation, and both at once in several ways. What they took is in `exchanges` and `computation`.
+
+    Every measurement begins on all ranks together. The compiled exchanges take and give the gradients of `work`.
+    """
+
+    def __init__(self, work: workloads.Workload) -> None:
+        self.state, self.batch = work.state(0), work.batch(WORLD.rank)
+        self.shapes = jax.tree.leaves(self.state[0])
+        sums = lambda *xs: [lax.psum(x, "batch") for x in xs]  # noqa: E731
+        self.jaxpr = jax.make_jaxpr(sums, axis_env=list(AXES.items()))(*self.shapes)
+        self.step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
+        self.starter = ThreadPoolExecutor(1, "starter")  # a thread begins at the niceness of who starts it
+        self.lanes = [self.compiled(0), self.compiled(1)]
+        self.made = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """What was measured so far was a rehearsal."""
+        self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
+        self.computation: dict[str, list[float]] = defaultdict(list)
+
+    def compiled(self, lane: int, limit: int = together.SMALL_BYTES) -> Any:
+        """All gradients' sums as one program, those of up to `limit` bytes joined."""
+        usual, together.SMALL_BYTES = together.SMALL_BYTES, limit
+        try:
+            return jax.jit(MpiWire(WORLD, lane=lane).lower(self.jaxpr, AXES)).lower(*self.shapes).compile()
+        finally:
+            together.SMALL_BYTES = usual
+
+    def exchange(self, call: Any, took: dict[str, list[float]]) -> None:
+        operands = [jnp.ones(x.shape, x.dtype) for x in self.shapes]
+        jax.block_until_ready(operands)
+        start, cpu = time.perf_counter(), time.thread_time()
+        jax.block_until_ready(call(*operands))
+        took["s"].append(time.perf_counter() - start)
+        took["cpu_s"].append(time.thread_time() - cpu)
+        self.made += 1
+
+    def compute(self, took: list[float]) -> None:
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        took.append(time.perf_counter() - start)
+
+    def in_threads(self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None) -> list[threading.Thread]:
+        """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane is, if None."""
+
+        def run(task: Callable[[], Any]) -> None:
+            (way or ask_for_short_slices)()
+            task()
+
+        threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+        WORLD.control.allgather_text("")
+        for thread in threads:
+            self.starter.submit(thread.start).result()
+        return threads
+
+    def alone(self, suffix: str = "", call: Any = None) -> None:
+        took = self.exchanges[f"alone{suffix}"]
+        before = softirq_s()
+        for thread in self.in_threads(lambda: self.exchange(call or self.lanes[0], took)):
+            thread.join()
+        took["softirq_s"].append(softirq_s() - before)
+
+    def at_once(self) -> None:
+        """Two exchanges; what is kept is of one of them."""
+        found: dict[str, list[float]] = {"s": [], "cpu_s": []}
+        before, start = softirq_s(), time.perf_counter()
+        for thread in self.in_threads(*(partial(self.exchange, call, found) for call in self.lanes)):
+            thread.join()
+        took = self.exchanges["at once"]
+        took["s"].append((time.perf_counter() - start) / 2)
+        took["softirq_s"].append((softirq_s() - before) / 2)
+        took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
+
+    def computing(self) -> None:
+        WORLD.control.allgather_text("")
+        for _ in range(2):
+            self.compute(self.computation["alone"])
+
+    def beside(self, suffix: str = "", call: Any = None, way: Callable[[], Any] | None = None) -> None:
+        took = self.exchanges[f"beside{suffix}"]
+        before = softirq_s()
+        several = lambda: [self.exchange(call or self.lanes[0], took) for _ in range(BESIDE)]  # noqa: E731
+        (thread,) = self.in_threads(several, way=way)
+        self._compute_while([thread], suffix)
+        took["softirq_s"].append((softirq_s() - before) / BESIDE)
+
+    def two_beside(self) -> None:
+        """Both lanes; what is kept is of one exchange."""
+        found: dict[str, list[float]] = {"s": [], "cpu_s": []}
+        begin, before, suffix = time.perf_counter(), softirq_s(), ", two at once"
+        several = lambda call: [self.exchange(call, found) for _ in range(BESIDE)]  # noqa: E731
+        last_s = self._compute_while(self.in_threads(*(partial(several, call) for call in self.lanes)), suffix)
+        took = self.exchanges[f"beside{suffix}"]
+        took["s"].append((time.perf_counter() - begin - last_s) / (2 * BESIDE))
+        took["softirq_s"].append((softirq_s() - before) / (2 * BESIDE))
+        took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
+
+    def _compute_while(self, threads: list[threading.Thread], suffix: str) -> float:
+        """Seconds of the last step, which was alone at its end and is not kept."""
+        took: list[float] = []
+        while any(thread.is_alive() for thread in threads):
+            self.compute(took)
+        self.computation[f"beside exchanges{suffix}"] += took[:-1]
+        return took[-1]
+
+    def yield_to_exchanges(self, niceness: int) -> None:
+        """Every thread of this process but the starter, for good: less niceness needs a privilege."""
+
+        def set_others() -> None:
+            for thread in os.listdir("/proc/self/task"):
+                if int(thread) != threading.get_native_id():
+                    os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+
+        self.starter.submit(set_others).result()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "bytes": sum(x.nbytes for x in self.shapes), "leaves": len(self.shapes), "exchanges": self.made,
+            "exchange": {n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()},
+            "computation_s": {name: spread(took) for name, took in self.computation.items() if took},
+        }  # fmt: skip
+
+
+def bytes_of(limit: str) -> int:
+    """`64k`, `4m` or `none` as a number."""
+    return 0 if limit == "none" else int(limit[:-1]) << {"k": 10, "m": 20}[limit[-1]]
+
+
+def main() -> int:
+    args = options().parse_args()
+    repeats = 2 if args.smoke else args.repeats
+    work = (
+        workloads.resnet("resnet8", batch_size=2, image_size=32, classes=8)
+        if args.smoke
+        else workloads.resnet("resnet50", batch_size=4, image_size=224)
+    )
+    ways = Ways(work)
+    limited = {f", sums up to {word}": ways.compiled(0, bytes_of(word)) for word in args.limits.split(",") if word}
+    threads: dict[str, Callable[[], Any]] = {
+        ", as it comes": lambda: None,
+        **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},
+        ", niceness 5": lambda: os.setpriority(os.PRIO_PROCESS, 0, 5),  # of this thread alone, on Linux
+    }
+    for repeat in range(-1, repeats):
+        for measure in (ways.alone, ways.computing, ways.at_once, ways.beside):
+            measure()
+        for suffix, way in threads.items() if args.ways else ():
+            ways.beside(suffix, way=way)
+        if args.ways:
+            ways.two_beside()
+        for suffix, call in limited.items():
+            ways.alone(suffix, call)
+            ways.beside(suffix, call)
+        if repeat < 0:  # the first round compiles and gets memory
+            ways.forget()
+    for niceness in NICENESS if args.ways else ():
+        ways.yield_to_exchanges(niceness)
+        for _ in range(repeats):
+            ways.beside(f", the others' niceness {niceness}")
+    ways.starter.shutdown()
+    if WORLD.rank == 0:
+        Path(args.worker).write_text(json.dumps({**ways.facts(), "repeats": repeats}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
