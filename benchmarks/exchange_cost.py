@@ -55,7 +55,7 @@ def options() -> argparse.ArgumentParser:
     """The command line, of the ranks as well."""
     made = parser_of_hosts(__doc__)
     made.add_argument("--repeats", type=int, default=5, help="default %(default)s")
-    made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="of the exchange's thread to share its core")
+    made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="to share the core")
     made.add_argument("--limits", default="", metavar="A,B", help="none, or bytes as 64k or 4m")
     made.add_argument("--settings", action="store_true", help="the MPI's own, each in a launch of its own")
     return made

@@ -120,6 +120,15 @@ def test_convergence(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_backend(smoke):
+    result = smoke("backend.py")
+    assert result["rows"]["as raced"]["ratio"] == 1
+    assert set(result["rows"]).isdisjoint(result["unknown"])
+    assert all(row["s"]["median"] > 0 for row in result["rows"].values())
+    assert {"1x1 kernels as convolutions", "pages as the kernel gives them"} <= set(result["rows"])
+
+
+@pytest.mark.exhaustive
 def test_exchange_cost(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")
