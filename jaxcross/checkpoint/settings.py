@@ -16,7 +16,8 @@ class Checkpoints:
 
     Args:
         directory: A folder on a POSIX file system, shared by all nodes or local to each. One run at a time may use it.
-        every: The plain loop of `jaxcross.Job` saves after so many steps. A loop of your own calls `job.save`.
+        every: The plain loop of `jaxcross.Job` saves after so many steps; with None only where it ends or is
+            interrupted. A loop of your own calls `job.save`.
         keep: How many complete checkpoints of each job are kept.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
         silence_s: Seconds after which a rank whose process does not show that it lives is reported, and all ranks are
             aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it computes.
-        lanes: Exchanges that may be under way at once on a rank.
+        lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
 
     Raises:
         ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, or JAX started too early.
@@ -77,12 +77,13 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
 
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_size = node.Get_rank(), node.Get_size()
+    settings_of_node = node.allgather({name: os.environ[name] for name in _VISIBLE if os.environ.get(name)})
     node.Free()
     # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal cores.
     own_cores = pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
-    _take_device(os.environ, local_rank=local_rank, local_size=local_size, accelerators=_accelerators())
+    _take_device(settings_of_node, local_rank=local_rank, accelerators=_accelerators())
 
     places = world.allgather(peers.here())
     flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))
@@ -182,19 +183,35 @@ def _accelerators() -> int:
     return len([p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()])
 
 
-def _take_device(environ: Mapping[str, str], *, local_rank: int, local_size: int, accelerators: int) -> None:
-    choice = device_of(environ, local_rank=local_rank, local_size=local_size, accelerators=accelerators)
+def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> None:
+    choice = device_of(settings, local_rank=local_rank, accelerators=accelerators)
     if choice is not None and not compat.backends_started():
         import jax
 
         jax.config.update("jax_cuda_visible_devices", str(choice))
 
 
-def device_of(environ: Mapping[str, str], *, local_rank: int, local_size: int, accelerators: int) -> int | None:
-    """The accelerator of a rank, or None to leave the choice alone. Pure.
+def device_of(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> int | None:
+    """Which of the accelerators that a rank can see it takes, or None to leave the choice alone. Pure.
 
-    A rank that is alone on its node keeps all devices, and a user's or a batch system's setting stands.
+    A rank that is alone on its node keeps all. Where a batch system shows the same several to each rank, each takes its
+    own; a setting that differs between ranks, or that is JAX's, stands.
+
+    Args:
+        settings: Of each rank of the node, those variables that hide accelerators.
+        local_rank: This rank's place among them.
+        accelerators: How many the node has.
     """
-    if any(environ.get(name) for name in _VISIBLE) or local_size == 1 or accelerators < 2:
+    own = settings[local_rank]
+    if own:
+        if list(own) != ["CUDA_VISIBLE_DEVICES"] or any(other != own for other in settings):
+            return None
+        accelerators = len(own["CUDA_VISIBLE_DEVICES"].split(","))
+    if len(settings) == 1 or accelerators < 2:
         return None
+    if local_rank == 0 and accelerators < len(settings):
+        _log.warning(
+            "%d ranks of this node share %d accelerators. Start one rank an accelerator, unless this is meant.",
+            len(settings), accelerators,
+        )  # fmt: skip
     return local_rank % accelerators

@@ -73,20 +73,35 @@ def test_pool_that_cannot_be_made_large_enough(environ, cores):
         plan(environ, started=True, cores=cores)
 
 
+FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
 @pytest.mark.parametrize(
-    ("environ", "local_rank", "local_size", "accelerators", "expected"),
+    ("settings", "local_rank", "accelerators", "expected"),
     [
-        ({}, 1, 2, 4, 1),
-        ({}, 3, 4, 2, 1),
-        ({}, 0, 1, 8, None),
-        ({}, 1, 2, 1, None),
-        ({}, 1, 2, 0, None),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 1, 2, 4, None),
+        ([{}] * 2, 1, 4, 1),
+        ([{}] * 4, 3, 2, 1),
+        ([{}], 0, 8, None),
+        ([{}] * 2, 1, 1, None),
+        ([{}] * 2, 1, 0, None),
+        ([FOUR] * 4, 2, 8, 2),  # as SLURM without --gpus-per-task
+        ([FOUR], 0, 8, None),
+        ([{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}], 1, 8, None),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], 1, 8, None),
+        ([FOUR | {"JAX_CUDA_VISIBLE_DEVICES": "0"}] * 4, 2, 8, None),
+        ([{"ROCR_VISIBLE_DEVICES": "0,1"}] * 2, 1, 2, None),
     ],
 )
-def test_a_rank_takes_the_device_of_its_local_rank(environ, local_rank, local_size, accelerators, expected):
-    got = device_of(environ, local_rank=local_rank, local_size=local_size, accelerators=accelerators)
-    assert got == expected
+def test_a_rank_takes_the_device_of_its_local_rank(settings, local_rank, accelerators, expected):
+    assert device_of(settings, local_rank=local_rank, accelerators=accelerators) == expected
+
+
+def test_ranks_that_share_an_accelerator_are_told_so_once(caplog):
+    for local_rank in range(4):
+        device_of([{}] * 4, local_rank=local_rank, accelerators=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "4 ranks of this node share 2 accelerators. Start one rank an accelerator, unless this is meant."
+    ]
 
 
 WAIT = Activity(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
