@@ -42,8 +42,10 @@ def search(
     build: Callable[[Program], Compiled],
     together: Together,
     found: dict[str, int],
-) -> Compiled:
-    """The fastest of a few cuts, each twice as fine as the one before, until two finer ones in a row do not pay.
+) -> tuple[int, Compiled]:
+    """The number of pieces and the executables of the fastest of a few cuts.
+
+    Each is twice as fine as the one before, until two finer ones in a row do not pay.
 
     A cut that is slower than uncut in a last race of the two is not taken.
 
@@ -64,7 +66,7 @@ def search(
     key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
     book = _Book(key)
     if 1 <= found.get(key, 0) <= max(_PIECES):
-        return build(cut(found[key]))
+        return found[key], build(cut(found[key]))
 
     def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
         return together(f"cut {n}", lambda control: _race((best, rival), traced, leaves, world, control))
@@ -76,7 +78,7 @@ def search(
         old, new = (1.0, 1.0) if kept is best else race(known, best, kept)
         if new <= old:
             found[key] = known
-            return kept
+            return known, kept
         _log.warning(
             "`%s` was cut into %d exchange segments before, which is slower than uncut here.", traced.name, known
         )
@@ -110,7 +112,7 @@ def search(
                 "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s).",
                 traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
             )  # fmt: skip
-    return best
+    return pieces, best
 
 
 def _race(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from jaxcross.errors import JobError
@@ -59,20 +59,26 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
     """
     execution = compiled.execution(leaves)
     exchanges: dict[int, Future[None]] = {}
-    for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
-        index = runnable.segment.index
-        if runnable.segment.kind == "compute" or runnable.silent:
-            for n in awaited:
-                if n in exchanges:
-                    exchanges.pop(n).result()
-            execution.run(index)
-        elif compiled.overlaps:
-            # What it reads was dispatched before it, or stands before it in the same queue.
-            exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step)
-        else:
-            _exchange(world, compiled, execution, index, step)
-    for exchange in exchanges.values():
-        exchange.result()
+    try:
+        for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
+            index = runnable.segment.index
+            if runnable.segment.kind == "compute" or runnable.silent:
+                for n in awaited:
+                    if n in exchanges:
+                        exchanges[n].result()
+                execution.run(index)
+                execution.forget(index)
+            elif compiled.overlaps:
+                # What it reads was dispatched before it, or stands before it in the same queue.
+                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step)
+            else:
+                _exchange(world, compiled, execution, index, step)
+        for exchange in exchanges.values():
+            exchange.result()
+    finally:
+        # After an error, too: this thread's next exchange must not meet another one on its communicator. Those that
+        # have not begun are made as well, since which ones these are differs between ranks.
+        wait(exchanges.values())
     return execution.outputs()
 
 

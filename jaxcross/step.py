@@ -98,6 +98,7 @@ class Step:
         self._signature: int | None = None  # of its exchanges
         self._calls = 0  # outside a runner
         self.told: set[str] = set()  # loops whose exchanges were spoken of
+        self._pieces: dict[int, int] = {}  # what `cut="auto"` found, by the hash of the exchanges
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
@@ -226,7 +227,7 @@ class Step:
                 self._notice_change(last, asked, kinds, args, kwargs)
             return Variant(
                 traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
-                told=self.told, leaves=tuple(leaves), world=world,
+                told=self.told, pieces=self._pieces, leaves=tuple(leaves), world=world,
             )  # fmt: skip
 
         node = self._roots.get(key, make)

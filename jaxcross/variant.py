@@ -38,6 +38,8 @@ class Variant:
         traced: The step for one set of argument types.
         cut, bucket_bytes: As given to `crossover`.
         told: Loops whose exchanges were spoken of; shared by all variants of a step.
+        pieces: What `cut="auto"` found, by the hash of the exchanges; shared by all variants of a step, since shapes
+            may change on one rank alone, and the others would not come to search.
         leaves: Arguments to compile for; dropped then.
         world: Whose communicators and executables.
     """
@@ -46,6 +48,7 @@ class Variant:
     cut: Cut
     bucket_bytes: int
     told: set[str]
+    pieces: dict[int, int]
     leaves: tuple[Any, ...]
     world: World
     children: Once = field(default_factory=Once)
@@ -70,7 +73,7 @@ class Variant:
         def make() -> Variant:
             return Variant(
                 traced=self.traced.decide(index), cut=self.cut, bucket_bytes=self.bucket_bytes, told=self.told,
-                leaves=tuple(leaves), world=self.world,
+                pieces=self.pieces, leaves=tuple(leaves), world=self.world,
             )  # fmt: skip
 
         return self.children.get(index, make).choose(leaves)
@@ -97,7 +100,11 @@ class Variant:
         if self.compiled is not None:
             return self.compiled
         if self.cut == "auto" and (job is None or job.sole) and any(not program.silent(s) for s in program.collectives):
-            return self._search(job)
+            if (known := self.pieces.get(program.exchange_hash())) is None:
+                return self._search(job)
+            self.program = program = self.traced.cut(known, bucket_bytes=self.bucket_bytes)
+            if job is not None:
+                self._agree_in(job, program)
         with self._compiling(job, program.name), self.lock:
             compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
             self.compiled, self.leaves = compiled, ()
@@ -126,7 +133,8 @@ class Variant:
 
     def _search(self, job: runtime.JobContext | None) -> Compiled:
         """The fastest cut: measured, where nothing else runs beside this step."""
-        world = self.world
+        world, assumed = self.world, self.program
+        assert assumed is not None
 
         def build(program: Program) -> Compiled:
             if job is not None:
@@ -136,12 +144,13 @@ class Variant:
             with self._compiling(job, program.name):
                 return program.compile(self.leaves, cache=world.executables)
 
-        self.compiled = search(
+        pieces, self.compiled = search(
             self.traced, self.leaves, world=world, build=build,
             cut=lambda pieces: self.traced.cut(pieces, bucket_bytes=self.bucket_bytes),
             together=(lambda _, work: work(world.control)) if job is None else job.together,
             found={} if job is None else job.cuts,
         )  # fmt: skip
+        self.pieces[assumed.exchange_hash()] = pieces
         self.program, self.leaves = self.compiled.program, ()
         return self.compiled
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.flatten import drop_unread
-from jaxcross.program.graph import Graph, Group, exchanges_of
+from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
 from jaxcross.program.segments import Aval, Exchange, Program, Segment
 
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
@@ -24,14 +26,16 @@ def assemble(
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     tail = 2 * len(groups)
     bodies: list[list[Any]] = []  # equations of each place
+    parts: dict[Any, str] = {}  # flat buffer -> what lies in it
+    placed = by_place(place)
     for here in range(tail + 1):
-        members = sorted({i for i, p in place.items() if p == here} | copies.get(here, set()))
+        members = sorted({*placed.get(here, ()), *copies.get(here, ())})
         if here % 2:
-            bodies.append(_collective_body(graph, groups[here // 2], bucket_bytes))
+            bodies.append(_collective_body(graph, groups[here // 2], bucket_bytes, parts))
         else:
             bodies.append([graph.eqns[i] for i in members])
 
-    results = [a for a in inner.outvars if not isinstance(a, compat.Literal)]
+    results = {a for a in inner.outvars if not isinstance(a, compat.Literal)}
     owner = {v: place[i] for v, i in graph.maker.items()}
     reads = [_reads(body) for body in bodies]
     wanted = set(results)
@@ -77,7 +81,7 @@ def assemble(
             inputs=tuple(ids[v] for v in reads[here]),
             outputs=(*(ids[v] for v in outs), *literal_ids) if literals else tuple(ids[v] for v in outs),
             dies=tuple(ids[v] for v in dies),
-            exchanges=_exchanges(body, graph) if here % 2 else (), jaxpr=jaxpr,
+            exchanges=_exchanges(body, graph, parts) if here % 2 else (), jaxpr=jaxpr,
         ))  # fmt: skip
 
     remaining = iter(literal_ids)
@@ -105,23 +109,35 @@ def _reads(body: Sequence[Any]) -> list[Any]:
     return list(reads)
 
 
-def _exchanges(body: Sequence[Any], graph: Graph) -> tuple[Exchange, ...]:
-    return tuple(x for eqn in body for x in exchanges_of(eqn, graph.traced))
+def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
+    """What a segment puts on the wire. Ranks compare what lies in shared buffers, too, not only how large they are."""
+    found: list[Exchange] = []
+    for eqn in body:
+        shared = next((parts[a] for a in variables(eqn.invars) if a in parts), None)
+        extra = () if shared is None else (("parts", shared),)
+        found += [replace(x, params=(*x.params, *extra)) for x in exchanges_of(eqn, graph.traced)]
+    return tuple(found)
 
 
-def _collective_body(graph: Graph, group: Group, bucket_bytes: int) -> list[Any]:
-    """Equations of one collective segment: level by level, small exchanges of one kind in shared buffers."""
+def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
+    """Equations of one collective segment: level by level, small exchanges of one kind in shared buffers.
+
+    Of each buffer adds to `parts` how many operands it holds, and a hash of their sizes.
+    """
     body: list[Any] = []
+    between = sorted(group.between, key=lambda i: (graph.level[i], i))
     for level in group.levels:
         here = min(graph.level[i] for i in level)
-        body += [graph.eqns[i] for i in sorted(group.between) if graph.level[i] == here]
-        body += _bucketed(graph, level, bucket_bytes)
-    return body
+        ready = [i for i in between if graph.level[i] <= here]
+        body += [graph.eqns[i] for i in ready] + _bucketed(graph, level, bucket_bytes, parts)
+        between = between[len(ready) :]
+    return body + [graph.eqns[i] for i in between]  # what exchanges of a later piece read
 
 
-def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int) -> list[Any]:
+def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
     """The exchanges of one level; large ones as they are, small ones of one kind through flat buffers (cut rule 3)."""
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
+    filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
     out: list[tuple[int, list[Any]]] = []
     for i in level:
         eqn, found = graph.eqns[i], graph.wires[i]
@@ -136,18 +152,20 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int) -> list[Any
             out.append((i, [eqn]))
             continue
         x = found[0]
-        open_buckets = buckets.setdefault((x.op, x.axes, x.dtype, x.params), [[]])
-        if sum(graph.wires[j][0].nbytes for j in open_buckets[-1]) + x.nbytes > bucket_bytes:
-            open_buckets.append([])
-        open_buckets[-1].append(i)
-    for kind in buckets.values():
-        for members in kind:
+        kind = (x.op, x.axes, x.dtype, x.params)
+        if filled.get(kind, bucket_bytes) + x.nbytes > bucket_bytes:
+            buckets.setdefault(kind, []).append([])
+            filled[kind] = 0
+        filled[kind] += x.nbytes
+        buckets[kind][-1].append(i)
+    for several in buckets.values():
+        for members in several:
             eqns = [graph.eqns[i] for i in members]
-            out.append((max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph)))
+            out.append((max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph, parts)))
     return [eqn for _, eqns in sorted(out, key=lambda item: item[0]) for eqn in eqns]
 
 
-def _share_buffer(eqns: Sequence[Any], graph: Graph) -> list[Any]:
+def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> list[Any]:
     """Concatenate, exchange once, split again."""
     primitive, params = eqns[0].primitive, eqns[0].params
 
@@ -155,11 +173,11 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph) -> list[Any]:
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
         out = primitive.bind(flat, **params)
         flat = out[0] if primitive.multiple_results else out
-        parts, start = [], 0
+        own, start = [], 0
         for x in arrays:
-            parts.append(jax.lax.slice_in_dim(flat, start, start + x.size).reshape(x.shape))
+            own.append(jax.lax.slice_in_dim(flat, start, start + x.size).reshape(x.shape))
             start += x.size
-        return parts
+        return own
 
     args = [jax.ShapeDtypeStruct(e.invars[0].aval.shape, e.invars[0].aval.dtype) for e in eqns]
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
@@ -174,4 +192,7 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph) -> list[Any]:
         invars = [a if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
         outvars = [env[v] for v in eqn.outvars]
         out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))  # the user's line
+        if eqn.primitive is primitive:
+            sizes = ",".join(str(x.size) for x in args)
+            parts[invars[0]] = f"{len(args)} {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxcross.program.graph import Graph, nbytes, variables
+from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
 # Give the same bits wherever they stand: they move or compare, and never round.
 EXACT = frozenset({
@@ -38,10 +38,9 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
         return eqn.primitive.name in allowed and not eqn.effects and len(eqn.outvars) == 1 and place[i] % 2 == 0
 
     copies: dict[int, set[int]] = {}
-    for here in sorted(set(place.values())):
+    for here, members in sorted(by_place(place).items()):
         if here % 2:
             continue
-        members = [i for i in place if place[i] == here]
         reads = {v for i in members for v in variables(graph.eqns[i].invars)}
         foreign = {v for v in reads if v in graph.maker and place[graph.maker[v]] < here}
         # Kept in any case: what is read here and cannot be made again.

@@ -150,16 +150,20 @@ def compile_program(
         sharding.update(zip(segment.outputs, outs, strict=True))
     shared = {v: len(readers) for v, readers in program.readers().items() if len(readers) > 1}
     collectives = [s.index for s in program.collectives]
-    awaited = tuple(tuple(n for n in collectives if bits >> n & 1) for bits in program.after())
-    overlaps = any(
-        s.kind == "compute" and n < s.index and n not in awaited[s.index] and not program.silent(program.segments[n])
-        for s in program.segments for n in collectives
-    )  # fmt: skip
+    after, seen, spoken, awaited, overlaps = program.after(), 0, 0, [], False
+    for segment, bits in zip(program.segments, after, strict=True):
+        # In the order of the list, who comes later need not wait for it again.
+        awaited.append(tuple(n for n in collectives if (bits & ~seen) >> n & 1))
+        if segment.kind == "compute":
+            seen |= bits
+            overlaps = overlaps or bool(spoken & ~bits)
+        elif not program.silent(segment):
+            spoken |= 1 << segment.index
     # Copies, and made by now: an array that JAX has of NumPy's may be that very memory, or may still be read from it,
     # and the user may write there.
     constants = jax.block_until_ready(tuple(map(jnp.array, traced.consts)))
     return Compiled(
-        program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=awaited,
+        program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=tuple(awaited),
         overlaps=overlaps, constants=constants,
         out_tree=traced.out_tree,
     )  # fmt: skip

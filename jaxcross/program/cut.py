@@ -37,7 +37,10 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
     """
     graph = Graph(traced)
     pieces = _pieces(cut, graph)
-    groups = [part for group in _merge_light(graph, _levels(graph)) for part in _split(graph, group, pieces)]
+    groups = _merge_light(graph, _levels(graph))
+    if pieces > 1:
+        depth = _depths(graph)
+        groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
     place = _places(graph, groups)
     copies = recompute(graph, place, exact=pieces == 1)
     return assemble(graph, groups, place, copies, bucket_bytes).verify()
@@ -77,8 +80,7 @@ def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
             continue
         before = dict.fromkeys(last.exchanges)
         first = min(graph.level[i] for i in last.exchanges)
-        needed = graph.ancestors(group.exchanges, before)
-        between = {i for i in needed if graph.level[i] > first}
+        between = graph.ancestors(group.exchanges, before, above=first)
         moved = sum(x.nbytes for i in (*last.exchanges, *group.exchanges) for x in graph.wires[i])
         touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
         light = all(graph.eqns[i].primitive.name in LIGHT and i not in graph.wires for i in between)
@@ -89,37 +91,63 @@ def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
     return merged
 
 
-def _split(graph: Graph, group: Group, pieces: int) -> list[Group]:
-    """Splits a group's exchanges by readiness into about `pieces` groups of equal bytes (cut rule 2)."""
-    if pieces == 1 or len(group.levels) > 1 or len(group.exchanges) == 1:
+def _split(graph: Graph, group: Group, pieces: int, depth: Sequence[int]) -> list[Group]:
+    """Splits a group's exchanges by readiness into about `pieces` groups of equal bytes (cut rule 2).
+
+    Exchanges of later levels go with the last one of those that they depend on. In a group all stand in the order in
+    which they are written, which is the same on ranks whose shapes differ.
+    """
+    first = group.levels[0]
+    if len(first) == 1:
         return [group]
-    weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in group.exchanges}
+    weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
-    total = sum(weight.values())
-    count = max(1, min(len(weight), round(pieces * total / max(everything, 1))))
-    ready = _by_readiness(graph, group.exchanges)
-    parts: list[list[int]] = [[] for _ in range(count)]
-    done = 0
-    for i in ready:
+    share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
+    count = max(1, min(len(weight), round(pieces * share)))
+    total, done = sum(weight.values()), 0
+    piece: dict[int, int] = {}
+    for i in _by_readiness(graph, first, depth):
         # An exchange belongs where its middle byte falls, so that no part is much larger than another.
-        parts[min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)].append(i)
+        piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    return [Group((tuple(part),)) for part in parts if part]
+    later = {i for level in group.levels[1:] for i in level}
+    earliest = latest = min(piece.values())
+    for i in sorted({*first, *later, *group.between}):
+        if i not in piece:
+            piece[i] = max((piece[p] for p in graph.makers(i) if p in piece), default=earliest)
+        if i in graph.ordered:  # none of these before one that is written earlier
+            piece[i] = latest = max(piece[i], latest)
+    parts = []
+    for n in sorted(set(piece.values())):
+        levels = [tuple(i for i in level if piece[i] == n) for level in group.levels]
+        parts.append(
+            Group(
+                tuple(tuple(sorted(level)) for level in levels if level),
+                frozenset(i for i in group.between if piece[i] == n),
+            )
+        )
+    return parts
 
 
-def _by_readiness(graph: Graph, exchanges: Sequence[int]) -> list[int]:
-    """In the order in which their operands are computed: by how many equations stand one after another before each.
+def _depths(graph: Graph) -> list[int]:
+    """How many equations stand one after another before each result, itself included; light ones do not count."""
+    depth: list[int] = []
+    for i, eqn in enumerate(graph.eqns):
+        heavy = eqn.primitive.name not in LIGHT
+        depth.append(heavy + max((depth[p] for p in graph.makers(i)), default=0))
+    return depth
+
+
+def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
+    """In the order in which their operands are computed.
 
     Not by their place in the step, where what is done to each gradient may stand behind the whole backward pass.
     """
-    depth: list[int] = []
-    for i in range(len(graph.eqns)):
-        depth.append(1 + max((depth[p] for p in graph.makers(i)), default=0))
     when: dict[int, int] = {}
     latest = 0
     for i in sorted(exchanges):
         when[i] = depth[i]
-        if i in graph.ordered:  # none of these before one that is written earlier
+        if i in graph.ordered:
             when[i] = latest = max(when[i], latest)
     return sorted(exchanges, key=lambda i: (when[i], i))
 
@@ -165,18 +193,29 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
             if v in graph.maker and all(place.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
         )  # fmt: skip
         place[i] = earliest[i] if made < held else latest
+        common = -1  # what all who read it wait for anyway
+        for r in readers:
+            common &= behind[r]
+        if behind[place[i]] & ~common:
+            choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
+            place[i] = next(choices, latest)
 
 
 def _awaited(graph: Graph, place: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
     """The exchanging places that must have been before each equation's result, and before each place, as bits.
 
-    Of equations that are in no place yet nothing is known: 0. The tail waits for all.
+    Of equations that are in no place yet nothing is known: 0. The tail waits for all. A computing place that is empty
+    may wait for what the exchanges behind it wait for.
     """
     behind = [0] * tail + [-1]
     for i in sorted(place, key=lambda i: place[i]):
         for p in graph.makers(i):
             if place[p] < place[i]:
                 behind[place[i]] |= behind[place[p]] | (place[p] % 2) << place[p]
+    filled = set(place.values())
+    for at in range(0, tail, 2):
+        if at not in filled:
+            behind[at] = behind[at + 1]
     awaited = [0] * len(graph.eqns)
     for i, at in place.items():
         awaited[i] = behind[at] | (at % 2) << at

@@ -47,7 +47,8 @@ class Compiled:
     Attributes:
         forwards: The results that no segment made for their place alone; see `Program.forwards`.
         shared: How many segments read each value that more than one reads.
-        awaited: Of each segment, the collective ones that must have run before it, by need or by the commit.
+        awaited: Of each segment, the collective ones that must have run before it, by need or by the commit, and that
+            no earlier compute segment has waited for.
         overlaps: Whether some segment may compute while an earlier one, which speaks to peers, still exchanges.
     """
 
@@ -101,7 +102,7 @@ class Execution:
     Segments may be run from different threads and in any order, each after the segments that it reads.
     """
 
-    __slots__ = ("_arrived", "_compiled", "_env", "_fences", "_left")
+    __slots__ = ("_arrived", "_compiled", "_env", "_fences", "_left", "_zeros")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -111,12 +112,14 @@ class Execution:
         # lanes may let go of a value at once.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._arrived: dict[int, Any] | None = None
+        self._zeros: dict[int, list[Any]] = {}
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
         runnable = self._compiled.runnables[index]
         segment, env = runnable.segment, self._env
-        args = [env[v] for v in segment.inputs]
+        zeros = self._zeros.pop(index, None)
+        args = [env[v] for v in segment.inputs] if zeros is None else zeros
         if runnable.moves:
             args = [_one_copy(x, runnable.device) for x in args]
         outs = runnable.call(*args)
@@ -129,7 +132,7 @@ class Execution:
         left = self._left
         for v in runnable.releases:
             if (tokens := left.get(v)) is None:
-                del env[v]
+                env.pop(v, None)  # after a failure nobody may have made it
             elif tokens:
                 tokens.pop()
                 if not tokens:
@@ -147,14 +150,20 @@ class Execution:
         """Blocks until a segment that was run has ended. Raises the device's error."""
         jax.block_until_ready(self._fences.pop(index))
 
+    def forget(self, index: int) -> None:
+        """Nobody will wait for a segment that was run: what it made need not be kept for that."""
+        self._fences.pop(index, None)
+
     def zero_inputs(self, index: int) -> None:
-        """Replaces all that a collective segment reads by zeros: the commit rule after a failure on this rank."""
+        """Lets a collective segment read zeros: the commit rule after a failure on this rank.
+
+        Another thread may still put there what the failed segments made.
+        """
         program, device = self._compiled.program, self._compiled.runnables[index].device
         segment = program.segments[index]
-        for v, var in zip(segment.inputs, segment.jaxpr.jaxpr.invars, strict=True):
-            with jax.default_device(device):  # random keys included, which NumPy cannot make
-                zeros = jax.lax.full(var.aval.shape, 0, var.aval.dtype)
-            self._env[v] = jax.device_put(zeros, device)
+        with jax.default_device(device):  # random keys included, which NumPy cannot make
+            zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
+        self._zeros[index] = jax.device_put(zeros, device)
 
     def watch(self) -> Execution:
         """From now on it keeps what each collective segment makes for `nonfinite`. Returns itself."""

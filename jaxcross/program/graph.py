@@ -47,11 +47,13 @@ class Graph:
     opaque: frozenset[int] = field(init=False)
     ordered: frozenset[int] = field(init=False)
     level: list[int] = field(init=False)
+    _makers: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         inner, _ = compat.open_jaxpr(self.traced.jaxpr)
         self.eqns = inner.eqns
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self._makers = [[self.maker[v] for v in variables(e.invars) if v in self.maker] for e in self.eqns]
         self.readers = {}
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
@@ -109,18 +111,26 @@ class Graph:
 
     def makers(self, i: int) -> list[int]:
         """The equations whose results equation `i` reads."""
-        return [self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker]
+        return self._makers[i]
 
-    def ancestors(self, of: Sequence[int], stop: Mapping[int, Any]) -> set[int]:
-        """Equations that `of` depend on, not looking past those in `stop`."""
+    def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:
+        """Equations of levels `above` one that `of` depend on, not looking past those in `stop`."""
         seen: set[int] = set()
         stack = [p for i in of for p in self.makers(i)]
         while stack:
             i = stack.pop()
-            if i not in seen and i not in stop:
+            if i not in seen and i not in stop and self.level[i] > above:
                 seen.add(i)
                 stack.extend(self.makers(i))
         return seen
+
+
+def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
+    """The equations of each place, in the order in which they are written."""
+    found: dict[int, list[int]] = {}
+    for i in sorted(place):
+        found.setdefault(place[i], []).append(i)
+    return found
 
 
 def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:

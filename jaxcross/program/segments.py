@@ -299,8 +299,12 @@ class Program:
         return "\n".join(lines)
 
     def exchange_signature(self) -> str:
-        """What all ranks must have in common: every exchange in order. Never ranks, handles or compute."""
-        return "\n".join([f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)])
+        """What all ranks must have in common: every exchange in order, and how many each segment makes, which may join
+        them in one message. Never ranks, handles or compute.
+        """
+        layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
+        lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
+        return "\n".join([*lines, f"exchanges of each segment: {layout}"] if layout else lines)
 
     def _axes_text(self) -> str:
         return " ".join(f"{_word(n)}={s}" for n, s in self.axes)

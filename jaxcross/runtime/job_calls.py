@@ -5,21 +5,18 @@ from __future__ import annotations
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import point_hash
 
 
 def outline_of(program: Program) -> Outline:
     """What the interleaver knows of a program."""
-    # Where the exchanges are parted into segments matters too: each segment is one place in the agreed order.
-    layout = tuple(len(s.exchanges) for s in program.collectives)
     return Outline(
         kinds=tuple(s.kind for s in program.segments),
         needs=program.needs(),
         after_commit=program.after_commit,
         nbytes=tuple(s.nbytes for s in program.segments),
         local_step=program.local_step,
-        signature=point_hash(program.exchange_hash(), layout),
-        text=f"{program.exchange_signature()}\nexchanges of each segment: {layout}",
+        signature=program.exchange_hash(),
+        text=program.exchange_signature(),
     )
 
 

@@ -54,10 +54,12 @@ def search(monkeypatch: pytest.MonkeyPatch, traced: Traced) -> Search:
             return SimpleNamespace(program=program, pieces=pieces)
 
         monkeypatch.setattr(cut_search, "_race", race)
-        return cut_search.search(
+        pieces, compiled = cut_search.search(
             traced, [], world=world, cut=lambda n: traced.cut(n, bucket_bytes=0), build=build,
             together=lambda _, work: work(control), found={} if found is None else found,
-        ).pieces  # fmt: skip
+        )  # fmt: skip
+        assert compiled.pieces == pieces
+        return pieces
 
     return run
 

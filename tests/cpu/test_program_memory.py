@@ -211,6 +211,22 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
     assert args[0][0] == 1
 
 
+def test_zeros_stay_where_a_late_segment_puts_what_it_made() -> None:
+    """The device's lane may dispatch the maker of what is exchanged after the exchange lane has zeroed it."""
+
+    def step(x: Any) -> Any:
+        return lax.psum(jnp.sin(x), "batch")
+
+    done = trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks()).cut().compile([jnp.ones(3)])
+    (exchange,) = done.program.collectives
+    execution = done.execution([jnp.ones(3)])
+    execution.zero_inputs(exchange.index)
+    for segment in done.program.segments:
+        execution.run(segment.index)
+        execution.wait_outputs(segment.index)
+    assert not execution.outputs().any()
+
+
 def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
     def scaled(by: np.ndarray) -> Any:
         inner = jax.jit(lambda x: x * by)  # a constant that the text of a jaxpr does not show

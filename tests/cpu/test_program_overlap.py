@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcross import exchange
 from jaxcross.program.segments import Program
-from jaxcross.program.trace import trace
+from jaxcross.program.trace import Traced, trace
 from jaxcross.testing_wire import LocalRanks, decide
 
 LAYERS, WIDTH = 8, 64
@@ -42,7 +42,7 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
         metrics = {"loss": lax.pmean(loss, "batch"), "norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    params = [{"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)} for _ in range(LAYERS)]
+    params = layers()
     args = ((params, tx.init(params)), jnp.ones((4, WIDTH)))
     traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0,))
     return decide(traced, jax.tree.leaves(args)).cut(pieces, bucket_bytes=0)
@@ -83,3 +83,76 @@ def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -
     cut = decide(traced, jax.tree.leaves(args)).cut("whole", bucket_bytes=0)
     middle = cut.segments[cut.collectives[0].index + 1]
     assert any(eqn.primitive.name == "reduce_sum" for eqn in middle.jaxpr.jaxpr.eqns)
+
+
+def flat(step: Any, *args: Any, axes: dict[str, int] | None = None) -> Traced:
+    return decide(trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()), jax.tree.leaves(args))
+
+
+def layers() -> Any:
+    return [{"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)} for _ in range(LAYERS)]
+
+
+def gradients(params: Any, x: Any) -> Any:
+    def loss_of(params: Any) -> Any:
+        y = x
+        for layer in params:
+            y = jnp.tanh(y @ layer["kernel"] + layer["bias"])
+        return (y**2).mean()
+
+    return jax.grad(loss_of)(params)
+
+
+def test_an_exchange_of_what_was_exchanged_does_not_hold_the_gradients_back() -> None:
+    """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut rule 4)."""
+
+    def step(params: Any, x: Any) -> Any:
+        grads = lax.pmean(gradients(params, x), "batch")
+        return grads, lax.pmean(optax.tree.norm(grads), "batch")
+
+    cut = flat(step, layers(), jnp.ones((4, WIDTH))).cut(4, bucket_bytes=0)
+    collectives = [s.index for s in cut.collectives]
+    assert len(collectives) == 4, "the norm travels with the last gradients"
+    assert all(3 <= len(s.exchanges) <= 6 for s in cut.collectives)
+    assert cut.collectives[-1].exchanges[-1].shape == ()
+    assert not any(cut.after()[index] >> n & 1 for index in collectives[:3] for n in collectives)
+
+
+def test_pieces_of_a_hierarchical_mean_are_chains_of_their_own() -> None:
+    def mean(g: Any) -> Any:
+        part = lax.psum_scatter(g.reshape(-1), "local", tiled=True)
+        return lax.all_gather(lax.psum(part, "node") / 4, "local", tiled=True).reshape(g.shape)
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.tree.map(mean, gradients(params, x))
+
+    cut = flat(step, layers(), jnp.ones((4, WIDTH)), axes={"node": 2, "local": 2}).cut(4, bucket_bytes=0)
+    collectives = [s.index for s in cut.collectives]
+    assert len(collectives) == 4
+    for segment in cut.collectives:
+        assert len({x.op for x in segment.exchanges}) == 3, "reduce-scatter, sum and gather of its gradients"
+        assert not any(cut.after()[segment.index] >> n & 1 for n in collectives)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) -> None:
+    """JAX leaves out what one row does not need. A rank whose last batch is short exchanges what the others do."""
+    step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
+    cuts = [flat(step, layers(), jnp.ones((rows, WIDTH))).cut(pieces, bucket_bytes=bucket_bytes) for rows in (1, 4)]
+    assert cuts[0].exchange_signature() == cuts[1].exchange_signature()
+
+
+def test_ranks_compare_what_lies_in_a_shared_buffer_and_where_segments_part() -> None:
+    step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
+    swapped = lambda params, x: lax.pmean(  # noqa: E731
+        [(layer["kernel"], layer["bias"]) for layer in gradients(params, x)], "batch"
+    )
+    one, other = (flat(each, layers(), jnp.ones((4, WIDTH))) for each in (step, swapped))
+    first, second = one.cut("whole"), other.cut("whole")
+    assert [x.shape for x in first.exchanges] == [x.shape for x in second.exchanges]
+    assert first.exchange_signature() != second.exchange_signature()
+    halves, quarters = (one.cut(pieces, bucket_bytes=0).exchange_signature().splitlines() for pieces in (2, 4))
+    assert halves[-1].startswith("exchanges of each segment: ")
+    assert halves[-1].count(",") == 1
+    assert quarters[-1].count(",") == 3

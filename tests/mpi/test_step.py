@@ -45,6 +45,27 @@ mean = jaxcross.crossover(lambda x: lax.pmean(x.mean(), "batch"), axes="batch")
 for n in range(5):
     length = 4 + (n if world.rank else 0)
     assert mean(jnp.full(length, float(world.rank))) == 0.5
+
+
+# As well where the backward pass is cut, by a number or by one that was searched for.
+def gradients(params, x):
+    def loss_fn(params):
+        y = x
+        for kernel, bias in params:
+            y = jnp.tanh(y @ kernel + bias)
+        return (y**2).mean()
+
+    return jax.grad(loss_fn)(params)
+
+
+params = [(jnp.sin(jnp.arange(16.0) * n).reshape(4, 4), jnp.cos(jnp.arange(4.0) * n)) for n in range(1, 5)]
+expected = jax.tree.leaves(jax.jit(gradients)(params, jnp.ones((1, 4))))
+for cut in (2, "auto"):
+    averaged = jaxcross.crossover(lambda p, x: lax.pmean(gradients(p, x), "batch"), axes="batch", cut=cut)
+    for rows in (4, 1, 3):
+        found = jax.tree.leaves(averaged(params, jnp.ones((rows if world.rank else 4, 4))))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
 try:
     step(jnp.ones(5 + world.rank))
 except jaxcross.ExchangeError as error:

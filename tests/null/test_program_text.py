@@ -127,7 +127,7 @@ def test_state_is_given_away_only_after_the_last_exchange() -> None:
 
 
 def test_signature_holds_exchanges_and_nothing_local() -> None:
-    assert program().exchange_signature() == "axes batch=2\npsum batch float32[4, 2]"
+    assert program().exchange_signature() == ("axes batch=2\npsum batch float32[4, 2]\nexchanges of each segment: 1")
     other = with_segment(0, outputs=(2,), dies=(1,))
     assert replace(other, name="other", donated=frozenset()).exchange_hash() == program().exchange_hash()
     for change in ({"dtype": "int32"}, {"shape": (8,)}, {"op": "pmax"}, {"axes": ("b",)}, {"params": (("x", 1),)}):

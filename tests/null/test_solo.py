@@ -1,0 +1,50 @@
+"""One step without a runner: what becomes of its exchanges when something fails."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxcross.solo import run_alone
+
+
+class Execution:
+    """Exchanges take a while; the last computation fails."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def run(self, index: int) -> None:
+        if index == 4:
+            raise RuntimeError("out of memory")
+        if index in (1, 3):
+            time.sleep(0.2)
+            self.ended.append(index)
+
+    def wait_inputs(self, index: int) -> None:
+        pass
+
+    wait_outputs = forget = wait_inputs
+
+
+def test_after_an_error_no_exchange_is_left_under_way() -> None:
+    """The caller may catch it and go on, and what it exchanges next has the same communicator."""
+    kinds = ["compute", "collective", "compute", "collective", "compute"]
+    psum = SimpleNamespace(op="psum")
+    segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
+    execution = Execution()
+    compiled: Any = SimpleNamespace(
+        program=SimpleNamespace(name="step", segments=segments),
+        runnables=[SimpleNamespace(segment=segment, silent=False) for segment in segments],
+        awaited=[()] * 5, overlaps=True, execution=lambda _: execution,
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as exchanger:
+        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_alone(world, compiled, [], 0)
+        assert execution.ended == [1, 3]
