@@ -31,8 +31,9 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 TIMEOUT_S = 240
 MARK = "\x1e"
 # Words that a shell, a package manager or a cluster provides: nothing of ours to check.
-FOREIGN = {"tfds", 
+FOREIGN = {
     "pip", "git", "cd", "module", "source", ".", "export", "python3", "srun", "sbatch", "uv", "tc", "cat", "nvidia-smi",
+    "tfds",
 }  # fmt: skip
 
 DRIVER = f"""
