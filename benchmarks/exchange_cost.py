@@ -22,6 +22,7 @@ packets. The MPI is that of the environment; run it once in each.
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ RANK = Path(__file__).with_name("exchange_cost_rank.py")
 SETTINGS = {
     "mpich": [
         {"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"},
-        *({"MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "none", "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm}
+        *({"MPIR_CVAR_ALLREDUCE_DEVICE_COLLECTIVE": "0", "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": algorithm}
           for algorithm in ("recursive_doubling", "reduce_scatter_allgather", "ring")),
         {"FI_TCP_ZEROCOPY_SIZE": "65536"},
         {"FI_TCP_STAGING_SBUF_SIZE": "0"},
@@ -65,10 +66,16 @@ def main() -> int:
     args = options().parse_args()
     result = launched(args)
     result["settings"] = []
+    write_json(args.json, __doc__, result)
     for setting in SETTINGS[result["mpi"]] if args.settings else ():
         print(" ".join(f"{name}={value}" for name, value in setting.items()))
-        result["settings"].append({"environment": setting, **launched(args, setting, ["--no-ways", "--limits="])})
-    write_json(args.json, __doc__, result)
+        try:
+            found = launched(args, setting, ["--no-ways", "--limits="])
+        except subprocess.CalledProcessError:
+            found = {"failed": "the ranks did not run to their end"}
+            print(found["failed"])
+        result["settings"].append({"environment": setting, **found})
+        write_json(args.json, __doc__, result)
     return 0
 
 

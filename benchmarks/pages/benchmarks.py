@@ -186,6 +186,9 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
     yield "setting", "exchange alone", "beside a computation", "fills the link", "the computation beside it"
     for row in ({"environment": {}, **found}, *found["settings"]):
         words = ", ".join(f"`{name}={value}`" for name, value in row["environment"].items())
+        if "failed" in row:
+            yield words, row["failed"], "", "", ""
+            continue
         alone, beside = row["exchange"]["alone"], row["exchange"]["beside"]
         yield (words or "as it comes", f"{alone['s']['median']:.2f} s", f"{beside['s']['median']:.2f} s",
                f"{alone['fill']:.0%}, {beside['fill']:.0%}",
