@@ -59,6 +59,7 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
     """
     execution = compiled.execution(leaves)
     exchanges: dict[int, Future[None]] = {}
+    broken = threading.Event()
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
@@ -70,22 +71,31 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
                 execution.forget(index)
             elif compiled.overlaps:
                 # What it reads was dispatched before it, or stands before it in the same queue.
-                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step)
+                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step, broken)
             else:
-                _exchange(world, compiled, execution, index, step)
+                _exchange(world, compiled, execution, index, step, broken)
         for exchange in exchanges.values():
             exchange.result()
-    finally:
-        # After an error, too: this thread's next exchange must not meet another one on its communicator. Those that
-        # have not begun are made as well, since which ones these are differs between ranks.
+    except Exception:
+        # This thread's next exchange must not meet another one on its communicator. Those that have not begun are made
+        # as well, since which ones these are differs between ranks.
         wait(exchanges.values())
+        raise
     return execution.outputs()
 
 
-def _exchange(world: World, compiled: Compiled, execution: Execution, index: int, step: int) -> None:
+def _exchange(
+    world: World, compiled: Compiled, execution: Execution, index: int, step: int, broken: threading.Event
+) -> None:
+    if broken.is_set():
+        return  # the other ranks are in the one that failed: what comes next must not be summed with it
     program = compiled.program
-    execution.wait_inputs(index)
-    what = program.segments[index].exchanges[0].op
-    with world.watching(job=program.name, step=step, segment=index, what=what):
-        execution.run(index)
-        execution.wait_outputs(index)
+    try:
+        execution.wait_inputs(index)
+        what = program.segments[index].exchanges[0].op
+        with world.watching(job=program.name, step=step, segment=index, what=what):
+            execution.run(index)
+            execution.wait_outputs(index)
+    except BaseException:
+        broken.set()
+        raise

@@ -98,7 +98,7 @@ class Step:
         self._signature: int | None = None  # of its exchanges
         self._calls = 0  # outside a runner
         self.told: set[str] = set()  # loops whose exchanges were spoken of
-        self._pieces: dict[int, int] = {}  # what `cut="auto"` found, by the hash of the exchanges
+        self._pieces: dict[int, tuple[int, int]] = {}  # what `cut="auto"` found; see `Variant`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
@@ -162,8 +162,7 @@ class Step:
             return
         # Which branch the host takes may differ between ranks where it was told different things: ask each time. But
         # shapes may change on one rank alone: where its exchanges stay what they are, the others go on and are not met.
-        assert node.program is not None
-        signature = None if node.traced.choices else node.program.exchange_hash()
+        signature = None if node.traced.choices else node.signature
         if signature is None or signature != self._signature:
             node.agree(self._calls)
         self._agreed, self._signature = node, signature

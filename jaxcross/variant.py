@@ -38,8 +38,8 @@ class Variant:
         traced: The step for one set of argument types.
         cut, bucket_bytes: As given to `crossover`.
         told: Loops whose exchanges were spoken of; shared by all variants of a step.
-        pieces: What `cut="auto"` found, by the hash of the exchanges; shared by all variants of a step, since shapes
-            may change on one rank alone, and the others would not come to search.
+        pieces: What `cut="auto"` found without a job, by `signature`: a number and its program's signature. Shared by
+            all variants of a step, since shapes may change on one rank alone, and the others would not come to search.
         leaves: Arguments to compile for; dropped then.
         world: Whose communicators and executables.
     """
@@ -48,13 +48,14 @@ class Variant:
     cut: Cut
     bucket_bytes: int
     told: set[str]
-    pieces: dict[int, int]
+    pieces: dict[int, tuple[int, int]]
     leaves: tuple[Any, ...]
     world: World
     children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
     compiled: Compiled | None = None
+    signature: int | None = field(init=False, default=None)  # of the program before `auto` has searched
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -62,6 +63,7 @@ class Variant:
             self.predicate, self.leaves = _on_host(self.traced.undecided), ()
             return
         self.program = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
+        self.signature = self.program.exchange_hash()
         _advise(self.program, self.told)
 
     def choose(self, leaves: Sequence[Any]) -> Variant:
@@ -100,15 +102,22 @@ class Variant:
         if self.compiled is not None:
             return self.compiled
         if self.cut == "auto" and (job is None or job.sole) and any(not program.silent(s) for s in program.collectives):
-            if (known := self.pieces.get(program.exchange_hash())) is None:
+            if job is not None or (known := self._known()) is None:
                 return self._search(job)
-            self.program = program = self.traced.cut(known, bucket_bytes=self.bucket_bytes)
-            if job is not None:
-                self._agree_in(job, program)
+            self.program = program = known
         with self._compiling(job, program.name), self.lock:
             compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
             self.compiled, self.leaves = compiled, ()
         return compiled
+
+    def _known(self) -> Program | None:
+        """The cut that was found for other shapes, if the exchanges are the same."""
+        assert self.signature is not None
+        if (found := self.pieces.get(self.signature)) is None:
+            return None
+        pieces, signature = found
+        program = self.traced.cut(pieces, bucket_bytes=self.bucket_bytes)
+        return program if program.exchange_hash() == signature else None
 
     @contextmanager
     def _compiling(self, job: runtime.JobContext | None, name: str) -> Iterator[None]:
@@ -133,8 +142,7 @@ class Variant:
 
     def _search(self, job: runtime.JobContext | None) -> Compiled:
         """The fastest cut: measured, where nothing else runs beside this step."""
-        world, assumed = self.world, self.program
-        assert assumed is not None
+        world = self.world
 
         def build(program: Program) -> Compiled:
             if job is not None:
@@ -150,8 +158,10 @@ class Variant:
             together=(lambda _, work: work(world.control)) if job is None else job.together,
             found={} if job is None else job.cuts,
         )  # fmt: skip
-        self.pieces[assumed.exchange_hash()] = pieces
         self.program, self.leaves = self.compiled.program, ()
+        if job is None:
+            assert self.signature is not None
+            self.pieces[self.signature] = pieces, self.program.exchange_hash()
         return self.compiled
 
 

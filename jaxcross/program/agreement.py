@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from jaxcross.program.segments import LAYOUT
+
 
 def disagreement(name: str, signatures: Sequence[str]) -> str:
     """The message of an `ExchangeError` for ranks whose signatures differ: two ranks and the first unequal line.
@@ -19,8 +21,16 @@ def disagreement(name: str, signatures: Sequence[str]) -> str:
     other = next((rank for rank, text in enumerate(signatures) if text != signatures[0]), None)
     if other is None:
         raise ValueError("the signatures are equal")
-    lines = zip_longest(signatures[0].splitlines(), signatures[other].splitlines(), fillvalue="(no further exchange)")
-    number, (mine, theirs) = next((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1])
+    first, second = ([line for line in signatures[r].splitlines() if not line.startswith(LAYOUT)] for r in (0, other))
+    lines = zip_longest(first, second, fillvalue="(no further exchange)")
+    number, (mine, theirs) = next(((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", "")))
+    if mine == theirs:
+        parted = [signatures[r].splitlines()[-1].removeprefix(LAYOUT) for r in (0, other)]
+        return (
+            f"ranks 0 and {other} part the exchanges of `{name}` otherwise, so many in each segment:"
+            f"\n    rank 0: {parted[0]}\n    rank {other}: {parted[1]}\n"
+            "All ranks must give `crossover` the same `cut` and `bucket_bytes`."
+        )
     return (
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"
         f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"

@@ -153,7 +153,7 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict
             continue
         x = found[0]
         kind = (x.op, x.axes, x.dtype, x.params)
-        if filled.get(kind, bucket_bytes) + x.nbytes > bucket_bytes:
+        if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
             filled[kind] = 0
         filled[kind] += x.nbytes

@@ -167,7 +167,8 @@ def _places(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
     """Places what no exchange needs (metrics, statistics, the optimizer) where it keeps fewest bytes alive.
 
-    Never where an exchange would come to wait for another that it does not depend on.
+    Not where an exchange would come to wait for another that it does not depend on, unless readers in two places leave
+    no choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in place]
     awaited, behind = _awaited(graph, place, tail)
@@ -193,9 +194,9 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
             if v in graph.maker and all(place.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
         )  # fmt: skip
         place[i] = earliest[i] if made < held else latest
-        common = -1  # what all who read it wait for anyway
-        for r in readers:
-            common &= behind[r]
+        common = -1  # what all places that read it wait for anyway
+        for at in readers:
+            common &= behind[at]
         if behind[place[i]] & ~common:
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             place[i] = next(choices, latest)

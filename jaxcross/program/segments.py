@@ -20,6 +20,10 @@ import numpy as np
 Kind = Literal["compute", "collective"]
 
 
+LAYOUT = "exchanges of each segment: "
+"""How the last line of a signature begins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """One array that one named-axis collective moves between ranks.
@@ -304,7 +308,7 @@ class Program:
         """
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
-        return "\n".join([*lines, f"exchanges of each segment: {layout}"] if layout else lines)
+        return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
 
     def _axes_text(self) -> str:
         return " ".join(f"{_word(n)}={s}" for n, s in self.axes)

@@ -185,6 +185,11 @@ def _accelerators() -> int:
 
 def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> None:
     choice = device_of(settings, local_rank=local_rank, accelerators=accelerators)
+    if local_rank == 0 and not any(settings) and 0 < accelerators < len(settings):
+        _log.warning(
+            "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless this is meant.",
+            len(settings), accelerators, "s" * (accelerators > 1),
+        )  # fmt: skip
     if choice is not None and not compat.backends_started():
         import jax
 
@@ -206,12 +211,7 @@ def device_of(settings: Sequence[Mapping[str, str]], *, local_rank: int, acceler
     if own:
         if list(own) != ["CUDA_VISIBLE_DEVICES"] or any(other != own for other in settings):
             return None
-        accelerators = len(own["CUDA_VISIBLE_DEVICES"].split(","))
+        accelerators = len([device for device in own["CUDA_VISIBLE_DEVICES"].split(",") if device.strip()])
     if len(settings) == 1 or accelerators < 2:
         return None
-    if local_rank == 0 and accelerators < len(settings):
-        _log.warning(
-            "%d ranks of this node share %d accelerators. Start one rank an accelerator, unless this is meant.",
-            len(settings), accelerators,
-        )  # fmt: skip
     return local_rank % accelerators

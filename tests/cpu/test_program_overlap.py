@@ -143,6 +143,12 @@ def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) 
     assert cuts[0].exchange_signature() == cuts[1].exchange_signature()
 
 
+def test_a_leaf_without_elements_is_cut_like_the_others() -> None:
+    step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
+    cut = flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)).cut("whole")
+    assert [x.shape for x in cut.exchanges] == [(3,)]
+
+
 def test_ranks_compare_what_lies_in_a_shared_buffer_and_where_segments_part() -> None:
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     swapped = lambda params, x: lax.pmean(  # noqa: E731

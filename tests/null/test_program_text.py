@@ -148,7 +148,12 @@ def test_disagreement_names_both_ranks_and_the_first_line() -> None:
     message = disagreement("step", [mine, mine, theirs])
     assert message.startswith("ranks 0 and 2 exchange different things in `step`: exchange 1 is\n")
     assert "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
-    assert "(no further exchange)" in disagreement("step", [mine, mine + "\npmax batch int32[]"])
+    more = with_segment(1, exchanges=(SUM, replace(SUM, op="pmax"))).exchange_signature()
+    assert "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax" in disagreement("step", [mine, more])
+    parted = more.replace("segment: 2", "segment: 1, 1")
+    message = disagreement("step", [more, parted])
+    assert message.startswith("ranks 0 and 1 part the exchanges of `step` otherwise, so many in each segment:\n")
+    assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
     with pytest.raises(ValueError, match="the signatures are equal"):
         disagreement("step", [mine, mine])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.world import pool
+from jaxcross.world import pool, start
 from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.standing import Activity, Standing, explain, late_ranks
 from jaxcross.world.start import device_of
@@ -84,6 +84,7 @@ FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         ([{}], 0, 8, None),
         ([{}] * 2, 1, 1, None),
         ([{}] * 2, 1, 0, None),
+        ([{"CUDA_VISIBLE_DEVICES": "0,1,"}] * 4, 2, 8, 0),
         ([FOUR] * 4, 2, 8, 2),  # as SLURM without --gpus-per-task
         ([FOUR], 0, 8, None),
         ([{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}], 1, 8, None),
@@ -96,12 +97,14 @@ def test_a_rank_takes_the_device_of_its_local_rank(settings, local_rank, acceler
     assert device_of(settings, local_rank=local_rank, accelerators=accelerators) == expected
 
 
-def test_ranks_that_share_an_accelerator_are_told_so_once(caplog):
+@pytest.mark.parametrize(("accelerators", "said"), [(0, ""), (1, "1 accelerator."), (2, "2 accelerators."), (4, "")])
+def test_ranks_that_share_an_accelerator_are_told_so_once(caplog, monkeypatch, accelerators, said):
+    monkeypatch.setattr(start.compat, "backends_started", lambda: True)  # this process keeps its devices
     for local_rank in range(4):
-        device_of([{}] * 4, local_rank=local_rank, accelerators=2)
-    assert [record.getMessage() for record in caplog.records] == [
-        "4 ranks of this node share 2 accelerators. Start one rank an accelerator, unless this is meant."
-    ]
+        start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"4 ranks of this node share {said} Start one rank an accelerator, unless this is meant."] if said else []
+    )
 
 
 WAIT = Activity(job="a", step=3, segment=1, what="psum", number=7, since_s=0.0)
