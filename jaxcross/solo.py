@@ -59,7 +59,7 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
     """
     execution = compiled.execution(leaves)
     exchanges: dict[int, Future[None]] = {}
-    broken = threading.Event()
+    failed: list[BaseException] = []
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
@@ -71,9 +71,9 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
                 execution.forget(index)
             elif compiled.overlaps:
                 # What it reads was dispatched before it, or stands before it in the same queue.
-                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step, broken)
+                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step, failed)
             else:
-                _exchange(world, compiled, execution, index, step, broken)
+                _exchange(world, compiled, execution, index, step, failed)
         for exchange in exchanges.values():
             exchange.result()
     except Exception:
@@ -85,10 +85,10 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
 
 
 def _exchange(
-    world: World, compiled: Compiled, execution: Execution, index: int, step: int, broken: threading.Event
+    world: World, compiled: Compiled, execution: Execution, index: int, step: int, failed: list[BaseException]
 ) -> None:
-    if broken.is_set():
-        return  # the other ranks are in the one that failed: what comes next must not be summed with it
+    if failed:
+        raise failed[0]  # the other ranks are in the one that failed: what comes next must not be summed with it
     program = compiled.program
     try:
         execution.wait_inputs(index)
@@ -96,6 +96,6 @@ def _exchange(
         with world.watching(job=program.name, step=step, segment=index, what=what):
             execution.run(index)
             execution.wait_outputs(index)
-    except BaseException:
-        broken.set()
+    except BaseException as error:
+        failed.append(error)
         raise

@@ -14,16 +14,17 @@ from jaxcross.solo import run_alone
 
 
 class Execution:
-    """Exchanges take a while; the last computation fails."""
+    """Exchanges take a while; one segment fails."""
 
-    def __init__(self) -> None:
-        self.ended: list[int] = []
+    def __init__(self, fails: int) -> None:
+        self.fails, self.ended = fails, list[int]()
 
     def run(self, index: int) -> None:
-        if index == 4:
-            raise RuntimeError("out of memory")
         if index in (1, 3):
             time.sleep(0.2)
+        if index == self.fails:
+            raise RuntimeError("out of memory")
+        if index in (1, 3):
             self.ended.append(index)
 
     def wait_inputs(self, index: int) -> None:
@@ -32,12 +33,15 @@ class Execution:
     wait_outputs = forget = wait_inputs
 
 
-def test_after_an_error_no_exchange_is_left_under_way() -> None:
-    """The caller may catch it and go on, and what it exchanges next has the same communicator."""
+@pytest.mark.parametrize(("fails", "ended"), [(4, [1, 3]), (1, []), (3, [1])])
+def test_after_an_error_no_exchange_is_left_under_way(fails: int, ended: list[int]) -> None:
+    """The caller may catch it and go on, and what it exchanges next has the same communicator. After an exchange that
+    failed none is made, since the other ranks are still in that one.
+    """
     kinds = ["compute", "collective", "compute", "collective", "compute"]
     psum = SimpleNamespace(op="psum")
     segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
-    execution = Execution()
+    execution = Execution(fails)
     compiled: Any = SimpleNamespace(
         program=SimpleNamespace(name="step", segments=segments),
         runnables=[SimpleNamespace(segment=segment, silent=False) for segment in segments],
@@ -47,4 +51,4 @@ def test_after_an_error_no_exchange_is_left_under_way() -> None:
         world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
         with pytest.raises(RuntimeError, match="out of memory"):
             run_alone(world, compiled, [], 0)
-        assert execution.ended == [1, 3]
+        assert execution.ended == ended
