@@ -26,13 +26,26 @@ OPTIMIZERS = {
 }
 
 
+def flat(step: Any, *args: Any, axes: dict[str, int] | None = None, donate: tuple[int, ...] = ()) -> Traced:
+    traced = trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks(), donate_argnums=donate)
+    return decide(traced, jax.tree.leaves(args))
+
+
+def layers() -> Any:
+    return [{"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)} for _ in range(LAYERS)]
+
+
+def loss_of(params: Any, x: Any) -> Any:
+    for layer in params:
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return (x**2).mean()
+
+
+gradients = jax.grad(loss_of)
+
+
 def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = None) -> Program:
     mean = exchange.mean("batch", wire_dtype=None if wire is None else jnp.dtype(wire))
-
-    def loss_of(params: Any, x: Any) -> Any:
-        for layer in params:
-            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-        return (x**2).mean()
 
     def step(state: Any, x: Any) -> Any:
         params, opt_state = state
@@ -43,9 +56,7 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     params = layers()
-    args = ((params, tx.init(params)), jnp.ones((4, WIDTH)))
-    traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks(), donate_argnums=(0,))
-    return decide(traced, jax.tree.leaves(args)).cut(pieces, bucket_bytes=0)
+    return flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)).cut(pieces, bucket_bytes=0)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
@@ -78,29 +89,9 @@ def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -
         second = lax.pmean(jnp.tanh(first @ first), "batch")
         return second, (first @ first.T).sum()
 
-    args = (jnp.ones((WIDTH, WIDTH)),)
-    traced = trace(step, args, axes={"batch": 2}, wire=LocalRanks())
-    cut = decide(traced, jax.tree.leaves(args)).cut("whole", bucket_bytes=0)
+    cut = flat(step, jnp.ones((WIDTH, WIDTH))).cut("whole", bucket_bytes=0)
     middle = cut.segments[cut.collectives[0].index + 1]
     assert any(eqn.primitive.name == "reduce_sum" for eqn in middle.jaxpr.jaxpr.eqns)
-
-
-def flat(step: Any, *args: Any, axes: dict[str, int] | None = None) -> Traced:
-    return decide(trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()), jax.tree.leaves(args))
-
-
-def layers() -> Any:
-    return [{"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)} for _ in range(LAYERS)]
-
-
-def gradients(params: Any, x: Any) -> Any:
-    def loss_of(params: Any) -> Any:
-        y = x
-        for layer in params:
-            y = jnp.tanh(y @ layer["kernel"] + layer["bias"])
-        return (y**2).mean()
-
-    return jax.grad(loss_of)(params)
 
 
 def test_an_exchange_of_what_was_exchanged_does_not_hold_the_gradients_back() -> None:
