@@ -110,9 +110,8 @@ def _split(graph: Graph, group: Group, pieces: int, depth: Sequence[int]) -> lis
         # An exchange belongs where its middle byte falls, so that no part is much larger than another.
         piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
-    later = {i for level in group.levels[1:] for i in level}
     earliest = latest = min(piece.values())
-    for i in sorted({*first, *later, *group.between}):
+    for i in sorted((*group.exchanges, *group.between)):
         if i not in piece:
             piece[i] = max((piece[p] for p in graph.makers(i) if p in piece), default=earliest)
         if i in graph.ordered:  # none of these before one that is written earlier

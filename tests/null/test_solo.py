@@ -21,7 +21,7 @@ class Execution:
 
     def run(self, index: int) -> None:
         if index in (1, 3):
-            time.sleep(0.2)
+            time.sleep(0.2)  # still under way when a computation fails
         if index == self.fails:
             raise RuntimeError("out of memory")
         if index in (1, 3):
