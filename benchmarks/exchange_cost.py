@@ -16,7 +16,8 @@ in `beside`, at niceness 5, with two exchanges at once, and, last, as nobody may
 
 Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as plain TCP measures it.
 tax: the core's seconds an exchange takes from the computation, at most: its thread's CPU time, and the kernel's for
-packets. The MPI is that of the environment; run it once in each.
+packets. A computation's threads' time on the core, packets that the kernel handles on top of them included, and their
+waiting for it are told, too. The MPI is that of the environment; run it once in each.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def main() -> int:
             found = launched(args, setting, ["--no-ways", "--limits="])
         except subprocess.CalledProcessError:
             found = {"failed": "the ranks did not run to their end"}
-            print(found["failed"])
+        except RuntimeError as error:  # such a setting may send around the link
+            found = {"failed": str(error)}
+        print(found.get("failed", ""))
         result["settings"].append({"environment": setting, **found})
         write_json(args.json, __doc__, result)
     return 0
@@ -95,7 +98,8 @@ def launched(args: Any, environment: Mapping[str, str] | None = None, words: Seq
         print(f"exchange {name:26} {row['s']['median']:.3f} s, {row['cpu_s']['median']:.3f} s of its thread's CPU, "
               f"{row['softirq_s']['median']:.3f} s of the kernel's; fills {row['fill']:.1%} of the link")  # fmt: skip
     for name, row in result["computation_s"].items():
-        print(f"computation {name:34} {row['median']:.3f} s")
+        ran, waited = (result[f"computation_{key}_s"][name]["median"] for key in ("ran", "waited"))
+        print(f"computation {name:34} {row['median']:.3f} s, ran {ran:.3f} s, waited for the core {waited:.3f} s")
     beside = result["exchange"]["beside"]
     result["tax_s"] = beside["cpu_s"]["median"] + beside["softirq_s"]["median"]
     print(f"{result['mpi']}: tax of an exchange {result['tax_s']:.3f} s")

@@ -5,13 +5,14 @@ Started by that benchmark with its own arguments and `--worker FILE`, where rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,9 @@ class Ways:
     def forget(self) -> None:
         """What was measured so far was a rehearsal."""
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
-        self.computation: dict[str, list[float]] = defaultdict(list)
+        self.computation: dict[str, dict[str, list[float]]] = defaultdict(
+            lambda: {"s": [], "ran_s": [], "waited_s": []}
+        )
 
     def compiled(self, lane: int, limit: int = together.SMALL_BYTES) -> Any:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
@@ -77,11 +80,15 @@ class Ways:
         took["cpu_s"].append(time.thread_time() - cpu)
         self.made += 1
 
-    def compute(self, took: list[float]) -> None:
-        start = time.perf_counter()
+    def compute(self, took: dict[str, list[float]], but: Sequence[threading.Thread] = ()) -> None:
+        """A step; how long its threads, which are all `but` some, ran meanwhile and waited for the core."""
+        before, start = scheduled_s(but), time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
-        took.append(time.perf_counter() - start)
+        took["s"].append(time.perf_counter() - start)
+        after = scheduled_s(but)
+        took["ran_s"].append(after[0] - before[0])
+        took["waited_s"].append(after[1] - before[1])
 
     def in_threads(self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None) -> list[threading.Thread]:
         """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane is, if None."""
@@ -140,11 +147,12 @@ class Ways:
 
     def _compute_while(self, threads: list[threading.Thread], suffix: str) -> float:
         """Seconds of the last step, which was alone at its end and is not kept."""
-        took: list[float] = []
+        took: dict[str, list[float]] = {"s": [], "ran_s": [], "waited_s": []}
         while any(thread.is_alive() for thread in threads):
-            self.compute(took)
-        self.computation[f"beside exchanges{suffix}"] += took[:-1]
-        return took[-1]
+            self.compute(took, threads)
+        for name, values in self.computation[f"beside exchanges{suffix}"].items():
+            values += took[name][:-1]
+        return took["s"][-1]
 
     def yield_to_exchanges(self, niceness: int) -> None:
         """Every thread of this process but the starter, for good: less niceness needs a privilege."""
@@ -160,8 +168,20 @@ class Ways:
         return {
             "bytes": sum(x.nbytes for x in self.shapes), "leaves": len(self.shapes), "exchanges": self.made,
             "exchange": {n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()},
-            "computation_s": {name: spread(took) for name, took in self.computation.items() if took},
+            **{f"computation_{key}": {name: spread(took[key]) for name, took in self.computation.items() if took[key]}
+               for key in ("s", "ran_s", "waited_s")},
         }  # fmt: skip
+
+
+def scheduled_s(but: Sequence[threading.Thread]) -> tuple[float, float]:
+    """Seconds that this process's threads, but some, have run and have waited for a core; without what has ended."""
+    others, ran, waited = {thread.native_id for thread in but}, 0, 0
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) not in others:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                on_core, for_core, _ = map(int, (task / "schedstat").read_text().split())
+                ran, waited = ran + on_core, waited + for_core
+    return ran / 1e9, waited / 1e9
 
 
 def bytes_of(limit: str) -> int:

@@ -6,7 +6,8 @@ Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each
   fused, fused-k              `jax.jit` + mpi4jax leaf by leaf: one job after the other; k processes a host at once
   gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
   ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not installed
-  sequential, crossover       jaxcross: one job after the other; in turn (`-bf16`: gradients as bfloat16 on the wire)
+  sequential, crossover       jaxcross: one job after the other; in turn (`-bf16`: gradients as bfloat16 on the wire;
+                              `-cut`: each job's backward pass in four pieces, too)
   uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready
 
 Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
@@ -16,10 +17,11 @@ period that jaxcross's report gives.
 bound = max(sum c, sum m, max(c + m)) / k; with tax sum c + sum tax stands for sum c, where tax is the CPU time that the
 kernel charges an exchange on the row's wire on the core that computes: its thread's, and its own for packets. slow_down
 is what a step takes beside exchanges over one alone, caches and all. Rivals that overlap a job with itself have no
-max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes that run.
+max(c + m). m and tax are measured before every repeat, c before and after every run, by the processes that run; a row's
+is that of its framework, over all of whose rivals in the repeat, and its own processes' is `own_c_s`.
 hidden_share is (c + m - T) / min(c, m), clipped to 0..1; hidden_share_from_trace is what jaxcross's trace says. cpu_s
 and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A row names its run, of `runs`;
-`--resume` adds rivals in a run of their own, at rates found anew.
+`--resume` adds rivals in a run of their own, at rates found anew, with jaxcross's again to compare them with.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
-from race_measure import Calibration, Entrants
-from race_show import draw, show
+from race_measure import Calibration, Entrants, pooled_c
+from race_show import REFERENCES, draw, show
 from rivals.cases import CASES, RIVALS, Rival, Spec, rivals_of
 from rivals.teams import Stage, TeamError
 
@@ -70,12 +73,13 @@ def main() -> int:
 
 
 def lacking(case: str, args: argparse.Namespace, result: dict[str, Any]) -> dict[tuple[Rival, ...], list[str]]:
-    """The rivals that have no row yet -> the rates at which just these have none."""
+    """The rivals that have no row yet, and whom they are held against -> the rates at which just these have none."""
     done = {(row["rate"], row["rival"]) for row in result["rows"] if row["case"] == case}
     found: dict[tuple[Rival, ...], list[str]] = {}
     for rate in args.rates:
-        if rivals := tuple(r for r in rivals_of(case, args.rivals) if (rate, r.name) not in done):
-            found.setdefault(rivals, []).append(rate)
+        if rivals := {r.name: r.wire for r in rivals_of(case, args.rivals) if (rate, r.name) not in done}:
+            against = {name for wire in rivals.values() for name in REFERENCES[wire]} if done else set()
+            found.setdefault(tuple(rivals_of(case, {*rivals, *against})), []).append(rate)
     return found
 
 
@@ -94,22 +98,20 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
     reference = None
     if set(rates) & set(RATES):
         entrants.measure(times=args.times, tax=False)  # compiles, and gets memory
-        reference = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
+        reference = entrants.calibrated(args.times)
     for rate in rates:
-        lab = stage.lab
+        lab, found = stage.lab, []
         if reference is not None and rate in RATES:
-            lab.set_rate(entrants.rate(RATES[rate], reference))
-            at_it = Calibration.of(entrants.jobs, [entrants.measure(times=args.times, tax=False)])
-            lab.set_rate(entrants.rate(RATES[rate], at_it))  # closer: m is not all bytes over rate
+            found = find_rate(entrants, RATES[rate], reference, args.times)
         else:
             lab.set_rate(rate)
         there, back = lab.measure_rate(0.3 if args.smoke else 1.0)
         entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
         samples, measured = alternate(entrants, rate, args, result)
-        calibration = Calibration.of(entrants.jobs, measured)
+        calibration = Calibration.of(entrants.jobs, measured, lab.rate or "")
         facts = {
             "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
-            "run": len(result["runs"]) - 1, "steps": args.steps, "start_up": entrants.start_up,
+            "run": len(result["runs"]) - 1, "steps": args.steps, "start_up": entrants.start_up, "found": found,
             "calibration": [{"model": spec.model, **raw} for spec, raw in calibration.raw.items()],
         }  # fmt: skip
         rows = [row_of(RIVALS[name], samples[name], calibration, facts) for name in RIVALS if name in samples]
@@ -120,6 +122,20 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
         result["rows"] += rows
         write(args.json, result)
         show(facts, rows)
+
+
+def find_rate(entrants: Entrants, factor: float, at: Calibration, times: int) -> list[dict[str, Any]]:
+    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth or after three tries, which it
+    returns: m is not all bytes over rate, and a shared machine computes faster or slower a minute later.
+    """
+    tries: list[dict[str, Any]] = []
+    while True:
+        entrants.stage.lab.set_rate(entrants.rate(factor, at))
+        at = entrants.calibrated(times)
+        tries.append({"link": entrants.stage.lab.rate, "ratio": at.ratio, "c_s": at.compute_s, "m_s": at.exchange_s})
+        print(f"{entrants.case} at {tries[-1]['link']}: sum m is {at.ratio:.2f} of sum c, wanted {factor}", flush=True)
+        if abs(at.ratio / factor - 1) <= 0.05 or len(tries) == 3:
+            return tries
 
 
 def alternate(
@@ -133,8 +149,9 @@ def alternate(
     measured = []
     for repeat in range(args.repeats):
         measured.append(entrants.measure(times=args.times))
-        turn = repeat % len(entrants.rivals)  # nobody always comes after the same one
-        for rival in entrants.rivals[turn:] + entrants.rivals[:turn]:
+        turn = repeat % len(entrants.rivals)  # nobody always comes after the same one, nor first
+        order, turns = entrants.rivals[turn:] + entrants.rivals[:turn], []
+        for rival in order if repeat % 2 == 0 else order[::-1]:
             if rival not in entrants.rivals:
                 continue
             begin = time.perf_counter()
@@ -146,10 +163,20 @@ def alternate(
                 leave_out(entrants, rival.team, str(error), result)
                 continue
             samples.setdefault(rival.name, []).append(sample)
+            turns.append((rival.framework, sample))
             print(f"{entrants.case} {rate} ({entrants.stage.lab.rate}) repeat {repeat}: {rival.name} "
                   f"{sample['s_per_job_step']:.3f} s a job-step, {time.perf_counter() - begin:.0f} s",
                   flush=True)  # fmt: skip
+        share_compute(entrants.jobs, turns)
     return samples, measured
+
+
+def share_compute(jobs: Sequence[Spec], turns: Sequence[tuple[str, Sample]]) -> None:
+    """Gives the samples of a repeat one c a framework, whose rivals all run the same step."""
+    for framework in dict(turns):
+        alike = [sample for name, sample in turns if name == framework]
+        for sample in alike:
+            sample["c_s"] = pooled_c(jobs, alike)
 
 
 def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]) -> None:
@@ -177,7 +204,7 @@ def start(entrants: Entrants, kind: str) -> str | None:
 
 
 def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table: medians of the repeats, each judged by what its own processes computed beside it."""
+    """One line of the table: medians of the repeats, each judged by what its framework computed in that repeat."""
     judged = [{**sample, **judge(rival, sample, calibration)} for sample in samples]
     seconds = [sample["s_per_job_step"] for sample in samples]
     return {
@@ -185,7 +212,8 @@ def row_of(rival: Rival, samples: list[Sample], calibration: Calibration, facts:
         "rival": rival.name, "run": facts["run"], "spread": [min(seconds), max(seconds)],
         **{key: statistics.median(s[key] for s in judged) for key, value in judged[0].items()
            if isinstance(value, float | int)},
-        "c_s": [statistics.median(each) for each in zip(*(s["c_s"] for s in samples), strict=True)],
+        **{key: [statistics.median(each) for each in zip(*(s[key] for s in samples), strict=True)]
+           for key in ("c_s", "own_c_s")},
         "m_s": calibration.exchange_s[rival.wire], "tax_s": calibration.tax_s[rival.wire],
         "slow_down": calibration.slow_down(rival.wire),
         "raw": samples,
@@ -214,7 +242,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--rivals", default="", metavar="A,B", help=f"of {', '.join(RIVALS)} (default: all)")
     made.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
     made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    made.add_argument("--times", type=int, default=3, help="steps and exchanges of a calibration (default %(default)s)")
+    made.add_argument("--times", type=int, default=5, help="steps and exchanges of a calibration (default %(default)s)")
     made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="rows and raw numbers; written after every rate")
     made.add_argument("--png", type=Path, metavar="DIR", help="a picture a case")

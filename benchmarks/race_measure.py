@@ -27,6 +27,7 @@ class Calibration:
         exchange_s: Wire -> m.
         tax_s: Wire -> what an exchange takes of the core that computes, at most.
         beside_s: Wire -> a step without its exchange while others exchange.
+        rate_bits_per_s: Of the link at that time.
         sent_bytes: One direction of the float32 exchange, headers included.
         raw: All that was measured, of each distinct job.
     """
@@ -35,11 +36,12 @@ class Calibration:
     exchange_s: dict[str, list[float]]
     tax_s: dict[str, list[float]]
     beside_s: dict[str, list[float]]
+    rate_bits_per_s: float
     sent_bytes: list[float]
     raw: dict[Spec, dict[str, Any]]
 
     @classmethod
-    def of(cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]]) -> Calibration:
+    def of(cls, jobs: Sequence[Spec], measured: Sequence[dict[Spec, dict[str, Any]]], rate: str) -> Calibration:
         """From what was measured once or several times: medians over all of it, on each rank."""
         raw = {spec: _joined([once[spec] for once in measured]) for spec in measured[0]}
         per_job = [raw[spec] for spec in jobs]
@@ -51,9 +53,14 @@ class Calibration:
         return cls(
             compute_s=[_middle(raw["c"]) for raw in per_job],
             exchange_s=by_wire("m"), tax_s=by_wire("tax"), beside_s=by_wire("taxed_c"),
-            sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
+            rate_bits_per_s=bits_a_second(rate), sent_bytes=[statistics.fmean(raw["sent_bytes"]) for raw in per_job],
             raw=raw,
         )  # fmt: skip
+
+    @property
+    def ratio(self) -> float:
+        """Sum m over sum c, as at the named rates."""
+        return sum(self.exchange_s["float32"]) / sum(self.compute_s)
 
     def slow_down(self, wire: str) -> list[float]:
         """How many times as long a step of JAX's takes beside exchanges; both measured within the same seconds."""
@@ -83,8 +90,11 @@ class Entrants:
     def jobs(self) -> tuple[Spec, ...]:
         return jobs_of(self.case, self.smoke, self.image_size)
 
-    def start(self, kind: str) -> None:
-        """Starts the processes of one kind of team, one after the other, and compiles what their rivals run."""
+    def start(self, kind: str, *, rests: bool = True) -> None:
+        """Starts the processes of one kind of team, one after the other, and compiles what their rivals run.
+
+        They then rest: what memory they no longer need goes back, as others are to have theirs.
+        """
         numbers: list[int | None] = [None] if kind == "crossed" else list(range(len(self.jobs)))
         begin = time.perf_counter()
         sizes: dict[str, Any] = {"smoke": self.smoke, "image_size": self.image_size}
@@ -94,7 +104,7 @@ class Entrants:
         answers: list[dict[str, Any]] = []
         for variant in variants or {"sequential": None}:
             answers = [a for team in teams for a in self.stage.ask(team, "prepare", variant=variant)]
-        idle = self.stage.ask(teams, "rest")
+        idle = self.stage.ask(teams, "rest") if rests else []
         self.teams[kind] = teams
         self.start_up[kind] = {
             "start_s": started - begin, "prepare_s": time.perf_counter() - started,
@@ -146,17 +156,21 @@ class Entrants:
             "last_bucket_s": share * cost.exchange_s, "best_s": wait_free_s(cost, first, share),
         }  # fmt: skip
 
-    def rate(self, factor: float, calibration: Calibration) -> str:
-        """The rate at which sum m = factor * sum c, as `tc` spells it."""
-        costs = calibration.costs("float32")
-        reference = bits_a_second(self.stage.lab.rate or "")
+    def calibrated(self, times: int) -> Calibration:
+        """c and m at the link's present rate."""
+        return Calibration.of(self.jobs, [self.measure(times=times, tax=False)], self.stage.lab.rate or "")
+
+    def rate(self, factor: float, at: Calibration) -> str:
+        """The rate at which sum m = factor * sum c, as `tc` spells it, as far as one calibration tells."""
+        costs = at.costs("float32")
         target = factor * sum(cost.compute_s for cost in costs)
-        return f"{rate_for(target, costs, calibration.sent_bytes, reference) / 1e6:.1f}mbit"
+        return f"{rate_for(target, costs, at.sent_bytes, at.rate_bits_per_s) / 1e6:.1f}mbit"
 
     def turn(self, rival: Rival, steps: int) -> dict[str, Any]:
         """One repeat of one rival: it warms up, computes alone, is timed, computes alone again, and rests.
 
         The machine is shared: what a step computes is measured right before and right after, in the same processes.
+        `own_c_s` is of these alone.
         """
         teams = self.teams[rival.team]
         self.prepare(rival)
@@ -164,9 +178,9 @@ class Entrants:
         sample = self.run(rival, steps)
         after = self._own_compute(teams)
         self.stage.ask(teams, "rest")
-        own = {spec: _middle([a + b for a, b in zip(before[spec], after[spec], strict=True)]) for spec in before}
         raw = [{"model": spec.model, "before": before[spec], "after": after[spec]} for spec in before]
-        return {**sample, "c_s": [own[spec] for spec in self.jobs], "c_raw": raw}
+        sample = {**sample, "c_raw": raw}
+        return {**sample, "own_c_s": pooled_c(self.jobs, [sample])}
 
     def _own_compute(self, teams: Sequence[Team]) -> dict[Spec, list[list[float]]]:
         found = {}
@@ -209,6 +223,19 @@ class Entrants:
             "peak_rss_bytes": max(_host_bytes(group) for group in answers),
             **{key: every[0][key] for key in INSIDE if key in every[0]},
         }
+
+
+def pooled_c(jobs: Sequence[Spec], samples: Sequence[dict[str, Any]]) -> list[float]:
+    """c of each job, from what all these turns measured before and after: the mean over ranks of the medians.
+
+    Rivals of one framework run the same step: what one of their processes happened to need longer for is not its own.
+    """
+    kinds = list(dict.fromkeys(jobs))
+    found = []
+    for place in range(len(kinds)):
+        each = [side for sample in samples for side in (sample["c_raw"][place][key] for key in ("before", "after"))]
+        found.append(_middle([[x for side in each for x in side[rank]] for rank in range(len(each[0]))]))
+    return [found[kinds.index(spec)] for spec in jobs]
 
 
 def _host_bytes(answers: Sequence[dict[str, Any]]) -> int:

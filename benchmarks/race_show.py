@@ -79,7 +79,7 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     width = 0.8 / len(rates)
     for axis, (key, scale, label) in zip(axes, panels, strict=True):
         for n, rate in enumerate(rates):
-            own = {row["rival"]: row for row in rows if row["rate"] == rate}
+            own = {row["rival"]: row for row in reversed(rows) if row["rate"] == rate}  # of its first run
             at = [i + (n - (len(rates) - 1) / 2) * width for i, r in enumerate(rivals) if r in own]
             chosen = [own[r] for r in rivals if r in own]
             bars = axis.bar(at, [row[key] * scale for row in chosen], width, label=_named(chosen[0]))

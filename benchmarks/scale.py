@@ -42,8 +42,18 @@ def outline(segments: int) -> Outline:
     )
 
 
-def decisions(jobs: int, segments: int, steps: int) -> dict[str, Any]:
-    """Microseconds of each event that one rank's interleaver handled."""
+def decisions(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
+    """Microseconds of each event that one rank's interleaver handled; medians over the repeats."""
+    raw = [decided(jobs, segments, steps) for _ in range(repeats)]
+    found = {
+        f"{name}_us": spread([float(of(took)) for took in raw])
+        for name, of in (("median", np.median), ("mean", np.mean), ("p99", lambda took: np.percentile(took, 99)))
+    }
+    return {"jobs": jobs, "segments": segments, "events": len(raw[0]), **found}
+
+
+def decided(jobs: int, segments: int, steps: int) -> list[float]:
+    """One repeat."""
     plan = outline(segments)
 
     def loop() -> Any:
@@ -64,8 +74,7 @@ def decisions(jobs: int, segments: int, steps: int) -> dict[str, Any]:
 
     simulation._ranks[0].interleaver.handle = timed  # type: ignore[method-assign]
     simulation.run(10**9)
-    return {"jobs": jobs, "segments": segments, "events": len(took), "median_us": float(np.median(took)),
-            "mean_us": float(np.mean(took)), "p99_us": float(np.percentile(took, 99))}  # fmt: skip
+    return took
 
 
 def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, Any]:
@@ -131,10 +140,10 @@ def main() -> None:
     sizes = {"jobs": [(k, 30) for k in jobs], "segments": [(2, n) for n in segments]}
     result: dict[str, Any] = {}
     for name, pairs in sizes.items():
-        rows = [decisions(k, n, max(2, events // (k * n))) for k, n in pairs]
+        rows = [decisions(k, n, max(2, events // (k * n)), repeats) for k, n in pairs]
         result[f"decision_by_{name}"] = {
             "rows": rows,
-            "slope_of_total": 1 + slope([row[name] for row in rows], [row["mean_us"] for row in rows]),
+            "slope_of_total": 1 + slope([row[name] for row in rows], [row["mean_us"]["median"] for row in rows]),
         }
     sizes = {"jobs": [(k, 3) for k in jobs], "segments": [(2, n) for n in compiled]}
     for name, pairs in sizes.items():

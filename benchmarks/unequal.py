@@ -4,8 +4,9 @@
 
 Two jobs on two hosts and a real slow link: ResNet-50, and a small Transformer whose step computes and exchanges about
 a tenth as long. Alone, and together in turns by whole steps, by pieces, and by pieces and equal shares, all in one run.
-relative: a job's steps a second over those it makes alone; progress: their sum, 1 where jobs run one after the other,
-1.1 in lock step. A job's rate is of its steps that end while both jobs run, without the first tenth of that time: their
+relative: a job's steps a second over those it makes alone, uncut; progress: their sum, 1 where jobs run one after the
+other, 1.1 in lock step. ResNet-50 alone in pieces overlaps with itself: `relative` and `progress` over that are
+`over_pieces`. A job's rate is of its steps that end while both jobs run, without the first tenth of that time: their
 number less one, over the time from the first one's end to the last one's.
 """
 
@@ -109,10 +110,12 @@ def worker(args: Any) -> int:
         run(dict.fromkeys(works, 2), cut)  # compiles
     counts = {name: max(3, round(seconds / 2 * agreed(rates(run({name: 4}))[name]))) for name in works}
     alone: dict[str, list[float]] = {name: [] for name in works}
+    in_pieces: list[float] = []
     raw: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for name, count in counts.items():
             alone[name].append(rates(run({name: count}))[name])
+        in_pieces.append(rates(run({"large": counts["large"]}, PIECES))["large"])
         solo = {name: agreed(statistics.median(values)) for name, values in alone.items()}
         for way, (cut, policy) in WAYS.items():
             # As many steps as both would make in that time if none hindered the other: none ends long before the other.
@@ -128,8 +131,13 @@ def worker(args: Any) -> int:
         ways = {}
         for way, samples in raw.items():
             relative = {n: statistics.median(s[n] for s in samples) / medians[n] for n in works}
-            ways[way] = {"relative": relative, "progress": sum(relative.values()), "raw_steps_per_s": samples}
-        Path(args.worker).write_text(json.dumps({"alone": medians, "raw_alone": alone, "pieces": PIECES, "ways": ways}))
+            over = {**relative, "large": relative["large"] * medians["large"] / statistics.median(in_pieces)}
+            ways[way] = {
+                "relative": relative, "progress": sum(relative.values()), "raw_steps_per_s": samples,
+                "over_pieces": {"relative": over, "progress": sum(over.values())},
+            }  # fmt: skip
+        facts = {"alone": medians, "raw_alone": alone, "raw_in_pieces": in_pieces, "pieces": PIECES, "ways": ways}
+        Path(args.worker).write_text(json.dumps(facts))
     return 0
 
 

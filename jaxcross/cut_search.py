@@ -26,8 +26,9 @@ from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
 _PIECES = (1, 2, 4, 8, 16)
-_STEPS = 2  # timed steps of each rival, in turn, behind one that warms up
+_WARM_UP, _STEPS = 2, 2  # steps of each rival, in turn: some that get their memory from the kernel, some that are timed
 _LARGEST_BYTES = 2**24  # of the file; what is larger was not written by us
+_ALIKE = 1.25  # uncut steps of the same network on the same machine
 _WORTH = 0.99  # a finer cut must save more than measurements scatter
 
 Together = Callable[[str, Callable[[Any], Any]], Any]
@@ -50,8 +51,9 @@ def search(
     A cut that is slower than uncut in a last race of the two is not taken.
 
     Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
-    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them. The
-    network may have changed since: a kept cut is timed once against uncut, and searched anew if it is slower.
+    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them with
+    the seconds of an uncut step. The network may have changed since: a kept cut is timed once against uncut, and
+    searched anew if it is slower, or if the uncut step takes a quarter more or less than it did.
 
     Args:
         traced: The step.
@@ -74,15 +76,18 @@ def search(
     known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
     best = build(whole)
     if known is not None:
-        kept = best if known == 1 else build(cut(known))
-        old, new = (1.0, 1.0) if kept is best else race(known, best, kept)
-        if new <= old:
-            found[key] = known
-            return known, kept
+        pieces, before = known
+        kept = best if pieces == 1 else build(cut(pieces))
+        old, new = race(pieces, best, kept)
+        alike = max(old, before) <= _ALIKE * min(old, before)
+        if alike and (kept is best or new <= old):
+            found[key] = pieces
+            return pieces, kept
         _log.warning(
-            "`%s` was cut into %d exchange segments before, which is slower than uncut here.", traced.name, known
-        )
-    uncut = best
+            "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s, and"
+            " cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, old, new,
+        )  # fmt: skip
+    uncut, begin = best, time.perf_counter()
     pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.segments), False
     for n in _PIECES[1:]:
         program = cut(n)
@@ -105,13 +110,14 @@ def search(
         if gain < 1:
             best, pieces, gain = uncut, 1, 1.0
     found[key] = pieces
-    if world.rank == 0:
-        book.write(pieces)
-        if first is not None:
-            _log.warning(
-                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s).",
-                traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
-            )  # fmt: skip
+    if world.rank == 0 and first is not None:
+        book.write(pieces, first)
+        _log.warning(
+            "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
+            " %.0f s).",
+            traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
+            time.perf_counter() - begin,
+        )  # fmt: skip
     return pieces, best
 
 
@@ -120,7 +126,7 @@ def _race(
 ) -> tuple[float, float]:
     """Seconds a step of both, in turn: the best of each, on the slowest rank."""
     times: list[list[int]] = [[], []]
-    for turn in range(1 + _STEPS):
+    for turn in range(_WARM_UP + _STEPS):
         for compiled, found in zip(rivals, times, strict=True):
             own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
             jax.block_until_ready(own)
@@ -128,7 +134,7 @@ def _race(
             start = time.perf_counter_ns()
             jax.block_until_ready(run_alone(world, compiled, own, 0))
             elapsed = time.perf_counter_ns() - start
-            if turn:
+            if turn >= _WARM_UP:
                 found.append(elapsed)
     slowest = -control.allreduce_min(np.array([-min(found) for found in times], np.int64))
     return float(slowest[0]) / 1e9, float(slowest[1]) / 1e9
@@ -142,17 +148,20 @@ class _Book:
         self._file = None if folder is None else folder / "jaxcross-cuts.json"
         self._key = key
 
-    def read(self) -> int | None:
-        pieces = self._all().get(self._key)
-        return pieces if type(pieces) is int and pieces in _PIECES else None
+    def read(self) -> tuple[int, float] | None:
+        """The number of pieces, and the seconds of an uncut step when it was found."""
+        match self._all().get(self._key):
+            case [int(pieces), float(uncut_s)] if pieces in _PIECES and uncut_s > 0:
+                return pieces, uncut_s
+        return None
 
-    def write(self, pieces: int) -> None:
+    def write(self, pieces: int, uncut_s: float) -> None:
         if self._file is None:
             return
         draft = self._file.with_suffix(f".{id(self)}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({**self._all(), self._key: pieces}, indent=1))
+            draft.write_text(json.dumps({**self._all(), self._key: [pieces, uncut_s]}, indent=1))
             draft.replace(self._file)
         except OSError as error:
             _log.warning("The cut that was found cannot be kept in `%s`: %s", self._file, error)

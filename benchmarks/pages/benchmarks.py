@@ -24,7 +24,8 @@ def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
     case, rate = argument.split(":")
     rows = _rows(read, case, rate)
     yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
-    for row in rows:
+    first = {row["rival"]: row for row in reversed(rows)}  # whom later ones were held against may have run again
+    for row in [row for row in rows if row is first[row["rival"]]]:
         shown = row | {"over_reference": over_reference(row, rows)}
         yield (
             row["rival"], _with_spread(row), _each(row["c_s"]), _each(row["m_s"]), f"{row['bound_s']:.2f}",
@@ -115,25 +116,36 @@ def peak(read: Read, name: str) -> Iterator[tuple[str, ...]]:
 
 def memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """k jobs in one process against k processes."""
-    yield "jobs", "images", "way", "peak GB a host", "programs compiled", "compile s"
+    yield "jobs", "images", "way", "peak GB a host", "s a job-step", "programs compiled", "compile s"
     for row in read("memory")["rows"]:
         yield (str(row["jobs"]), f"{row['image_size']}x{row['image_size']}", row["way"],
-               f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['compilations']:.0f}",
+               f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['s_per_job_step']:.2f}", f"{row['compilations']:.0f}",
                f"{row['compile_s']:.0f}")  # fmt: skip
+
+
+def backend(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """XLA's flags, pages and 1x1 products, the fastest first."""
+    found = read("backend")
+    yield "a ResNet-50 step", "s", "over the step as raced"
+    for way, row in sorted(found["rows"].items(), key=lambda item: item[1]["ratio"]):
+        low, high = row["s"]["p25"], row["s"]["p75"]
+        yield way, f"{row['s']['median']:.2f} ({low:.2f} to {high:.2f})", f"{row['ratio']:.2f}"
+    for way in found["unknown"]:
+        yield way, "not known to this jaxlib", ""
 
 
 def scale(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """What jobs and segments cost the host."""
     found = read("scale")
-    yield "what grows", "sizes", "one decision, median us", "of a whole run, us a segment", "peak GB", "power"
+    yield "what grows", "sizes", "us each, median", "mean", "99% below", "peak GB", "power"
     for kind in ("jobs", "segments"):
-        for part, key in (("decision", "median_us"), ("run", "us_per_segment")):
+        for part, keys in (("decision", ("median_us", "mean_us", "p99_us")), ("run", ("us_per_segment",))):
             rows, power = found[f"{part}_by_{kind}"]["rows"], found[f"{part}_by_{kind}"]["slope_of_total"]
-            values = [row[key]["median"] if isinstance(row[key], dict) else row[key] for row in rows]
-            shown = ", ".join(f"{value:.0f}" for value in values)
+            shown = [", ".join(f"{row[key]['median']:.0f}" for row in rows) for key in keys]
             memory = ", ".join(f"{row['peak_rss_bytes'] / 1e9:.2f}" for row in rows if "peak_rss_bytes" in row)
             sizes = ", ".join(str(row[kind]) for row in rows)
-            yield kind, sizes, *((shown, "") if part == "decision" else ("", shown)), memory, f"{power:.2f}"
+            what = {"decision": "a decision", "run": "a segment of a run"}[part]
+            yield f"{what}, by {kind}", sizes, *(*shown, "", "")[:3], memory, f"{power:.2f}"
 
 
 def exchange_cost(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -228,10 +240,11 @@ def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
 def unequal(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """A small job beside a large one."""
     found = read("unequal")
-    yield "turns", "large", "small", "progress"
+    yield "turns", "large", "small", "progress", "large, over itself in pieces", "progress, over that"
     for way, row in found["ways"].items():
-        each = (f"{row['relative'][name]:.2f}" for name in ("large", "small"))
-        yield way, *each, f"{row['progress']:.2f}"
+        over = row["over_pieces"]
+        each = [row["relative"]["large"], row["relative"]["small"], row["progress"], over["relative"]["large"]]
+        yield way, *(f"{value:.2f}" for value in (*each, over["progress"]))
 
 
 TABLES: dict[str, Table] = {
@@ -241,6 +254,7 @@ TABLES: dict[str, Table] = {
     "overhead": overhead,
     "peak": peak,
     "memory": memory,
+    "backend": backend,
     "scale": scale,
     "unequal": unequal,
     "exchange-cost": exchange_cost,

@@ -92,6 +92,7 @@ RIVALS: dict[str, Rival] = {
         *_with_k("ddp-bf16", **_TORCH, **_BF16),
         Rival(name="sequential", team="crossed", variant="sequential", cases="many"),
         Rival(name="crossover", team="crossed", variant="crossover", cases="many"),
+        Rival(name="crossover-cut", team="crossed", variant="crossover-cut", overlaps_itself=True, cases="many"),
         Rival(name="crossover-bf16", team="crossed", variant="crossover-bf16", wire="bfloat16", cases="many"),
         Rival(name="uncut", team="crossed", variant="sequential", cases="one"),
         Rival(name="wait-free", team="crossed", variant="wait-free", overlaps_itself=True, cases="one"),

@@ -37,6 +37,7 @@ FINEST = 16
 VARIANTS: dict[str, dict[str, Any]] = {
     "sequential": {"policy": jaxcross.Sequential},
     "crossover": {"policy": jaxcross.RoundRobin},
+    "crossover-cut": {"policy": jaxcross.RoundRobin, "cut": 4},
     "crossover-bf16": {"policy": jaxcross.RoundRobin, "wire": "bfloat16"},
     "wait-free": {"policy": jaxcross.Sequential, "cut": "auto"},
     "wait-free-bf16": {"policy": jaxcross.Sequential, "cut": "auto", "wire": "bfloat16"},

@@ -96,10 +96,11 @@ class Stage:
         lab: An entered lab.
         folder: For the socket and the log files.
         patience_s: How long an answer may take; a start has as long.
+        keeps_memory: Whether processes keep what memory they have had, in large pages, as `jaxcross launch` lets them.
     """
 
-    def __init__(self, lab: Lab, folder: Path, *, patience_s: float = 900.0) -> None:
-        self.lab, self.folder, self.patience_s = lab, folder, patience_s
+    def __init__(self, lab: Lab, folder: Path, *, patience_s: float = 900.0, keeps_memory: bool = True) -> None:
+        self.lab, self.folder, self.patience_s, self._keeps_memory = lab, folder, patience_s, keeps_memory
         self.teams: dict[str, Team] = {}
         self._path = folder / "race.sock"
         self._ports = iter(range(FIRST_PORT, FIRST_PORT + 200))
@@ -135,7 +136,7 @@ class Stage:
         program += ["--smoke"] if smoke else []
         program += [] if job is None else ["--job", str(job)]
         program += [] if image_size is None else ["--image-size", str(image_size)]
-        environment = self.lab.environment(_plain_environment(smoke))
+        environment = self.lab.environment(_plain_environment(smoke, self._keeps_memory))
         with log.open("wb") as out:
             options: dict[str, Any] = dict(env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
             team = Team(name, [subprocess.Popen(line, **options) for line in self._lines(kind, program)], log)
@@ -185,11 +186,11 @@ class Stage:
         return [answer for team in teams for answer in team.receive(do, self.patience_s)]
 
 
-def _plain_environment(smoke: bool) -> dict[str, str]:
-    """The caller's, without what would size pools, change code or bring kept cuts; huge pages for all.
+def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
+    """The caller's, without what would size pools, change code or bring kept cuts.
 
     Toys compile without optimisation.
     """
     plain = {k: v for k, v in os.environ.items() if k not in SETTINGS}
-    plain |= pages.settings(plain)
+    plain |= pages.settings(plain) if keeps_memory else {}
     return {**plain, "XLA_FLAGS": "--xla_backend_optimization_level=0"} if smoke else plain

@@ -226,8 +226,7 @@ class Interleaver:
         if mine.call is not None or mine.waits:
             raise InternalError(f"job {job} called a step before its last call returned")
         mine.calls += 1
-        compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
-        mine.call = LocalCall(number=mine.calls, outline=outline, waiting=compute)
+        mine.call = LocalCall(number=mine.calls, outline=outline)
         text = f"called step {self.step(job) + 1}\n{outline.text}"
         point = Point("step", point_hash("step", outline.signature), text) if outline.collectives else None
         self._wait_at(job, point)
@@ -257,8 +256,6 @@ class Interleaver:
         mine = self._jobs[job]
         if mine.failed is None:
             mine.failed, mine.ejects = text, ejects
-        if mine.call is not None:
-            mine.call.waiting.clear()
 
     def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.agreed.leave(job)
@@ -295,8 +292,7 @@ class Interleaver:
             job, segment = turn
             call = self._jobs[job].call
             assert call is not None
-            call.waiting.remove(segment)
-            call.issued.add(segment)
+            call.issue(segment)
             self._compute.on_device.add((job, call.number, segment))
             # Work without exchanges happens between two steps; the others make the next one.
             step = self.step(job) + (1 if call.outline.is_step and not call.committed else 0)
@@ -350,7 +346,7 @@ class Interleaver:
         call = self._jobs[job].call
         if call is None:
             raise InternalError(f"job {job} made an exchange but has no call")
-        call.exchanged.add(segment)
+        call.exchange_done(segment)
         call.finite &= finite
         nbytes = call.outline.nbytes
         self.agreed.exchange_done(job, nbytes[segment] if nbytes else 1)

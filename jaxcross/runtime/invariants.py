@@ -30,7 +30,7 @@ def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: Agr
         if call is None:
             continue
         must(call.dispatched <= call.issued, f"job {job}: dispatched what was not issued")
-        must(not call.issued & set(call.waiting), f"job {job}: a segment both issued and waiting")
+        must(call.ready() not in call.issued, f"job {job}: a segment both issued and ready")
         after = call.issued & call.outline.after_commit
         must(call.committed or not after, f"job {job}: segments {after} ran before the commit")
         for segment in call.issued | call.exchanged:

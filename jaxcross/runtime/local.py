@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -44,7 +45,6 @@ class LocalCall:
 
     number: int
     outline: Outline
-    waiting: list[int]  # compute segments not yet issued, in order
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
     exchanged: set[int] = field(default_factory=set)
@@ -52,22 +52,43 @@ class LocalCall:
     committed: bool = False
     finite: bool = True  # what was exchanged, as far as it was looked at
     skipped: bool = False  # the step keeps its state
+    _unmet: list[int] = field(init=False)  # how many needs of each segment were neither issued nor exchanged
+    _able: list[int] = field(init=False)  # the compute segments that have none and were not issued, in order
+    _behind: list[int] = field(init=False)  # the same behind the commit
+
+    def __post_init__(self) -> None:
+        outline = self.outline
+        self._unmet = [len(set(needs)) for needs in outline.needs]
+        able = [i for i, kind in enumerate(outline.kinds) if kind == "compute" and not self._unmet[i]]
+        self._able = [i for i in able if i not in outline.after_commit]
+        self._behind = [i for i in able if i in outline.after_commit]
 
     def ready(self) -> int | None:
         """The first compute segment that may go to the lane."""
-        for segment in self.waiting:
-            if segment in self.outline.after_commit and not self.committed:
-                continue
-            if all(need in self.issued or need in self.exchanged for need in self.outline.needs[segment]):
-                return segment
-        return None
+        first = [*self._able[:1], *(self._behind[:1] if self.committed else ())]
+        return min(first, default=None)
+
+    def issue(self, segment: int) -> None:
+        """The ready segment goes to the lane."""
+        del (self._behind if segment in self.outline.after_commit else self._able)[0]
+        self.issued.add(segment)
+        self._has(segment)
+
+    def exchange_done(self, segment: int) -> None:
+        """A collective segment was run."""
+        self.exchanged.add(segment)
+        self._has(segment)
+
+    def _has(self, segment: int) -> None:
+        for reader in self.outline.readers[segment]:
+            self._unmet[reader] -= 1
+            if not self._unmet[reader]:
+                insort(self._behind if reader in self.outline.after_commit else self._able, reader)
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""
-        return (
-            not self.waiting
-            and len(self.dispatched) + len(self.exchanged) == len(self.outline.kinds)
-            and (self.committed or not self.outline.collectives)
+        return len(self.dispatched) + len(self.exchanged) == len(self.outline.kinds) and (
+            self.committed or not self.outline.collectives
         )
 
 

@@ -21,6 +21,7 @@ class Outline:
         signature: What two ranks must agree on before the step is exchanged (see `vote.point_hash`).
         text: The same for people, one exchange a line.
         collectives: Indices of the collective segments, in order.
+        readers: For each segment, the compute segments that need it.
     """
 
     kinds: tuple[Literal["compute", "collective"], ...]
@@ -31,6 +32,7 @@ class Outline:
     signature: int = 0
     text: str = ""
     collectives: tuple[int, ...] = field(init=False)
+    readers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collectives", tuple(i for i, kind in enumerate(self.kinds) if kind == "collective"))
@@ -45,6 +47,11 @@ class Outline:
             raise ValueError("a program without exchanges has no commit to wait for")
         if self.local_step and self.collectives:
             raise ValueError("a program with exchanges is no local step")
+        readers: list[list[int]] = [[] for _ in self.kinds]
+        for index, needs in enumerate(self.needs):
+            for need in set(needs) if self.kinds[index] == "compute" else ():
+                readers[need].append(index)
+        object.__setattr__(self, "readers", tuple(map(tuple, readers)))
 
     @property
     def is_step(self) -> bool:

@@ -169,6 +169,9 @@ def test_unequal(smoke):
     for row in result["ways"].values():
         assert set(row["relative"]) == {"large", "small"}
         assert row["progress"] == pytest.approx(sum(row["relative"].values()))
+        over = row["over_pieces"]
+        assert over["relative"]["small"] == row["relative"]["small"]
+        assert over["progress"] == pytest.approx(sum(over["relative"].values()))
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_cuts_are_doubled_while_that_pays(search: Search, caplog: pytest.LogCapt
         assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2, 16: 2.4}, asked) == 4
     assert asked == [1, 2, 4, 8, 16]
     assert caplog.messages == [
-        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16)."
+        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16 in 0 s)."
     ]
 
 
@@ -106,7 +106,9 @@ def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_pat
         assert search({1: 3.0, 2: 2.9}, asked) == 2 and asked == [1, 2]
         asked.clear()
         assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 2, 4], "slower than uncut: another link"
-        assert search({}) == 1, "what was found anew is kept"
+        asked.clear()
+        assert search({1: 3.3}, asked) == 1 and asked == [1], "what was found anew is kept"
+        assert search({1: 9.0, 2: 7.0, 4: 6.0, 8: 6.0, 16: 6.0}) == 4, "uncut takes thrice as long: another link"
         (tmp_path / "cache" / "jaxcross-cuts.json").write_text("{")
         assert search({1: 1.0, 2: 2.0, 4: 2.0}) == 1, "a damaged file is measured again"
     finally:

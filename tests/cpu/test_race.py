@@ -151,7 +151,7 @@ def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
     made, told = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
     assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute", "rest"]
-    assert sample["c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
+    assert sample["own_c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
     assert sample["c_raw"] == [{"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}]
 
 
@@ -167,16 +167,18 @@ def test_a_row_says_what_was_measured():
         exchange_s={"float32": [1, 1]},
         tax_s={"float32": [0.25, 0.25]},
         beside_s={"float32": [10.8, 9.9]},
+        rate_bits_per_s=1e9,
         sent_bytes=[1, 1],
         raw={},
     )
     sample = {"cpu_s": 3.0, "wire_bytes": 8.0, "peak_rss_bytes": 9}
     # each repeat is judged by its own c: the slow machine of the last one is not the rival's fault
-    samples = [{**sample, "s_per_job_step": s, "c_s": [c, c]} for s, c in ((2.4, 2), (2.5, 2), (4, 3.2))]
+    own = {"own_c_s": [7, 8]}
+    samples = [{**sample, **own, "s_per_job_step": s, "c_s": [c, c]} for s, c in ((2.4, 2), (2.5, 2), (4, 3.2))]
     facts = {"case": "two", "rate": "compute", "link": "1gbit", "run": 0}
     row = race.row_of(cases.RIVALS["fused-k"], samples, calibration, facts)
     assert row["s_per_job_step"] == 2.5 and row["spread"] == [2.4, 4]
-    assert row["c_s"] == [2, 2] and row["m_s"] == [1, 1] and row["tax_s"] == [0.25, 0.25]
+    assert row["c_s"] == [2, 2] and row["own_c_s"] == [7, 8] and row["m_s"] == [1, 1] and row["tax_s"] == [0.25, 0.25]
     assert row["slow_down"] == pytest.approx([1.2, 1.1])
     assert row["bound_s"] == 2 and row["efficiency"] == 0.8
     assert row["bound_with_tax_s"] == 2.25 and row["efficiency_with_tax"] == pytest.approx(2.25 / 2.5)
@@ -194,7 +196,10 @@ def test_costs_are_medians_over_all_repeats():
         m_raw = {"m_float32": [[m], [m]], "m_bfloat16": [[m / 2], [m / 2]]}
         return {cases.RESNET: {"c": [[c], [c + 1]], **m_raw, **taxes, "sent_bytes": [sent]}}
 
-    found = Calibration.of([cases.RESNET] * 2, [once(1.0, 5.0, 10.0), once(9.0, 6.0, 20.0), once(2.0, 7.0, 30.0)])
+    found = Calibration.of(
+        [cases.RESNET] * 2, [once(1.0, 5.0, 10.0), once(9.0, 6.0, 20.0), once(2.0, 7.0, 30.0)], "1gbit"
+    )
+    assert found.rate_bits_per_s == 1e9 and found.ratio == 6.0 / 2.5
     assert found.costs("float32") == [cost(2.5, 6.0, 0.5)] * 2  # of 1, 2, 9 and of 2, 3, 10
     assert found.costs("float32", [7.0, 8.0]) == [cost(7.0, 6.0, 0.5), cost(8.0, 6.0, 0.5)]
     assert found.costs("bfloat16") == [cost(2.5, 3.0, 0.25)] * 2 and found.slow_down("bfloat16") == [3.0, 3.0]
@@ -215,6 +220,39 @@ def test_wrong_arguments(monkeypatch, capsys, line, message):
     with pytest.raises(SystemExit):
         race.options()
     assert message in capsys.readouterr().err
+
+
+def test_rivals_of_one_framework_share_their_c():
+    def sample(*seconds):
+        return {"c_raw": [{"model": "resnet50", "before": [list(seconds)] * 2, "after": [list(seconds)] * 2}]}
+
+    slow, quick, torch = sample(3.0), sample(1.0, 1.0), sample(7.0)
+    race.share_compute((cases.RESNET,) * 2, [("jax", slow), ("torch", torch), ("jax", quick)])
+    assert slow["c_s"] == quick["c_s"] == [1.0, 1.0] and torch["c_s"] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(("first", "rates"), [(2.0, ["400.0mbit"]), (3.0, ["400.0mbit", "800.0mbit"])])
+def test_a_rate_is_looked_for_until_it_fits(first, rates):
+    """An exchange of 100 MB takes 2 s at 400 Mbit/s, as predicted, or a second more, which no rate changes."""
+    made, _ = entrants(1)
+    made.case, made.stage.lab.rate = "one", "800mbit"
+
+    def set_rate(rate):
+        made.stage.lab.rate = rate
+
+    made.stage.lab.set_rate = set_rate
+
+    def at(m):
+        return Calibration(
+            compute_s=[1.0], exchange_s={"float32": [m]}, tax_s={}, beside_s={}, sent_bytes=[100e6], raw={},
+            rate_bits_per_s=race_bounds.bits_a_second(made.stage.lab.rate),
+        )  # fmt: skip
+
+    answers = iter([first, 2.01])
+    reference = at(1.0)
+    made.calibrated = lambda times: at(next(answers))  # type: ignore[method-assign]
+    tries = race.find_rate(made, 2.0, reference, 3)
+    assert [x["link"] for x in tries] == rates and abs(tries[-1]["ratio"] - 2) < 0.1
 
 
 def test_bfloat16_is_held_against_bfloat16():
@@ -238,7 +276,8 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     assert race.earlier(race.options()) == {**new, "runs": [run, run]}
     lacking = race.lacking("one", race.options(), new)
     assert [([r.name for r in rivals], rates) for rivals, rates in lacking.items()] == [
-        ([r.name for r in cases.rivals_of("one")], ["network", "compute"]), (["fused"], ["balanced"]),
+        ([r.name for r in cases.rivals_of("one")], ["network", "compute"]),
+        (["fused", "wait-free"], ["balanced"]),  # and whom it is held against
     ]  # fmt: skip
     race.write(out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]})
     with pytest.raises(SystemExit, match="cannot be resumed: other jax, steps"):
@@ -287,7 +326,7 @@ def test_who_fails_is_left_out_from_there_on():
     def fails(rival, steps):
         if rival.team == "ddp":
             raise TeamError("team `ddp/0`: rank 1 ended in `run`")
-        return run(rival, steps)
+        return {**run(rival, steps), "c_raw": [{"before": [[1.0]] * 2, "after": [[1.0]] * 2}]}
 
     made.turn = fails  # type: ignore[method-assign]
     result: dict = {"left_out": {}}

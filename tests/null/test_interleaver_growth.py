@@ -1,0 +1,90 @@
+"""What a step costs the interleaver does not grow faster than its segments: calls are counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxcross.runtime.local import LocalCall
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin
+from jaxcross.runtime.simulator import Simulation, Step
+
+
+def chain(segments: int) -> Outline:
+    """Every segment needs the one before it, as a step whose exchanges follow from one another."""
+    return Outline(
+        kinds=tuple("collective" if n % 2 else "compute" for n in range(segments)),
+        needs=tuple((n - 1,) if n else () for n in range(segments)),
+        after_commit=frozenset({segments - 1}), signature=1,
+    )  # fmt: skip
+
+
+def backward_pass(segments: int) -> Outline:
+    """Compute segments follow one another, exchanges follow from them, and the last segment needs them all."""
+    last = segments - 1
+    return Outline(
+        kinds=(*("collective" if n % 2 else "compute" for n in range(last)), "compute"),
+        needs=(*((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(last)), tuple(range(last))),
+        after_commit=frozenset({last}), signature=1,
+    )  # fmt: skip
+
+
+def calls_a_segment(outline: Outline, jobs: int, steps: int) -> float:
+    """Calls of Python functions and iterations of generators in the interleavers, over all segments of all jobs."""
+    segments = len(outline.kinds)
+
+    def script() -> Iterator[Any]:
+        for _ in range(steps):
+            yield Step(outline, (1e-3,) * segments)
+
+    simulation = Simulation(
+        [[script() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
+        exchange_s=lambda *slot: 1e-3,
+    )  # fmt: skip
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        simulation.run(10**9)
+    finally:
+        sys.setprofile(before)
+    return counted / (segments * jobs * steps)
+
+
+@pytest.mark.parametrize("outline", [chain, backward_pass])
+def test_a_segment_costs_the_same_in_a_long_step(outline: Any) -> None:
+    short, long = (calls_a_segment(outline(n), jobs=2, steps=2) for n in (51, 801))
+    assert long <= 1.1 * short
+
+
+def test_a_segment_costs_about_the_same_beside_many_jobs() -> None:
+    few, many = (calls_a_segment(chain(31), jobs=k, steps=3) for k in (4, 64))
+    assert many <= 1.5 * few
+
+
+def test_segments_behind_the_commit_let_others_pass() -> None:
+    call = LocalCall(
+        1,
+        Outline(
+            kinds=("compute", "compute", "compute", "collective"), needs=((), (0,), (0,), (2,)),
+            after_commit=frozenset({1}),
+        ),
+    )  # fmt: skip
+    order = []
+    while (segment := call.ready()) is not None:
+        call.issue(segment)
+        order.append(segment)
+    assert order == [0, 2]
+    call.exchange_done(3)
+    assert call.ready() is None
+    call.committed = True
+    assert call.ready() == 1
