@@ -39,11 +39,11 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
     ):
         entrants = Entrants(stage, CASES[k], smoke, [rival], image_size=image_size)
         entrants.start(rival.team, rests=False)  # who has rested takes all of it back at once, needed or not
-        run = entrants.run(rival, 4)
+        run = entrants.run(rival, 2)
         facts = entrants.start_up[rival.team]
     return {
         "jobs": k, "way": way, "image_size": entrants.jobs[0].sizes()["image_size"],
-        **{key: run[key] for key in ("peak_rss_bytes", "s_per_job_step")},
+        "peak_rss_bytes": run["peak_rss_bytes"],
         **{key: facts[key] for key in ("compilations", "compile_s", "start_s", "prepare_s")},
     }  # fmt: skip
 

@@ -20,9 +20,9 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
         assert f"rank {rank}: zoo done" in done.stdout, done.stdout + done.stderr
 
 
-def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any) -> None:
+def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any, quick_compiler: dict[str, str]) -> None:
     """One of each kind: linen, statistics that others depend on, NNX in place, branches, several axes."""
-    check(mpirun, 2, *QUICK, env={})
+    check(mpirun, 2, *QUICK, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
