@@ -11,7 +11,9 @@ Throughput: the two ways alternate, each with the records out of the page cache 
 they fit into memory; `resident_share_before` says how it was). Images a second in the steady state, by job and in
 total, and over the wall time of a run, compiling left out. `input_wait_s` is how long a job waited for its next batch,
 a step, on the slowest rank; `input_lost_s` is what the input cost a round. Accuracy: seconds from the start of a run
-until all of its jobs have `--accuracy` on the validation split, evaluation and its reading included.
+until all of its jobs have `--accuracy` on the validation split, evaluation and its reading included; the run of the
+middle, of as many. In crossover all jobs take the images that are decoded once, one after the other each decodes its
+own: that is part of the gain.
 
 Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine allows network
 namespaces, else with an emulated link, from which no speed-up is computed.

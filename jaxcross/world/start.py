@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.world import peers, pool
+from jaxcross.world import pages, peers, pool
 from jaxcross.world.abort import install_hooks, on_abort
 from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
@@ -84,6 +85,9 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
     _take_device(settings_of_node, local_rank=local_rank, accelerators=_accelerators())
+    advice = pages.advice(os.environ, libc=platform.libc_ver()[0], accelerators=_accelerators())
+    if advice is not None and size > 1 and rank == 0:
+        _log.warning(advice)
 
     places = world.allgather(peers.here())
     flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))

@@ -50,6 +50,14 @@ def test_the_users_settings_stay():
     assert extra == {}
 
 
+def test_who_computes_on_cpus_without_kept_memory_is_told():
+    told = pages.advice({}, libc="glibc", accelerators=0)
+    assert told is not None and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told and "jaxcross launch" in told
+    assert pages.advice(PAGES, libc="glibc", accelerators=0) is None
+    assert pages.advice({}, libc="", accelerators=0) is None, "musl has no such settings"
+    assert pages.advice({}, libc="glibc", accelerators=1) is None
+
+
 def test_a_pool_of_one_core_still_has_two_threads():
     _, extra = command(MPICH, cores=1)
     assert extra == {"PJRT_NPROC": "2", **PAGES}
