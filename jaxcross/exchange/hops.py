@@ -41,6 +41,30 @@ def power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the type that travels, rounded at once: for what is sent and also read here.
+
+    The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does on GPUs
+    (`xla_allow_excess_precision`), and this rank would go on with a number that nobody was sent.
+    """
+    if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
+        return x.astype(dtype)
+    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if info.nmant >= own.nmant:
+        return x.astype(dtype)
+    # Some types of 8 bits have another range than their exponents tell: what is too large is left to the conversion.
+    half = 1 << (info.nexp - 1)
+    exponent = info.nexp if (info.minexp, info.maxexp) == (2 - half, half) else own.nexp
+    rounded = jax.lax.reduce_precision(x, exponent, info.nmant)
+    if info.nexp < own.nexp:
+        # `reduce_precision` knows no subnormal numbers. The type's are the multiples of the smallest one.
+        tiny = float(info.tiny)
+        step = tiny * 2.0**-info.nmant
+        multiple = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * step
+        rounded = jax.lax.select(jnp.abs(x) < tiny, multiple, rounded)
+    return rounded.astype(dtype)
+
+
 def swap(x: Any, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Any:
     """Each array of `x` changes places with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
 
@@ -117,9 +141,9 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> ja
 
     moving = block(rank)
     for hop in range(1, size):
-        moving = jax.lax.ppermute(moving.astype(wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
+        moving = jax.lax.ppermute(narrow(moving, wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
     # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all hold the same bits.
-    moving = moving.astype(wire)
+    moving = narrow(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
         out = jax.lax.dynamic_update_index_in_dim(out, moving, (rank + 1 - hop) % size, 0)
@@ -136,7 +160,7 @@ def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) ->
     size = jax.lax.axis_size(axis_name)
     if size == 1:
         return x
-    sent = x.astype(x.dtype if wire_dtype is None else wire_dtype).reshape(size, -1)
+    sent = narrow(x, x.dtype if wire_dtype is None else wire_dtype).reshape(size, -1)
     received = jax.lax.all_to_all(sent, axis_name, 0, 0).astype(x.dtype)
     return sum_rows(received)
 

@@ -88,8 +88,8 @@ def mean(
 
 def _hierarchical(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
     outer, inner = axis_name
-    block = hops.sum_scatter(x, inner, wire_dtype=wire).astype(wire)
-    return hops.gather(jax.lax.psum(block, outer), inner).reshape(-1).astype(x.dtype)
+    block = hops.sum_scatter(x, inner, wire_dtype=wire)
+    return hops.gather(jax.lax.psum(hops.narrow(block, wire), outer), inner).reshape(-1).astype(x.dtype)
 
 
 def _ring(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
@@ -99,9 +99,9 @@ def _ring(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
 def _tree(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
     # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        return (a.astype(x.dtype) + b.astype(x.dtype)).astype(wire)
+        return hops.narrow(a.astype(x.dtype) + b.astype(x.dtype), wire)
 
-    return hops.doubling(x.astype(wire), hops.one_axis(axis_name, "a tree"), add).astype(x.dtype)
+    return hops.doubling(hops.narrow(x, wire), hops.one_axis(axis_name, "a tree"), add).astype(x.dtype)
 
 
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange import hops
+
 Skip = Callable[[str, Any], bool]
 
 # As `jax.tree_util.keystr` writes it: a key of a dict or an attribute, in NNX with the variable's value behind.
@@ -69,7 +71,7 @@ def rounded(values: jax.Array, dtype: Any) -> jax.Array:
     The rest then stays in the residual, as all rounding does; infinity would poison it for good.
     """
     largest = jnp.finfo(dtype).max.astype(values.dtype)
-    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
+    return hops.narrow(jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values), dtype)
 
 
 def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:

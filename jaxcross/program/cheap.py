@@ -7,18 +7,18 @@ from typing import Any
 
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
-# Give the same bits wherever they stand: they move or compare, and never round.
+# Give the same bits wherever they stand: they move, compare or convert, and compute nothing.
 EXACT = frozenset({
     "abs", "and", "argmax", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims", "ge",
-    "gt", "iota", "is_finite", "le", "lt", "max", "min", "ne", "neg", "not", "or", "pad", "rev", "reshape", "select_n",
-    "sign", "slice", "squeeze", "stop_gradient", "transpose", "xor",
+    "gt", "iota", "is_finite", "le", "lt", "max", "min", "ne", "neg", "not", "or", "pad", "reduce_precision", "rev",
+    "reshape", "select_n", "sign", "slice", "squeeze", "stop_gradient", "transpose", "xor",
 })  # fmt: skip
 # Elementwise arithmetic: fused with its reader, a multiplication may be contracted into its last bit.
 ARITHMETIC = frozenset({"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"})
 # May stay between two exchanges, on the host, when few enough bytes are touched.
 LIGHT = EXACT | ARITHMETIC | frozenset({
     "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min",
-    "reduce_or", "reduce_and", "reduce_sum", "rem", "round", "split", "axis_index", "exp", "log", "reduce_precision",
+    "reduce_or", "reduce_and", "reduce_sum", "rem", "round", "split", "axis_index", "exp", "log",
 })  # fmt: skip
 
 
