@@ -47,7 +47,8 @@ def adasum(
             and gathered again: Adasum over nodes of means within nodes.
 
     Raises:
-        ValueError: A leaf is not real floating-point (at the first trace), or `axis_name` names several axes.
+        ValueError: A leaf is not real floating-point (at the first trace), `axis_name` names several axes,
+            or `inner_axis` names it again.
 
     Bytes that a rank receives, with Q the largest power of two up to P, n the size of the inner axis, D the elements
     padded per leaf to a multiple of nQ (times `chunk`, up to 512), and L leaves: `2(Q-1)/Q D/n` elements in halving and

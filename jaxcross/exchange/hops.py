@@ -17,8 +17,18 @@ AxisName = Hashable | tuple[Hashable, ...]
 
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """One axis or several as a tuple."""
-    return tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
+    """One axis or several as a tuple.
+
+    Raises:
+        ValueError: One is named twice.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count twice. Name"
+            " each axis once."
+        )
+    return names
 
 
 def one_axis(axis_name: AxisName, what: str) -> Hashable:

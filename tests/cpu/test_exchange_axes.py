@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import optax
 import pytest
 from exchange_row import Row
 from exchange_table import TABLE, start, step_of
 from test_exchange_table import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
+
+from jaxcross import exchange
 
 NODES = {"node": 2, "local": 2}
 NAMES = tuple(NODES)
@@ -40,3 +43,19 @@ def test_one_axis_is_asked_for(row: Row) -> None:
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if not row.name.startswith(ORDERED)])
 def test_two_axes_as_one(row: Row) -> None:
     assert_close(after_two_steps(row, NODES, NAMES), after_two_steps(row, {"batch": 4}, "batch"), row.rtol)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: exchange.mean(("a", "a")),
+        lambda: exchange.mean(("a", "a"), pattern="hierarchical"),
+        lambda: exchange.top_k(0.1, ("a", "a"), pattern="hierarchical", local_size=2),
+        lambda: exchange.local_sgd(optax.sgd(0.1), ("a", "b", "a"), every=2),
+        lambda: exchange.adasum("a", inner_axis="a"),
+        lambda: exchange.adasum("a", inner_axis=("b", "a")),
+    ],
+)
+def test_an_axis_that_is_named_twice_is_refused_when_it_is_made(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"):
+        make()
