@@ -51,7 +51,8 @@ def federated_average(
         axis_name: One axis.
         every: Steps of a round.
         participation: Fraction of the ranks that a round chooses, in (0, 1]; at least one rank, rounded to the nearest.
-        weights: One positive number for each rank, for example its samples; None: equal.
+        weights: One positive number for each rank, for example its samples; None: equal. What is less than about 1e-38
+            of the largest is taken for that.
         seed: Of the choice.
 
     Raises:
@@ -103,8 +104,9 @@ def _shares(number: jax.Array, ranks: int, participation: float, weights: Sequen
         raise ValueError(
             f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. Give one a rank."
         )
-    samples = np.ones(ranks, np.float32) if weights is None else np.asarray(weights, np.float64) / max(weights)
-    given = jnp.asarray(samples, jnp.float32)
+    samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
+    # Who is chosen has a share that float32 can hold, and XLA does not take for zero, however small its weight.
+    given = jnp.asarray(np.maximum(samples, ranks * np.finfo(np.float32).tiny), jnp.float32)
     if participation < 1:
         chosen = max(1, round(participation * ranks))
         order = jax.random.permutation(jax.random.fold_in(jax.random.key(seed), number), ranks)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxcross.exchange import mean
 from jaxcross.exchange.elastic_average import elastic_average
-from jaxcross.exchange.federated_average import federated_average
+from jaxcross.exchange.federated_average import _shares, federated_average
 from jaxcross.exchange.gossip import gossip, mixing_matrix
 from jaxcross.exchange.gossip import rounds as rounds_of
 from jaxcross.exchange.local_sgd import local_sgd
@@ -141,6 +141,16 @@ def test_weights_weigh():
     start, weights = starts(RANKS, equal=False), [1, 2, 3, 10]
     (got,), _ = train(federated_average(optax.sgd(0.1), "batch", every=1, weights=weights), start, 1, zero)
     assert_close(got, jax.tree.map(lambda x: np.average(x, 0, weights)[None] + 0 * x, start))
+
+
+@pytest.mark.parametrize("weights", [[1, 1e-46], [1e-300, 1e300]])
+def test_a_share_that_float32_cannot_hold_is_still_a_share(weights):
+    alone = [np.asarray(_shares(jnp.int32(n), 2, 0.5, weights, 0)) for n in range(8)]
+    assert {tuple(shares) for shares in alone} == {(1, 0), (0, 1)}
+    few = jax.jit(lambda n: _shares(n, 4, 0.75, [*weights, max(weights), max(weights)], 0))
+    for n in range(8):
+        shares = np.asarray(few(jnp.int32(n)))
+        assert (shares > 0).sum() == 3 and shares.sum() == pytest.approx(1), "who is chosen does not stand still"
 
 
 @pytest.mark.parametrize(("participation", "chosen"), [(0.5, 4), (0.01, 1), (0.9, 7)])
