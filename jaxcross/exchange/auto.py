@@ -15,6 +15,7 @@ import optax
 from jaxcross import _jax_compat as compat
 from jaxcross.exchange import hops
 from jaxcross.exchange.mean import mean
+from jaxcross.exchange.parameters import whole_number
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
@@ -89,7 +90,8 @@ def auto(
         An exchange a job, for `optax.chain` before its optimizer.
 
     Raises:
-        ValueError: No jobs, an empty ladder, a target or a time that is not positive, several axes.
+        ValueError: No jobs, an empty ladder, a target or a time that is not positive, several axes,
+            `ranks` that are no whole number.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -105,6 +107,7 @@ def auto(
         times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
         raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
     axis = hops.one_axis(axis_name, "`auto`")
+    ranks = whole_number(ranks, "ranks", "`auto`")
     made = [rung.make(axis) for rung in ladder]
     seconds = [_seconds(job, [received_bytes(tx, job.params, axis, ranks) for tx in made]) for job in jobs]
     limit = target * sum(job.compute_s for job in jobs)

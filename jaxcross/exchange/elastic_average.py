@@ -61,7 +61,7 @@ def elastic_average(
     Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho; their beta is our beta
     times the ranks).
     """
-    whole_number(every, "every", "`elastic_average`")
+    every = whole_number(every, "every", "`elastic_average`")
     pull = alpha if beta is None else beta
     for name, value in (("alpha", alpha), ("beta", pull)):
         if not 0 <= value <= 1:

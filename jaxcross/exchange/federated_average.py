@@ -64,7 +64,7 @@ def federated_average(
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
     axis = hops.one_axis(axis_name, "`federated_average`")
-    whole_number(every, "every", "`federated_average`")
+    every = whole_number(every, "every", "`federated_average`")
     if not 0 < participation <= 1:
         raise ValueError(f"`participation` of `federated_average` is `{participation}`: it is a fraction in (0, 1].")
     if weights is not None and not all(math.isfinite(w) and w > 0 for w in weights):

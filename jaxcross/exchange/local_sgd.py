@@ -47,7 +47,7 @@ def local_sgd(
 
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """
-    whole_number(every, "every", "`local_sgd`")
+    every = whole_number(every, "every", "`local_sgd`")
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> LocalSGDState:

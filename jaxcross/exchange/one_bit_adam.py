@@ -12,6 +12,7 @@ import optax
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import Layout, layout
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import whole_number
 
 
 class OneBitAdamState(NamedTuple):
@@ -68,14 +69,11 @@ def one_bit_adam(
     contracts whatever the elements are.
     """
     axis = hops.one_axis(axis_name, "`one_bit_adam`")
-    if freeze_step < 1:
-        raise ValueError(
-            f"`freeze_step` is {freeze_step}: signs need a second moment, so make one step of Adam at least."
-        )
-    if block < 8 or block % 8:
+    freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")  # signs need a second moment
+    block = whole_number(block, "block", "`one_bit_adam`")
+    ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
+    if block % 8:
         raise ValueError(f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8.")
-    if ranks < 1:
-        raise ValueError(f"`ranks` is {ranks}: say how many ranks axis `{axis}` has, `ranks=world.size`.")
 
     def where(tree: Any) -> Layout:
         return layout(tree, multiple=ranks * block, dtype=jnp.float32)

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import by_type, wide
+from jaxcross.exchange.parameters import by_type, whole_number, wide
 
 
 def parameter_server(
@@ -39,8 +39,9 @@ def parameter_server(
         ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis is not bound.
 
     Raises:
-        ValueError: In `init`, the axis is not bound and `ranks` is not given, or the optimizer's state starts from the
-            parameters' values, whose part `init` cannot know there. At the first trace, `ranks` is not the axis's size.
+        ValueError: `ranks` is no whole number. In `init`, the axis is not bound and `ranks` is not given, or the
+            optimizer's state starts from the parameters' values, whose part `init` cannot know there. At the first
+            trace, `ranks` is not the axis's size.
 
     Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
     type and as many of the updates'.
@@ -49,6 +50,7 @@ def parameter_server(
     3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """
     axis = hops.one_axis(axis_name, "`parameter_server`")
+    ranks = None if ranks is None else whole_number(ranks, "ranks", "`parameter_server`")
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> optax.OptState:

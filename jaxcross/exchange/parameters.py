@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,14 +27,14 @@ def needed(params: optax.Params | None, what: str) -> optax.Params:
 
 
 def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
-    """`value`, if it is an integer not below `least`.
+    """`value` as an int, if it is an integer, of Python or NumPy, not below `least`.
 
     Raises:
         ValueError: It is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
-    return value
+    return int(value)
 
 
 def steer(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:

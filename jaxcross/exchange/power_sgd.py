@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
 _EPSILON = 1e-5
@@ -50,13 +51,12 @@ def power_sgd(
         seed: Of the first right factors.
 
     Raises:
-        ValueError: `rank` is less than 1.
+        ValueError: `rank` is no whole number from 1 on.
 
     Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Columns are orthogonalised twice,
     and one that depends on earlier ones becomes zero.
     """
-    if rank < 1:
-        raise ValueError(f"`rank` is {rank}: a matrix of rank 1 is the least that can be exchanged.")
+    rank = whole_number(rank, "rank", "`power_sgd`")
 
     def shape_of(leaf: Any) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is compressed."""

@@ -11,6 +11,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import whole_number
 
 
 class QSGDState(NamedTuple):
@@ -37,11 +38,12 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
         seed: Of the rounding.
 
     Raises:
-        ValueError: `levels` does not fit one byte with its sign.
+        ValueError: `levels` is no whole number that fits one byte with its sign.
 
     Source: Alistarh et al., arXiv 1610.02132, section 3.1.
     """
-    if not 1 <= levels <= 127:
+    levels = whole_number(levels, "levels", "`qsgd`")
+    if levels > 127:
         raise ValueError(f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127.")
 
     def init(params: optax.Params) -> QSGDState:

@@ -58,7 +58,7 @@ def bounded_stale(
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
     section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
-    whole_number(bound, "bound", "`bounded_stale`", least=0)
+    bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
     inner = optax.with_extra_args_support(optimizer)
     exchange = mean(axis_name)
 

@@ -13,6 +13,7 @@ import pytest
 from exchange_ranks import RANKS, normal, on_ranks, states
 
 from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.power_sgd import power_sgd
@@ -81,8 +82,9 @@ def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: flo
 
 
 def test_power_sgd_refuses() -> None:
-    with pytest.raises(ValueError, match="^`rank` is 0: a matrix of rank 1 is the least"):
-        power_sgd(0, "batch")
+    for rank in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"^`rank` of `power_sgd` is `{rank}`: it counts and must be"):
+            power_sgd(rank, "batch")  # type: ignore[arg-type]
 
 
 # QSGD
@@ -129,9 +131,11 @@ def test_qsgd_survives_any_magnitude(scale: float) -> None:
 
 
 def test_qsgd_refuses() -> None:
-    for levels in (0, 128):
-        with pytest.raises(ValueError, match=f"^`levels` is {levels}: a level and its sign travel as one byte"):
-            qsgd(levels, "batch")
+    with pytest.raises(ValueError, match="^`levels` is 128: a level and its sign travel as one byte"):
+        qsgd(128, "batch")
+    for levels in (0, 3.5, 2.0):
+        with pytest.raises(ValueError, match=f"^`levels` of `qsgd` is `{levels}`: it counts and must be"):
+            qsgd(levels, "batch")  # type: ignore[arg-type]
 
 
 # Signs
@@ -207,12 +211,11 @@ def test_one_bit_adam_shows_what_is_not_finite_where_no_gradient_was(bad: float)
 
 
 def test_one_bit_adam_refuses() -> None:
-    with pytest.raises(ValueError, match="^`freeze_step` is 0: signs need a second moment"):
-        one_bit_adam(0, "batch", ranks=4)
+    for name, value in (("freeze_step", 0), ("freeze_step", 2.5), ("ranks", 0), ("ranks", 4.0), ("block", 8.0)):
+        with pytest.raises(ValueError, match=f"^`{name}` of `one_bit_adam` is `{value}`: it counts and must be"):
+            one_bit_adam(**{"freeze_step": 5, "axis_name": "batch", "ranks": 4, name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^`block` is 12: signs travel eight to a byte"):
         one_bit_adam(5, "batch", ranks=4, block=12)
-    with pytest.raises(ValueError, match="^`ranks` is 0: say how many ranks axis `batch` has"):
-        one_bit_adam(5, "batch", ranks=0)
     tx, grads = one_bit_adam(5, "batch", ranks=8), normal(RANKS, 4)
     with pytest.raises(ValueError, match="^`ranks` of `one_bit_adam` is 8, but axis `batch` has 4"):
         on_ranks(tx)(grads, states(tx, grads))
@@ -232,3 +235,16 @@ def test_patterns_refuse_axes_that_they_cannot_serve() -> None:
     for make in (sign_sgd, functools.partial(gtop_k, 0.1), functools.partial(one_bit_adam, 5, ranks=4)):
         with pytest.raises(ValueError, match="needs? one axis with an order of ranks"):
             make(("node", "local"))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    grads = normal(RANKS, 12, 10)
+    for make in (
+        lambda n: qsgd(n(7), "batch"),
+        lambda n: power_sgd(n(2), "batch"),
+        lambda n: one_bit_adam(n(1), "batch", ranks=n(RANKS), block=n(8)),
+        lambda n: local_sgd(optax.sgd(0.1), "batch", every=n(2)),
+    ):
+        tx, numpy = make(int), make(np.int64)
+        states_ = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), tx.init(grads), numpy.init(grads))
+        assert all(jax.tree.leaves(states_))

@@ -338,6 +338,7 @@ def test_springs_that_swap_for_ever_are_refused(alpha, beta):
     [
         (lambda: local_sgd(SGD, "batch", every=0), r"^`every` of `local_sgd` is `0`: it counts and must be a whole"),
         (lambda: local_sgd(SGD, "batch", every=True), r"^`every` of `local_sgd` is `True`"),
+        (lambda: elastic_average(SGD, "batch", every=2.0, alpha=0.1), r"^`every` of `elastic_average` is `2.0`"),
         (lambda: federated_average(SGD, "batch", every=1, participation=0), r"^`participation` of `federated_average`"),
         (lambda: federated_average(SGD, "batch", every=1, weights=[1, 0]), r"^`weights` of `federated_average` are"),
         (lambda: federated_average(SGD, ("a", "b"), every=1), r"^`axis_name` of `federated_average` is"),
