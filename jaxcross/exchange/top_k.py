@@ -13,6 +13,7 @@ import optax
 
 from jaxcross.exchange import blocks, hops, sparse
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import whole_number
 from jaxcross.exchange.select import Selection, check_selection, select
 
 Pattern = Literal["flat", "hierarchical"]
@@ -93,7 +94,7 @@ def top_k(
             ' before any axis is bound, so name two axes and the inner one\'s ranks: `axis_name=("node", "local"),'
             " local_size=8`."
         )
-    inner = (local_size or 1) if hierarchical else 1
+    inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
     across = names[:1] if hierarchical else names
 
     def init(params: optax.Params) -> TopKState:

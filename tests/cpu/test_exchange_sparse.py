@@ -190,6 +190,10 @@ def test_density_warms_up_by_steps() -> None:
         ({"values_dtype": jnp.int8}, r"`values_dtype` is int8: values need a floating-point type"),
         ({"pattern": "star"}, r"`pattern` is 'star': choose \"flat\" or \"hierarchical\""),
         ({"pattern": "hierarchical"}, r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`"),
+        (
+            {"axis_name": ("a", "b"), "pattern": "hierarchical", "local_size": 0},
+            r"`local_size` of `top_k` is `0`: it counts and must be a whole number from 1 on",
+        ),
     ],
 )
 def test_top_k_refuses(options: Any, message: str) -> None:
