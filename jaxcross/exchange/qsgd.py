@@ -13,6 +13,8 @@ from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import whole_number
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 class QSGDState(NamedTuple):
     """The steps made, which with `seed`, leaf and rank decide all rounding."""
@@ -62,10 +64,10 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
             _quantise(x, levels, jax.random.fold_in(jax.random.fold_in(key, leaf), rank))
             for leaf, x in enumerate(leaves)
         ]
-        every_norm = hops.gather(jnp.stack([norm for _, norm in coded]), axis_name)  # [P, leaves]
+        every_unit = hops.gather(jnp.stack([unit for _, unit in coded]), axis_name)  # [P, leaves]
         every_code = [hops.gather(code, axis_name) for code, _ in coded]
         out = [
-            _mean(code, every_norm[:, leaf] / levels).reshape(x.shape).astype(x.dtype)
+            _mean(code, every_unit[:, leaf]).reshape(x.shape).astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new
@@ -74,7 +76,7 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Signed levels as int8, and the norm that they are levels of."""
+    """Signed levels as int8, and how much one level is: the norm over `levels`."""
     vector = x.reshape(-1).astype(jnp.float32)
     # Squares of the elements themselves would under- or overflow where the elements do not.
     largest = jnp.max(jnp.abs(vector), initial=0.0)
@@ -82,9 +84,14 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
     length = jnp.sqrt(jnp.sum(scaled * scaled))
     share = jnp.where(length > 0, jnp.abs(scaled) / length, 0) * levels
     level = jnp.minimum(jnp.floor(share + jax.random.uniform(key, vector.shape)), levels)
-    # NaN and infinity travel in the norm: no integer can hold them.
+    norm = largest * length
+    unit = jnp.where(jnp.isfinite(norm), norm / levels, largest * (length / levels))
+    # Near the largest number a level too many, or the norm itself, is beyond it: such elements are rounded down.
+    unit = jnp.where(jnp.isinf(unit * levels), jnp.minimum(unit, _LARGEST) * (1 - 2**-20), unit)
+    level = jnp.where(jnp.isinf(level * unit), level - 1, level)
+    # NaN and infinity travel in the unit: no integer can hold them.
     code = jnp.where(jnp.isfinite(level), level * jnp.sign(scaled), 0).astype(jnp.int8)
-    return code, jnp.where(jnp.all(jnp.isfinite(vector)), largest * length, jnp.nan)
+    return code, jnp.where(jnp.all(jnp.isfinite(vector)), unit, jnp.nan)
 
 
 def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:

@@ -130,6 +130,22 @@ def test_qsgd_survives_any_magnitude(scale: float) -> None:
     np.testing.assert_allclose(updates / scale, [[3, -4]], atol=5 / 127)
 
 
+@pytest.mark.parametrize("levels", [1, 2, 7, 127])
+def test_qsgd_of_finite_gradients_is_finite(levels: int) -> None:
+    """Where the norm, or a level more than an element has, would be larger than any number."""
+    largest = float(jnp.finfo(jnp.float32).max)
+    tx = qsgd(levels, "batch")
+    step = on_ranks(tx, {"batch": 1})
+    for x in ([largest], [-largest, 1.0], [3e38, 3e38], [largest] * 1000):
+        grads = jnp.asarray([x], jnp.float32)
+        state = states(tx, grads)
+        for _ in range(5):
+            updates, state = step(grads, state)
+            assert bool(jnp.all(jnp.isfinite(updates)))
+        if len(x) < 3 and levels == 127:
+            np.testing.assert_allclose(updates / largest, grads / largest, atol=0.02)
+
+
 def test_qsgd_refuses() -> None:
     with pytest.raises(ValueError, match="^`levels` is 128: a level and its sign travel as one byte"):
         qsgd(128, "batch")
