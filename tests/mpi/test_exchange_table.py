@@ -59,3 +59,9 @@ def test_exchanges_equal_vmap_and_their_formulas_and_crossover_is_solo(
     mpirun: Any, ranks: int, quick_compiler: dict[str, str]
 ) -> None:
     check(mpirun, ranks, env=quick_compiler)
+
+
+@pytest.mark.exhaustive
+def test_so_it_is_at_full_optimisation(mpirun: Any) -> None:
+    """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in another program."""
+    check(mpirun, 3, env={"XLA_FLAGS": ""})
