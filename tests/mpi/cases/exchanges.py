@@ -1,6 +1,6 @@
 """Every exchange of the table, or those that are named, on the ranks of this run, through `crossover`: against `vmap`,
 its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; and two jobs in
-crossover against each alone.
+crossover, of one row or of two, against each alone.
 
 Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
 """
@@ -118,28 +118,33 @@ def no_parameters(row, tx):
     return [] if (carry[0], updates) == ({}, {}) else [f"{row.name}: something came of no parameters"]
 
 
-def in_crossover(row, tx, step, alone):
-    """Two jobs of one step, their gradients not the same: the bits that each gave alone."""
+def in_crossover(policy, *members):
+    """Jobs of (row, transformation, step, shift of the gradients, digest alone): the bits that each gave alone."""
 
-    def loop(job, shift):
+    def loop(job, row, tx, step, shift):
         carry = copied(start(tx))
         for n in range(row.steps):
             carry, _ = step(carry, gradients(rank, n + shift))
         return carry
 
-    with jaxcross.Runner(world) as runner:
-        jobs = [runner.add(f"{shift}", loop, shift=shift) for shift in alone]
+    with jaxcross.Runner(world, policy) as runner:
+        jobs = [runner.add(f"{n}", loop, row=m[0], tx=m[1], step=m[2], shift=m[3]) for n, m in enumerate(members)]
         runner.run()
     return [
-        f"{row.name}: job {job.name} in crossover differs from the step alone"
-        for job, expected in zip(jobs, alone.values(), strict=True)
+        f"{row.name}: job {job.name} under {policy.name} differs from the step alone"
+        for job, (row, _, _, _, expected) in zip(jobs, members, strict=True)
         if digest(job.state) != expected
     ]
 
 
+# Every policy on one world; steps that exchange one thing after another beside steps of which some exchange nothing.
+POLICIES = [jaxcross.RoundRobin()]
+if size == 3:
+    POLICIES += [jaxcross.Sequential(), jaxcross.Weighted((1.0, 3.0))]
+UNLIKE = ("power_sgd", "local_sgd")
 failures = []
 chosen = [row for row in TABLE if row.worlds(size) and (len(sys.argv) == 1 or row.name in sys.argv)]
-told = oracles(chosen)
+told, members = oracles(chosen), {}
 for row in chosen:
     print(f"rank {rank}: {row.name}", file=sys.stderr, flush=True)
     tx = row.made(size)
@@ -160,8 +165,11 @@ for row in chosen:
                 failures.append(f"{what}parameters differ between ranks")
         alone[shift] = digest(carry)
     failures += lossless(row) + zeros_and_nan(row, tx, step) + no_parameters(row, tx)
+    members[row.name] = [(row, tx, step, *found) for found in alone.items()]
     if row.deterministic:
-        failures += in_crossover(row, tx, step, alone)
+        failures += [text for policy in POLICIES for text in in_crossover(policy, *members[row.name])]
+if members.keys() >= set(UNLIKE):
+    failures += [text for policy in POLICIES for text in in_crossover(policy, *(members[name][0] for name in UNLIKE))]
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
 print(f"rank {rank}: exchanges done", flush=True)
