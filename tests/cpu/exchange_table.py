@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
 
+import exchange_rows_b
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,10 +202,4 @@ _OWN = (
 )  # fmt: skip
 
 
-def _others() -> tuple[Row, ...]:
-    if importlib.util.find_spec("exchange_rows_b") is None:
-        return ()
-    return tuple(importlib.import_module("exchange_rows_b").ROWS)
-
-
-TABLE: tuple[Row, ...] = (*_OWN, *_others())
+TABLE: tuple[Row, ...] = (*_OWN, *exchange_rows_b.ROWS)

@@ -14,6 +14,7 @@ import pytest
 from exchange_row import Row
 from exchange_table import SHAPES, TABLE, gradients, params, start, step_of
 
+from jaxcross import exchange
 from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import trace
@@ -194,6 +195,13 @@ def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
         CutError, match=r"(?s)^`step` uses an axis that is not bound: .* of this step are `other` of 4;"
     ):
         trace(step_of(tx), (start(tx), gradients(0, 0)), {}, axes={"other": 4}, wire=LocalRanks())
+
+
+def test_the_table_is_whole() -> None:
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names)) == 37
+    missing = {n for n in exchange.__all__ if not any(name.split(",")[0] == n for name in names)}
+    assert missing == {"Load", "Rung", "auto", "scale_by_trust_ratio"}, "which are no exchanges, or part of one"
 
 
 def test_there_is_a_row_that_differs_between_ranks() -> None:
