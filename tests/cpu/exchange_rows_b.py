@@ -63,6 +63,10 @@ def _gossip(neighbours: Callable[[int], int]) -> Formula:
     return lambda shapes, ranks: neighbours(ranks) * 4 * sum(_elements(shapes))
 
 
+def _complete(shapes: Shapes, ranks: int) -> int:
+    return all_reduce(4 * sum(_elements(shapes)), ranks)
+
+
 # The most square grids: ranks -> sides. Along a side of two there is one neighbour, along a longer one there are two.
 _GRIDS = {
     1: (1, 1),
@@ -103,14 +107,16 @@ ROWS = (
     Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
         kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense,
         spreads=lambda ranks: 3),
-    Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), reference=_synchronous, identical=False,
-        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter",
+    Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), identical=False, kind="parameter",
         bytes=_gossip(lambda ranks: min(ranks - 1, 2)), spreads=lambda ranks: 1 + ranks // 2),
     Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",
         worlds=_GRIDS.__contains__, bytes=_gossip(lambda ranks: sum(min(side - 1, 2) for side in _GRIDS[ranks])),
         spreads=lambda ranks: 1 + sum(side // 2 for side in _GRIDS[ranks])),
     Row(name="gossip, exponential", make=lambda a: gossip(SGD, a, "exponential"), identical=False, kind="parameter",
         bytes=_gossip(lambda ranks: min(ranks - 1, 1)), spreads=lambda ranks: 1 + (ranks - 1).bit_length(), steps=5),
+    Row(name="gossip, complete", make=lambda a: gossip(SGD, a, "complete"), reference=_synchronous, identical=False,
+        lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_complete,
+        spreads=lambda ranks: 2, rests=False),
     Row(name="parameter_server", make=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), sized=True,
         lossless=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
     Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,

@@ -127,6 +127,13 @@ def _hitopk(shapes: Shapes, ranks: int) -> int:
     return 2 * (local - 1) * 4 * sum(widths) + pairs + _dense(small, ranks)
 
 
+def _hitopk_bucket(shapes: Shapes, ranks: int) -> int:
+    node, local = node_and_local(ranks).values()
+    big, small = _split(shapes)
+    width = sum(-(-math.prod(s) // local) for s in big)
+    return 2 * (local - 1) * 4 * width + all_gather(6 * slots(0.25, width), node) + _dense(small, ranks)
+
+
 def _gtop_k(shapes: Shapes, ranks: int) -> int:
     big, small = _split(shapes)
     return (ranks.bit_length() - 1) * 8 * sum(slots(0.25, math.prod(s)) for s in big) + _dense(small, ranks)
@@ -190,6 +197,9 @@ _OWN = (
     Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
         make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
         lossless=lambda *axes, sizes: top_k(EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"])),
+    Row(name="top_k, hierarchical, bfloat16, bucket", axes=node_and_local, bytes=_hitopk_bucket, sized=True,
+        make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"], bucket=True,
+                                        values_dtype=jnp.bfloat16)),
     Row(name="gtop_k", make=lambda a: gtop_k(0.25, a), lossless=lambda a: gtop_k(EVERYTHING, a), bytes=_gtop_k,
         worlds=lambda ranks: ranks & (ranks - 1) == 0),
     Row(name="power_sgd", make=lambda a: power_sgd(2, a), lossless=lambda a: power_sgd(99, a, min_ratio=0),
