@@ -15,6 +15,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search
+from jaxcross.exchange import Load
 from jaxcross.runtime.link import Link
 
 WORLD = jaxcross.initialize(watchdog_s=60)
@@ -406,11 +407,28 @@ def emulated_link():
         assert span.end_ns - span.start_ns > 0.99e9 * (1e-3 + span.nbytes / 1e6)
 
 
+def auto_takes_a_report():
+    """As the example of its docstring does: every rank chooses alike, and what it chooses exchanges."""
+    jobs = [jaxcross.Job(name, make_step(), init(rate), data(4), steps=4) for name, rate in RATES.items()]
+    report = jaxcross.run(jobs, world=WORLD, link=Link(rate_bytes_per_s=1e5, latency_s=1e-3))
+    params, said = init(0.0)[0], []
+    loads = [
+        Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+        for j in report.rounds.jobs
+    ]
+    exchanges = jaxcross.exchange.auto(1.0, loads, "batch", ranks=WORLD.size, say=said.append)
+    assert len(exchanges) == len(jobs) and all(f"\n  {name}: " in said[0] for name in RATES)
+    assert len(set(WORLD.control.allgather_text(said[0]))) == 1
+    for tx in exchanges:
+        updates, _ = jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
+        assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, unlike_exchanges, unlike_exchanges_alone,
     unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads,
-    interrupt, emulated_link,
+    interrupt, emulated_link, auto_takes_a_report,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
