@@ -51,6 +51,20 @@ def test_power_sgd_keeps_what_it_leaves_out_and_finds_it_later() -> None:
     assert float(jnp.linalg.norm(total / 60 - grads.mean(0)) / jnp.linalg.norm(grads.mean(0))) < 0.3
 
 
+def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None:
+    tx = power_sgd(2, "batch")
+    grads = normal(RANKS, 30, 20).astype(jnp.bfloat16)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(4):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert updates.dtype == jnp.bfloat16 and state.residual.dtype == jnp.float32
+        sent = np.asarray(updates[0], np.float32)
+        error = sent + (state.residual - before).mean(0) - np.asarray(grads, np.float32).mean(0)
+        # Only the update itself is rounded, to 8 bits.
+        assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-4).all()
+
+
 def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
     tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
     updates, state = on_ranks(tx)(grads, states(tx, grads))

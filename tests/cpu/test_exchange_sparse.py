@@ -40,6 +40,20 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
         assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
 
 
+def test_what_top_k_does_not_send_of_sixteen_bits_it_keeps_in_float32() -> None:
+    tx = top_k(0.1, "batch", values_dtype=jnp.bfloat16)
+    grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(4):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert updates.dtype == jnp.bfloat16 and state.residual.dtype == jnp.float32
+        sent = RANKS * np.asarray(updates[0], np.float32).ravel()
+        error = sent + (state.residual - before).sum(0) - np.asarray(grads, np.float32).sum(0).ravel()
+        # Only the update itself is rounded, to 8 bits.
+        assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-5).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
     tx = top_k(0.1, "batch", values_dtype=dtype)
