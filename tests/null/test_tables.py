@@ -58,3 +58,14 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
     (tmp_path / "docs" / "benchmarks.md").write_text(page.replace("| mlp | ", "| mlp | 1", 1))
     done = tables("--check", "--root", str(tmp_path))
     assert done.returncode == 1 and "benchmarks.md is not what the results say" in done.stdout, done.stderr
+
+
+def test_the_choice_of_an_exchange_is_by_what_was_measured() -> None:
+    """Where a benchmark calls an exchange otherwise than the table, its figures are gone and nothing fails."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    _, *rows = tables_script.TABLES["choose"](read, "")
+    lacking = {row[0] for row in rows if "-" in (*row[2].split(", "), *row[3].split(", "))}
+    assert lacking == {'`mean(pattern="hierarchical")`', '`top_k(pattern="hierarchical")`', "`ParameterServer`"}
