@@ -22,8 +22,8 @@ Pattern = Literal["flat", "hierarchical"]
 class TopKState(NamedTuple):
     """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
 
-    Flat, they are as long on any number of ranks, so that on another number they are taken without an error. What ranks
-    that are gone had not sent is lost then, and a rank that is new begins with zeros, as `init` makes them.
+    Flat, they are as long on any number of ranks, and no step would refuse those of another number. `job.restore` does:
+    what ranks that are gone had not sent would be lost.
     """
 
     step: jax.Array
@@ -51,7 +51,9 @@ def top_k(
 
     `pattern="hierarchical"` is HiTopKComm over `axis_name=(outer, inner)` of N and L ranks: the dense sum of 1/L of
     each leaf in the node, its k/L largest elements between nodes, dense again in the node; residuals lie on the shard:
-    `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D padded to a multiple of L.
+    `8 (L-1)/L D' + (N-1) k/L (v + 4)` bytes, D' being D padded to a multiple of L. All is dense inside a node, where
+    bytes are cheap: it must be on the way in, since the largest elements are those of the node's sum; on the way out
+    pairs would be fewer bytes while `2 N density < 1`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.top_k(0.01, "batch", warm_up=[(500, 0.1)]), optax.sgd(0.1))
