@@ -22,7 +22,7 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
     return (
-        "Steps on CPUs get their memory anew of the kernel, which is a quarter of ResNet-50's time on a virtual machine."
+        "Steps on CPUs get their memory of the kernel anew, a quarter of ResNet-50's time on a virtual machine."
         f" Start ranks by `jaxcross launch`, which has it kept, or with GLIBC_TUNABLES={_TUNABLES}"
     )
 
