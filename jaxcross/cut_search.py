@@ -151,7 +151,7 @@ class _Book:
     def read(self) -> tuple[int, float] | None:
         """The number of pieces, and the seconds of an uncut step when it was found."""
         match self._all().get(self._key):
-            case [int(pieces), float(uncut_s)] if pieces in _PIECES and uncut_s > 0:
+            case [int(pieces), float(uncut_s)] if type(pieces) is int and pieces in _PIECES and uncut_s > 0:
                 return pieces, uncut_s
         return None
 
