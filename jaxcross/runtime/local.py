@@ -57,11 +57,11 @@ class LocalCall:
     _behind: list[int] = field(init=False)  # the same behind the commit
 
     def __post_init__(self) -> None:
-        outline = self.outline
-        self._unmet = [len(set(needs)) for needs in outline.needs]
-        able = [i for i, kind in enumerate(outline.kinds) if kind == "compute" and not self._unmet[i]]
-        self._able = [i for i in able if i not in outline.after_commit]
-        self._behind = [i for i in able if i in outline.after_commit]
+        self._unmet = [len(set(needs)) for needs in self.outline.needs]
+        self._able, self._behind = [], []
+        for segment, kind in enumerate(self.outline.kinds):
+            if kind == "compute" and not self._unmet[segment]:
+                self._side(segment).append(segment)
 
     def ready(self) -> int | None:
         """The first compute segment that may go to the lane."""
@@ -70,7 +70,7 @@ class LocalCall:
 
     def issue(self, segment: int) -> None:
         """The ready segment goes to the lane."""
-        del (self._behind if segment in self.outline.after_commit else self._able)[0]
+        del self._side(segment)[0]
         self.issued.add(segment)
         self._has(segment)
 
@@ -83,7 +83,10 @@ class LocalCall:
         for reader in self.outline.readers[segment]:
             self._unmet[reader] -= 1
             if not self._unmet[reader]:
-                insort(self._behind if reader in self.outline.after_commit else self._able, reader)
+                insort(self._side(reader), reader)
+
+    def _side(self, segment: int) -> list[int]:
+        return self._behind if segment in self.outline.after_commit else self._able
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""

@@ -84,10 +84,12 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     own_cores = pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
-    _take_device(settings_of_node, local_rank=local_rank, accelerators=_accelerators())
-    advice = pages.advice(os.environ, libc=platform.libc_ver()[0], accelerators=_accelerators())
-    if advice is not None and size > 1 and rank == 0:
-        _log.warning(advice)
+    accelerators = _accelerators()
+    _take_device(settings_of_node, local_rank=local_rank, accelerators=accelerators)
+    if rank == 0 and size > 1:  # `libc_ver` reads the interpreter's file
+        advice = pages.advice(os.environ, libc=platform.libc_ver()[0], accelerators=accelerators)
+        if advice is not None:
+            _log.warning(advice)
 
     places = world.allgather(peers.here())
     flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))
