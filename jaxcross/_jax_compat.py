@@ -18,6 +18,7 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
@@ -40,6 +41,11 @@ def compilation_cache_dir() -> Path | None:
 def jit_disabled() -> bool:
     """Whether this thread is under `jax.disable_jit()`."""
     return _config.disable_jit.value
+
+
+def x64_is_local() -> bool:
+    """Whether this thread, by a context, means other element types by Python's and NumPy's numbers than others do."""
+    return _config.enable_x64.value != _config.enable_x64.get_global()
 
 
 def trace_context() -> Any:
@@ -163,6 +169,11 @@ def one_result(jaxpr: Any, n: int) -> Any:
 def is_named_axis_effect(effect: Any) -> bool:
     """Whether an effect only says that an equation speaks of a named axis."""
     return isinstance(effect, _core.NamedAxisEffect)
+
+
+def is_ordered_effect(effect: Any) -> bool:
+    """Whether equations with this effect happen in the order in which they are written."""
+    return _effects.ordered_effects.contains(effect)
 
 
 def is_array_type(value: Any) -> bool:

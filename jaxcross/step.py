@@ -8,9 +8,10 @@ from functools import cache, partial, update_wrapper
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcross import nnx
-from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context
+from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError
 from jaxcross.guard import go, guarded
 from jaxcross.program.compile import Once
@@ -51,8 +52,8 @@ def crossover(
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
             the number that takes least time, tried on copies at the first call and told; beside other jobs, which hide
-            the exchange anyway, one segment per 25 MB. The cut decides the last bits of results: to repeat a run,
-            write the number that was found, or keep it (`jax_compilation_cache_dir`).
+            the exchange anyway, one segment per 25 MB, 8 at most. The cut decides the last bits of results: to repeat a
+            run, write the number that was found, or keep it (`jax_compilation_cache_dir`).
         bucket_bytes: Exchanges smaller than this share buffers up to this size.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
             numbers count from the last positional argument of a call, here as below.
@@ -129,6 +130,8 @@ class Step:
                 return nnx.call(self, given, kwargs)
             self._check_leaves(leaves, args, kwargs)
             node = self._node(world, function, args, kwargs, leaves, asked)
+        if x64_is_local():  # segments are dispatched by threads that do not know of it
+            leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         runtime.check_not_stray(self.__name__)

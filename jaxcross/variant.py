@@ -87,7 +87,8 @@ class Variant:
             ExchangeError: They are not; on every rank.
         """
         assert self.program is not None
-        agree_alone(self.world, self.program, call)
+        # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
+        agree_alone(self.world, self.program, call, by_call=bool(self.traced.choices))
 
     def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
         """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
@@ -165,19 +166,32 @@ class Variant:
         return self.compiled
 
 
-def agree_alone(world: World, program: Program, call: int) -> None:
+def agree_alone(world: World, program: Program, call: int, *, by_call: bool = False) -> None:
     """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
+
+    Args:
+        world: All ranks.
+        program: What this rank is about to run.
+        call: The how-many-th of the step.
+        by_call: It must be the same call of it on all ranks.
 
     Raises:
         ExchangeError: They are not; on every rank.
     """
     if not program.exchanges:
         return
-    own = program.exchange_hash()
+    own = (program.exchange_hash() + call * by_call) % 2**62
     with world.watching(job=program.name, step=call, segment=-1, what="agreement"):
         low, high = world.control.allreduce_min(np.array([own, -own], np.int64))
         if low != -high:
-            texts = world.control.allgather_text(program.exchange_signature())
+            told = [t.partition("\n") for t in world.control.allgather_text(f"{call}\n{program.exchange_signature()}")]
+            texts = [text for *_, text in told]
+            if len(set(texts)) == 1:
+                calls = ", ".join(f"rank {rank} in call {number}" for rank, (number, *_) in enumerate(told))
+                raise ExchangeError(
+                    f"`{program.name}` takes a branch with exchanges at different calls: {calls}. What decides it must"
+                    " be the same on every rank: look at counters in the states that ranks started from."
+                )
             raise ExchangeError(disagreement(program.name, texts))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
@@ -20,6 +20,35 @@ LIGHT = EXACT | ARITHMETIC | frozenset({
     "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min",
     "reduce_or", "reduce_and", "reduce_sum", "rem", "round", "split", "axis_index", "exp", "log",
 })  # fmt: skip
+_FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
+_RESHAPED = frozenset({
+    "argmax", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "pad",
+    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "reshape", "slice", "split", "squeeze",
+    "transpose",
+})  # fmt: skip
+
+
+def sized_by_exchanges(graph: Graph, between: Collection[int], exchanges: Sequence[int]) -> bool:
+    """Whether the shapes in these light equations follow from the exchanges', which are the same on every rank.
+
+    Others may follow from this rank's batch. Elementwise, an operand of a known shape tells those of all others.
+    """
+    known = {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
+    eqns = [graph.eqns[i] for i in sorted(between)]
+    before = -1
+    while len(known) != before:
+        before = len(known)
+        for eqn in eqns:
+            gets, makes, name = _arrays(eqn.invars), _arrays(eqn.outvars), eqn.primitive.name
+            if name in _RESHAPED:
+                known |= makes if gets <= known else set()
+            elif name not in _FREE and not known.isdisjoint(gets | makes):
+                known |= gets | makes
+    return all(_arrays((*eqn.invars, *eqn.outvars)) <= known for eqn in eqns)
+
+
+def _arrays(atoms: Sequence[Any]) -> set[Any]:
+    return {v for v in variables(atoms) if v.aval.shape != ()}
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:

@@ -113,7 +113,9 @@ def compile_program(
     traced, cache = program.traced, ExecutableCache() if cache is None else cache
     wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
     host = host_device or jax.local_devices(backend="cpu")[0]
-    sharding: dict[int, Any] = dict.fromkeys(program.inputs[: program.constants])
+    sharding: dict[int, Any] = dict(
+        zip(program.inputs[: program.constants], map(_sharding, traced.consts), strict=True)
+    )
     sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
     functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     runnables = []
@@ -124,7 +126,8 @@ def compile_program(
         releases = tuple(v for v in segment.inputs if v not in program.outputs)
         donate = _aliasable(program, segment, may)
         key = (segment_key(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
-               tuple(coords.items()), host, wire, compat.trace_context())  # fmt: skip
+               tuple(coords.items()), host, wire, compat.trace_context(),
+               program.axes if segment.kind == "collective" else ())  # fmt: skip
         if segment.kind == "compute":
             make = _compute_maker(program, segment, places, donate, coords)
             call = cache.get(key, make)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
-from jaxcross.program.cheap import LIGHT, recompute
+from jaxcross.program.cheap import LIGHT, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
@@ -53,7 +53,7 @@ def _pieces(cut: Cut, graph: Graph) -> int:
     if cut == "auto":
         return min(max(round(total / AUTO_BYTES), 1), 8)
     if isinstance(cut, bool) or not isinstance(cut, int) or cut < 1:
-        raise ValueError(f'cut must be "whole", "auto" or a positive number of segments, not {cut!r}')
+        raise ValueError(f'cut must be "whole", "auto" or a positive number of exchange segments, not {cut!r}')
     return cut
 
 
@@ -81,10 +81,11 @@ def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
         before = dict.fromkeys(last.exchanges)
         first = min(graph.level[i] for i in last.exchanges)
         between = graph.ancestors(group.exchanges, before, above=first)
-        moved = sum(x.nbytes for i in (*last.exchanges, *group.exchanges) for x in graph.wires[i])
+        exchanges = (*last.exchanges, *group.exchanges)
+        moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
         touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
         light = all(graph.eqns[i].primitive.name in LIGHT and i not in graph.wires for i in between)
-        if light and touched <= 8 * moved:
+        if light and sized_by_exchanges(graph, between, exchanges) and touched <= 8 * moved:
             merged[-1] = Group((*last.levels, *group.levels), last.between | between)
         else:
             merged.append(group)
@@ -186,6 +187,7 @@ def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [place[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
+        readers += [place[n] for n in graph.followers.get(i, ())]
         latest = min(readers, default=tail)
         made = sum(nbytes(v) for v in eqn.outvars)
         held = sum(

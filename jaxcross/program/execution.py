@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
 from jaxcross.program.finite import nonfinite
+from jaxcross.program.flatten import holds_exchange
 from jaxcross.program.segments import Program, Segment
+from jaxcross.program.trace import Traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +162,18 @@ class Execution:
         """Lets a collective segment read zeros: the commit rule after a failure on this rank.
 
         Another thread may still put there what the failed segments made.
+
+        Raises:
+            ExchangeError: How often it exchanges may follow from what it reads.
         """
         program, device = self._compiled.program, self._compiled.runnables[index].device
         segment = program.segments[index]
+        what = _decided_by_data(segment.jaxpr, program.traced)
+        if what is not None and not self._compiled.runnables[index].silent:
+            raise ExchangeError(
+                f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
+                " it cannot know how often the others will exchange."
+            )
         with jax.default_device(device):  # random keys included, which NumPy cannot make
             zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
         self._zeros[index] = jax.device_put(zeros, device)
@@ -210,3 +223,15 @@ def _one_copy(value: Any, device: Any) -> Any:
     if value.sharding.is_fully_replicated:
         value = value.addressable_data(0)
     return value if value.devices() == {device} else jax.device_put(value, device)
+
+
+def _decided_by_data(jaxpr: Any, traced: Traced) -> str | None:
+    """The loop or conditional, if any, that decides by values how often something inside it is exchanged."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
+        if inside and eqn.primitive.name in ("while", "cond"):
+            return eqn.primitive.name
+        for j in inside:
+            if (found := _decided_by_data(j, traced)) is not None:
+                return found
+    return None

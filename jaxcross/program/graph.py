@@ -35,6 +35,7 @@ class Graph:
         opaque: Equations among them that hold their exchanges inside: loops.
         ordered: Equations among them that must stay in the order they are written in, whatever depends on what:
             mpi4jax's own calls, which a peer may answer one by one.
+        followers: Equation -> those that must not come before it, though they read nothing of it: ordered callbacks.
         level: Equation -> how many exchanges are made one after another before it: as few as it needs, but for
             exchanges that enlarge what they get.
     """
@@ -47,6 +48,7 @@ class Graph:
     opaque: frozenset[int] = field(init=False)
     ordered: frozenset[int] = field(init=False)
     level: list[int] = field(init=False)
+    followers: dict[int, list[int]] = field(init=False)
     _makers: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class Graph:
         self.eqns = inner.eqns
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
         self._makers = [[self.maker[v] for v in variables(e.invars) if v in self.maker] for e in self.eqns]
+        self.followers = {}
         self.readers = {}
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
@@ -66,11 +69,23 @@ class Graph:
                 if self.traced.wire.recognise(eqn, self.traced.axes) is None:
                     opaque.add(i)
         self.opaque = frozenset(opaque)
+        self._chain_ordered()
         self.ordered = frozenset(
             i for i in self.wires if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
         self.level = self._levels({})
         self.level = self._levels(self._late())
+
+    def _chain_ordered(self) -> None:
+        """Callbacks of `ordered=True` stay in the order in which they are written."""
+        last: dict[Any, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            for effect in eqn.effects if i not in self.wires else ():
+                if compat.is_ordered_effect(effect):
+                    if effect in last:
+                        self._makers[i].append(last[effect])
+                        self.followers.setdefault(last[effect], []).append(i)
+                    last[effect] = i
 
     def _levels(self, least: Mapping[int, int]) -> list[int]:
         """The lowest levels that dependencies and `least` leave to the equations."""
@@ -110,7 +125,7 @@ class Graph:
         return sum(map(nbytes, self.eqns[i].outvars)) > sum(map(nbytes, variables(self.eqns[i].invars)))
 
     def makers(self, i: int) -> list[int]:
-        """The equations whose results equation `i` reads."""
+        """The equations whose results equation `i` reads, or that are to come before it."""
         return self._makers[i]
 
     def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:

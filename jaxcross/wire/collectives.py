@@ -125,6 +125,10 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         return functools.reduce(pick, [parts[i] for i in range(channel.size)])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return messages.allreduce(x, op, channel)
+    if x.dtype == jnp.float8_e8m0fnu:  # without a sign: ordered as they are, NaN last
+        keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)  # first, where the smallest wins
+        keys = messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
+        return jax.lax.bitcast_convert_type(keys, x.dtype)
     # MPI's maximum of NaN and a number depends on which comes first. Integers that are ordered as the floats are,
     # with NaN at the end that wins, give XLA's answer and the same bits on every rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
+from jaxcross.errors import ExchangeError
 from jaxcross.program.compile import KEPT, ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.flatten import UNROLLED
@@ -186,6 +187,56 @@ def copied_bytes(module: str, what: str = "copy") -> int:
     found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* (?:{what})\(", module)
     sizes = {"f32": 4, "u32": 4, "s32": 4, "pred": 1, "bf16": 2}
     return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
+
+
+def test_executables_of_one_mesh_do_not_serve_another() -> None:
+    """Both say `psum` over `a`, at the same coordinates."""
+    cache, x, found = ExecutableCache(), jnp.ones(3), []
+    for axes in ({"a": 2, "b": 1}, {"a": 1, "b": 2}):
+        traced = trace(lambda x: lax.psum(2 * x, "a"), (x,), axes=axes, wire=LocalRanks())
+        execution = traced.cut("whole").compile([x], cache=cache).execution([x])
+        for segment in range(len(traced.cut("whole").segments)):
+            execution.run(segment)
+        found.append(float(execution.outputs()[0]))
+    assert found == [4, 2]
+
+
+@pytest.mark.parametrize("cut", ["whole", 4])
+def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
+    said = []
+
+    def say(word: str) -> Any:
+        return lambda value: said.append((word, int(value)))
+
+    def step(w: Any, x: Any) -> Any:
+        jax.debug.callback(say("first"), w.size * w.sum(), ordered=True)
+        g = lax.pmean(w * x, "batch")
+        jax.debug.callback(say("second"), (w * x).sum(), ordered=True)
+        h = lax.pmean(jnp.tanh(g), "batch")
+        jax.debug.callback(say("third"), (x * x).sum(), ordered=True)
+        return w - h
+
+    args = [jnp.ones(4), jnp.full(4, 2.0)]
+    done, _ = compiled(step, args=args, donate=(), cut=cut)
+    execution = done.execution(args)
+    for segment in range(len(done.program.segments)):
+        execution.run(segment)
+    jax.block_until_ready(execution.outputs())
+    jax.effects_barrier()
+    assert said == [("first", 16), ("second", 8), ("third", 16)]
+
+
+def test_a_loop_that_data_decides_is_not_run_on_zeros() -> None:
+    """How often would the others exchange?"""
+
+    def step(x: Any, n: Any) -> Any:
+        return lax.fori_loop(0, n, lambda i, c: lax.psum(c, "batch"), jnp.sin(x))
+
+    args = [jnp.ones(3), jnp.int32(2)]
+    done, _ = compiled(step, args=args, donate=())
+    (loop,) = [s.index for s in done.program.collectives]
+    with pytest.raises(ExchangeError, match="^segment 1 of `step` exchanges inside a `while`"):
+        done.execution(args).zero_inputs(loop)
 
 
 def test_zero_buffers_stand_in_for_what_failed() -> None:

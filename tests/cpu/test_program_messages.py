@@ -72,7 +72,8 @@ def test_while_with_exchange_behind_a_predicate_that_the_host_cannot_know() -> N
 
 @pytest.mark.parametrize("cut", ["x", 0, -1, 1.5, None, True])
 def test_cut_that_is_none(cut) -> None:
-    with pytest.raises(ValueError, match='^cut must be "whole", "auto" or a positive number of segments, not '):
+    wanted = '^cut must be "whole", "auto" or a positive number of exchange segments, not '
+    with pytest.raises(ValueError, match=wanted):
         traced(lambda x: lax.psum(x, "batch"), X).cut(cut)
 
 

@@ -134,6 +134,30 @@ def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) 
     assert cuts[0].exchange_signature() == cuts[1].exchange_signature()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 32])
+def test_where_segments_part_does_not_depend_on_the_batch(rows: int) -> None:
+    """The batch's own size stands between these two exchanges; ranks may have unlike batches."""
+
+    def moments(x: Any) -> Any:
+        mean = lax.pmean(x.sum(0), "batch")
+        return mean, lax.pmean(((x - mean) ** 2).sum(0), "batch")
+
+    def of_the_mean_alone(x: Any) -> Any:
+        mean = lax.pmean(x.sum(0), "batch")
+        return mean, lax.pmean((jnp.broadcast_to(mean, x.shape) ** 2).sum(0), "batch")
+
+    for step in (moments, of_the_mean_alone):
+        cut = flat(step, jnp.ones((rows, 8))).cut("whole")
+        assert [len(s.exchanges) for s in cut.collectives] == [1, 1]
+
+
+def test_what_only_exchanges_make_stays_between_them() -> None:
+    def again(x: Any) -> Any:
+        return lax.psum(2 * lax.pmean(x, "batch") - x, "batch")
+
+    assert [len(s.exchanges) for s in flat(again, jnp.ones(8)).cut("whole").collectives] == [2]
+
+
 def test_a_leaf_without_elements_is_cut_like_the_others() -> None:
     step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
     cut = flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)).cut("whole")

@@ -84,6 +84,19 @@ for call in (lambda: double(jnp.ones((), jnp.float32)), lambda: constant(jnp.flo
         assert call().dtype == jnp.float64
     assert call().dtype == jnp.float32
 
+wide = crossed(lambda p, x, rate: p - rate * lax.psum(x, "batch"))
+
+
+def in_a_job(job):
+    with jax.enable_x64(True):
+        return wide(jnp.zeros(3), np.ones(3), 0.25)
+
+
+runner = jaxcross.Runner()
+job = runner.add("wide", in_a_job)
+runner.run()
+assert job.state.dtype == jnp.float64 and (job.state == -0.25).all()
+
 # nobody to exchange with: any thread may call
 threads = [threading.Thread(target=lambda: [leaf(1.0, jnp.ones(4)) for _ in range(50)]) for _ in range(3)]
 [t.start() for t in threads]

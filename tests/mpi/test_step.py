@@ -66,6 +66,34 @@ for cut in (2, "auto"):
         found = jax.tree.leaves(averaged(params, jnp.ones((rows if world.rank else 4, 4))))
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
+# Where segments part does not follow from the batch's size either.
+def moments(x):
+    mean = lax.pmean(x.sum(0), "batch")
+    return mean, lax.pmean(((x - mean) ** 2).sum(0), "batch")
+
+
+of_batch = jaxcross.crossover(moments, axes="batch")
+for rows in (32, 2, 32):
+    assert of_batch(jnp.ones((rows if world.rank else 32, 8)))[0].shape == (8,)
+
+# Two meshes whose axes have the same names, and in which rank 0 stands at the same place.
+meshes = [{"a": 2, "b": 1}, {"a": 1, "b": 2}]
+across, within = (jaxcross.crossover(lambda x: lax.psum(2 * x, "a"), axes=axes) for axes in meshes)
+for _ in range(2):
+    assert (across(x) == 4).all() and (within(x) == 2).all()
+
+# Ranks that take a branch at different calls would mix different steps.
+every_third = jaxcross.crossover(
+    lambda n, x: (n + 1, lax.cond(n % 3 == 2, lambda v: lax.pmean(v, "batch"), lambda v: v, x)), axes="batch"
+)
+n = jnp.int32(world.rank)
+try:
+    for _ in range(6):
+        n, _ = every_third(n, x)
+except jaxcross.ExchangeError as error:
+    assert "takes a branch with exchanges at different calls: rank 0 in call 3, rank 1 in call 2." in str(error), error
+    print("apart", flush=True)
+
 try:
     step(jnp.ones(5 + world.rank))
 except jaxcross.ExchangeError as error:
@@ -75,8 +103,9 @@ except jaxcross.ExchangeError as error:
 
 
 def test_threads_and_agreements(mpirun) -> None:
-    finished = mpirun(2, SCRIPT, timeout=120)
+    finished = mpirun(2, SCRIPT)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
+    assert finished.stdout.count("apart") == 2, finished.stdout + finished.stderr
 
 
 def test_several_devices_a_rank(mpirun):

@@ -9,6 +9,7 @@ NAMES = [
     "bytes_follow_the_formula",
     "compiled_many_times_and_called_again",
     "eight_bit_floats",
+    "extremes_of_a_type_without_a_sign",
     "extremes_of_nan_and_signed_zero",
     "groups_of_ranks",
     "large_arrays_are_not_copied",
@@ -27,7 +28,7 @@ NAMES = [
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 4))])
 def test_wire(mpirun, ranks):
-    done = mpirun(ranks, "wire_checks.py", timeout=240).check()
+    done = mpirun(ranks, "wire_checks.py", timeout=900).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert {name: outcome for name, outcome in found.items() if outcome != "ok"} == {}
     assert sorted(found) == NAMES

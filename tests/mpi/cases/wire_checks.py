@@ -78,6 +78,13 @@ def extremes_of_nan_and_signed_zero():
     assert not np.signbit(top[2]) and np.signbit(low[2])
 
 
+def extremes_of_a_type_without_a_sign():
+    x = jnp.array([0.5 if RANK else 4.0, 1.0, jnp.nan if RANK else 2.0]).astype(jnp.float8_e8m0fnu)
+    top, low = (v.astype(jnp.float32) for v in run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x))
+    assert (top[:2] == jnp.array([4.0, 1.0])).all() and (low[:2] == jnp.array([0.5, 1.0])).all()
+    assert jnp.isnan(top[2]) and jnp.isnan(low[2])
+
+
 def order_is_the_equations_order():
     def step(x):
         a = lax.psum(x, "r")
@@ -144,6 +151,14 @@ def large_arrays_are_not_copied():
     assert ["create_token" in operations[0], "custom_call" in operations[1], len(operations)] == [True, True, 2], text
     compiled = jax.jit(function).lower(x).compile().as_text()
     assert " copy(" not in compiled and "fusion" not in compiled, compiled
+    # In 16 bits one pass widens what came, sums and rounds it; one before and one behind turn floats into integers, as
+    # MPI has no such floats, and back.
+    narrow = jax.ShapeDtypeStruct((64, P * 1024), jnp.bfloat16)
+    _, function = lowered(lambda x: lax.psum(x, "r"), narrow)
+    assert [e.primitive.name for e in messages(function, narrow)] == ["alltoall_mpi", "allgather_mpi"]
+    _, entry = jax.jit(function).lower(narrow).compile().as_text().split("\nENTRY ")
+    assert not any(f" {name}(" in entry for name in ("copy", "concatenate", "pad", "slice", "transpose")), entry
+    assert entry.count(" fusion(") + entry.count(" call(") == 3, entry
 
 
 def small_sums_travel_together():
