@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,6 @@ from jaxcross.checkpoint.part import Part, Saved
 from jaxcross.checkpoint.restore import UNREADABLE, Found, KeeperWorld, find
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.checkpoint.writer import Writer
-
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +85,8 @@ class Keeper:
         found = find(
             target, wanted, world=self._world, folders=self._folders, talk=self._talk, together=together, local=local
         )
+        self._wanted = wanted  # on all ranks alike, whatever this one's disk does next
         self._own = set(self._folders.names())
-        self._wanted = wanted
         if found is None:
             if self._own:
                 self._talk.warn(
@@ -252,17 +250,7 @@ class Keeper:
         if self._writing is None:
             return
         name, written = self._writing
-        late = {self._world.rank: "its disk has not taken the last checkpoint"}
-        watch = self._world.watching(
-            job=self._talk.job, step=step_of(name), segment=-1, what="checkpoint", own=True, awaited=lambda _: late
-        )
-        with watch:
-            done = self._writer.done
-            while wait([written], _LOOK_S).not_done:
-                if self._writer.done != done:  # of other jobs, before this one
-                    done = self._writer.done
-                    watch.renew()
-            written.result()
+        self._writer.wait_for(written, self._world, job=self._talk.job, step=step_of(name), lacks="the last checkpoint")
 
     def _previous_is_over(self, troubles: list[str], cause: Exception | None) -> None:
         writing, self._writing = self._writing, None

@@ -138,7 +138,9 @@ class Session:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Ends the thread that writes, after what it has begun. Waits."""
+        """Ends the thread that writes, after what it has begun. Waits; the watchdog tells of a disk that hangs."""
+        last = self._writer.submit(lambda: None)
+        self._writer.wait_for(last, self._world, job="", step=0, lacks="what is left to write")
         self._writer.close()
 
 
