@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
@@ -18,9 +20,17 @@ TOLD = 8
 
 
 def report_of(
-    jobs: Sequence[JobContext], recorder: Recorder, *, world: World, policy: str, link: str, start_ns: int, end_ns: int
+    jobs: Sequence[JobContext],
+    recorder: Recorder,
+    *,
+    world: World,
+    policy: str,
+    link: str,
+    start_ns: int,
+    end_ns: int,
+    watch: AbstractContextManager[Any],
 ) -> Report:
-    """The report, the same on every rank. Waits for all ranks."""
+    """The report, the same on every rank. Waits for all ranks, in the context of `watch`."""
     devices = jax.local_devices()
     return Report.build(
         recorder.spans(),
@@ -34,6 +44,7 @@ def report_of(
         link=link,
         dropped=recorder.dropped,
         control=world.control if world.size > 1 else None,
+        watch=watch,
     )
 
 
@@ -74,6 +85,18 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
         if job.how == "left out":
             job.error = error
     return error
+
+
+def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
+    """What a job logged and one rank cannot read back is the job's error on every rank. Waits for all."""
+    mine = json.dumps(
+        {job.name: f"{type(job.unread).__name__}: {job.unread}" for job in jobs if job.unread is not None}
+    )
+    for rank, text in enumerate(world.control.allgather_text(mine) if world.size > 1 else [mine]):
+        for job in jobs:
+            if job.error is None and (failure := json.loads(text).get(job.name)):
+                job.error = JobError(f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}")
+                job.error.__cause__ = job.unread
 
 
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:

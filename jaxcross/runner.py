@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
-from jaxcross.outcome import left_out, raise_errors, report_of
+from jaxcross.outcome import left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
@@ -259,19 +259,21 @@ class Runner:
         with held_back() as held:  # whoever is told to stop while it saves does so already
             stopped = driver.run(held)
             end_ns = time.monotonic_ns()
-            for job in self.jobs:
-                job.close()
-            self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
+            with self._lock:  # who is adding a job gets it into the list first
+                for job in self.jobs:
+                    job.close()
+                self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
             if self._session is not None:
                 for job in self.jobs:
                     job.save_left()
                 self._session.close()
             with after_run(self.world, "report"):
                 missing = left_out(self.world, self.jobs, [*driver.left_out, *sorted(self._submitted)])
-                self.report = report_of(
-                    self.jobs, self._recorder, world=self.world, policy=self.policy.name,
-                    link="" if self.link is None else str(self.link), start_ns=start_ns, end_ns=end_ns,
-                )  # fmt: skip
+                tell_unread(self.world, self.jobs)
+            self.report = report_of(
+                self.jobs, self._recorder, world=self.world, policy=self.policy.name, start_ns=start_ns, end_ns=end_ns,
+                link="" if self.link is None else str(self.link), watch=after_run(self.world, "report"),
+            )  # fmt: skip
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
             ending = self._exit(driver.terminated, own) if stopped else own
         if ending is None and held:  # while the handlers were put back

@@ -7,6 +7,7 @@ step (compiling, first touch of every page) and the tail in which other jobs hav
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,11 +37,17 @@ def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[in
     spans = in_lane_order(spans)
     shortest = shortest_exchanges(spans)
     ranks = sorted(wall_ns) or [0]
-    timelines = {rank: Timeline.of(rank, spans, shortest) for rank in ranks}
+    of_rank: dict[int, list[Span]] = defaultdict(list)
+    of_job: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        of_rank[span.rank].append(span)
+        of_job[span.rank, span.job].append(span)
+    timelines = {rank: Timeline.of(rank, of_rank[rank], shortest) for rank in ranks}
     names = [job.name for job in jobs]
     windows = {rank: [window for window, _ in _groups(timelines[rank], names)] for rank in ranks}
     cost = {
-        rank: {name: _cost(timelines[rank], name, windows[rank], spans, shortest) for name in names} for rank in ranks
+        rank: {name: _cost(timelines[rank], name, windows[rank], of_job[rank, name], shortest) for name in names}
+        for rank in ranks
     }
     mean = {name: _mean([cost[rank][name] for rank in ranks]) for name in names}
     bound, limit, _ = _bound(mean)
@@ -60,7 +67,7 @@ def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[in
 
     steady = union(w for w in (_window(timeline, name) for name in names) if w is not None)
     return Account(
-        jobs=tuple(_job_account(job, mean[job.name], timelines, decisive, spans) for job in jobs),
+        jobs=tuple(_job_account(job, mean[job.name], timelines, decisive, of_job[decisive, job.name]) for job in jobs),
         period_s=period / 1e9,
         bound_s=bound / 1e9,
         limit=limit,
@@ -84,7 +91,7 @@ def _cost(
     steps = [step for step, _ in ends]
     inside = {step for step, end in ends if any(low < end <= high for low, high in windows)}
     steady = inside or set(steps[1:] or steps)
-    own = [s for s in spans if s.rank == timeline.rank and s.job == job and s.step in steady]
+    own = [s for s in spans if s.step in steady]
     compute = sum(s.end_ns - s.start_ns for s in own if s.kind == "compute")
     keys = {(s.job, s.step, s.segment) for s in own if s.kind == "collective"}
     exchange = sum(shortest[key] for key in keys)
@@ -183,7 +190,7 @@ def _job_account(
     rounds = max(len(timeline.step_ends.get(facts.name, ())) - 1, 1)
     exchange = sum(measure(t.exchange.get(facts.name, [])) for t in timelines.values())
     hidden = sum(t.hidden_ns(facts.name) for t in timelines.values())
-    nbytes = sum(s.nbytes for s in spans if s.rank == decisive and s.job == facts.name and s.kind == "collective")
+    nbytes = sum(s.nbytes for s in spans if s.kind == "collective")
     return JobAccount(
         facts=facts,
         period_s=(window[1] - window[0]) / rounds / 1e9 if window else 0.0,

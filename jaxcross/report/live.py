@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -36,6 +37,25 @@ class _Row:
         return "" if self.loss is None else f"loss {number(self.loss)}"
 
 
+class _Patient:
+    """A stream for a view: that nobody reads it any more is no reason to end a run."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class LiveView(Instrument):
     """An instrument that shows each job's state, step, pace and loss.
 
@@ -54,6 +74,7 @@ class LiveView(Instrument):
 
     def __init__(self, jobs: Mapping[str, int | None], *, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
+        self._console.file = _Patient(self._console.file)  # pyright: ignore[reportAttributeAccessIssue]
         self._enabled = enabled
         self._lock = threading.Lock()
         self._rows = {job: _Row(steps) for job, steps in jobs.items()}
@@ -62,10 +83,10 @@ class LiveView(Instrument):
     def __enter__(self) -> Self:
         if self._enabled and self._console.is_terminal:
             bars = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=30),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[pace]:>14} {task.fields[loss]:>12} {task.fields[status]}"),
+                TextColumn("{task.fields[pace]:>14} {task.fields[loss]:>12} {task.fields[status]}", markup=False),
                 console=self._console,
             )
             bars.start()
@@ -139,4 +160,5 @@ class LiveView(Instrument):
             row.printed = row.done
             of = f"/{row.steps}" if row.steps else ""
             parts = [f"step {row.done}{of}" if row.done else "", row.pace(), row.loss_text(), row.status]
-            self._console.print(f"{job}: " + ", ".join(part for part in parts if part), highlight=False, soft_wrap=True)
+            line = f"{job}: " + ", ".join(part for part in parts if part)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,7 @@
-"""Keeping spans, carrying them between ranks as text, and putting the ranks' clocks together."""
+"""Keeping spans, turning them into rows, and putting the ranks' clocks together."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -47,13 +46,6 @@ def from_rows(rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS)
     """The inverse of `to_rows`; `names` are the columns of the file, which may be older than this version."""
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
-
-
-def gather(payload: dict[str, Any], control: Any | None) -> list[dict[str, Any]]:
-    """Every rank's payload, in order of ranks. Communicates (one `allgather_text`) unless `control` is None."""
-    if control is None:
-        return [payload]
-    return [json.loads(text) for text in control.allgather_text(json.dumps(payload))]
 
 
 def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxcross.report.account import account
 from jaxcross.report.facts import Account, JobFacts
-from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, gather, shifted, to_rows
+from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.runtime.events import Span
 
 FORMAT = 1
+_SPANS = 1_000_000  # of all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +61,16 @@ class Report:
         link: str = "",
         dropped: int = 0,
         control: Any | None = None,
+        watch: AbstractContextManager[Any] | None = None,
     ) -> Report:
         """Joins the spans of all ranks.
 
         With `control` it communicates and waits: all ranks must call it, on the thread that may use `control`. The
-        report is the same on every rank; facts other than spans and times are taken from rank 0.
+        report is the same on every rank; facts other than spans and times are taken from rank 0. Of all ranks together
+        it keeps about a million spans, the latest.
 
         Args:
-            spans: This rank's.
+            spans: This rank's, oldest first.
             jobs: The jobs of the run.
             start_ns: `time.monotonic_ns` of this rank when the run began.
             end_ns: The same when it ended.
@@ -77,19 +81,28 @@ class Report:
             link: What joins the ranks.
             dropped: Spans of this rank that were not kept.
             control: `World.control`; None for a run of one rank.
+            watch: A context for the wait alone.
 
         Raises:
             ValueError: There are several ranks and no `control`.
         """
         if size > 1 and control is None:
             raise ValueError(f"a report of `{size}` ranks needs `control` to gather their spans: pass world.control.")
-        own = {"rank": rank, "start": start_ns, "end": end_ns, "dropped": dropped, "spans": to_rows(spans)}
-        parts = gather(own, control if size > 1 else None)
+        mine = tuple(spans)
+        kept = mine[-max(1, _SPANS // size) :]
+        facts = [asdict(job) for job in jobs]
+        text = json.dumps({
+            "rank": rank, "start": start_ns, "end": end_ns, "dropped": dropped + len(mine) - len(kept), "jobs": facts,
+            "spans": to_rows(kept),
+        })  # fmt: skip
+        with watch or nullcontext():
+            texts = [text] if control is None or size == 1 else control.allgather_text(text)
+        parts = [json.loads(text) for text in texts]
         every = [span for part in parts for span in from_rows(part["spans"])]
         offsets = {part["rank"]: 0 for part in parts} | clock_offsets(every)
         return cls(
             spans=shifted(every, offsets),
-            jobs=tuple(jobs),
+            jobs=tuple(JobFacts(**job) for job in parts[0]["jobs"]),
             wall_ns={p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]]) for p in parts},
             policy=policy,
             placement=placement,

@@ -34,7 +34,8 @@ def render(report: Report) -> Group:
     with_images = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
     with_left = any(job.facts.how != "ended" for job in rounds.jobs)
-    table = Table(title=_title(report), title_justify="left", title_style="bold", show_footer=len(rounds.jobs) > 1)
+    title = Text(_title(report), style="bold")  # names and links are no markup
+    table = Table(title=title, title_justify="left", show_footer=len(rounds.jobs) > 1)
     k = len(rounds.jobs)
     table.add_column("job", footer=f"all {k}")
     table.add_column("steps", justify="right", footer=str(sum(job.facts.steps for job in rounds.jobs)))
@@ -49,7 +50,7 @@ def render(report: Report) -> Group:
     if with_left:
         table.add_column("left")
     for job in rounds.jobs:
-        row = [job.facts.name, str(job.facts.steps), number(job.steps_per_s)]
+        row: list[str | Text] = [Text(job.facts.name), str(job.facts.steps), number(job.steps_per_s)]
         row += [number(job.examples_per_s)] if with_images else []
         row += [number(job.compute_s), number(job.exchange_s), f"{job.hidden_share:.0%}"]
         row += [number(job.facts.final_loss)] if with_loss else []
@@ -109,7 +110,8 @@ def _footnotes(report: Report) -> list[str]:
 
 def comparison(first: Report, second: Report) -> str:
     """Two runs of the same jobs as one plain table: per job and in total, with the speed-up of the second."""
-    table = Table(title=", ".join(filter(None, ["both runs", second.placement, second.link])), title_justify="left")
+    title = Text(", ".join(filter(None, ["both runs", second.placement, second.link])))
+    table = Table(title=title, title_justify="left")
     for name in ("run", "job"):
         table.add_column(name, no_wrap=True)
     for name in ("steps", "images/s", "compute s", "exchange s", "hidden", "round s", "bound s", "speed-up"):
@@ -118,7 +120,9 @@ def comparison(first: Report, second: Report) -> str:
         rounds = run.rounds
         for i, job in enumerate(rounds.jobs):
             cells = [str(job.facts.steps), number(job.examples_per_s), number(job.compute_s), number(job.exchange_s)]
-            table.add_row(run.policy if i == 0 else "", job.facts.name, *cells, f"{job.hidden_share:.0%}", "", "", "")
+            table.add_row(
+                run.policy if i == 0 else "", Text(job.facts.name), *cells, f"{job.hidden_share:.0%}", "", "", ""
+            )
         steps = str(sum(job.facts.steps for job in rounds.jobs))
         cells = [steps, number(rounds.examples_per_s), number(sum(job.compute_s for job in rounds.jobs))]
         cells += [number(sum(job.exchange_s for job in rounds.jobs)), f"{rounds.hidden_share:.0%}"]

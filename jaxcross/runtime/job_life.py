@@ -43,6 +43,7 @@ class JobLife:
         self.history = self._metrics.history
         self.examples_per_step: float | None = None
         self.error: Exception | None = None
+        self.unread: Exception | None = None  # of reading back what it logged, here; all ranks hear of it after the run
         self.how: str | None = None
         self.left = threading.Event()
         self.skipped = 0
@@ -255,8 +256,7 @@ class JobLife:
             seat.abandon = seat.tell_left = seat.tell_paused = _no_function
         failure = self._metrics.settle()
         if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
-            self.error = JobError(f"Job `{self.name}`: what it logged cannot be read back: {failure}")
-            self.error.__cause__ = failure
+            self.unread = failure
         # The arguments hold data and steps, the steps their constants, and the feeds perhaps a batch.
         self._driver, self._fn, self._arguments = None, _no_function, {}
         self._calls.forget()

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from jaxcross.report import JobFacts, LiveView, Recorder, Report
+from jaxcross.report import report as report_module
+from jaxcross.report.table import comparison
 from jaxcross.runtime.events import Span
 
 S = 1_000_000_000
@@ -49,17 +51,22 @@ class Rehearsed:
         return [text, *self.others]
 
 
+class Listener:
+    """A control that keeps what a rank tells the others."""
+
+    def __init__(self):
+        self.sent = []
+
+    def allgather_text(self, text):
+        self.sent.append(text)
+        return [text]
+
+
 def two_ranks():
-    sent = []
-
-    class Listener:
-        def allgather_text(self, text):
-            sent.append(text)
-            return [text]
-
+    listener = Listener()
     common = {"jobs": JOBS, "size": 2, "policy": "round_robin", "link": "emulated link 500mbit"}
-    Report.build(run_of(1, begin=100), rank=1, start_ns=99 * S, end_ns=110 * S, control=Listener(), **common)
-    return Report.build(run_of(0), rank=0, start_ns=-S, end_ns=10 * S, control=Rehearsed(sent), **common)
+    Report.build(run_of(1, begin=100), rank=1, start_ns=99 * S, end_ns=110 * S, control=listener, **common)
+    return Report.build(run_of(0), rank=0, start_ns=-S, end_ns=10 * S, control=Rehearsed(listener.sent), **common)
 
 
 def test_ranks_are_joined_on_one_clock():
@@ -70,6 +77,26 @@ def test_ranks_are_joined_on_one_clock():
     assert on[0] == on[1]
     assert report.wall_ns == {0: (-S, 10 * S), 1: (-S, 10 * S)}
     assert report.rounds.period_s == 2.0
+
+
+def test_facts_are_those_of_rank_0():
+    listener = Listener()
+    facts = [JobFacts(name="a", steps=4, final_loss=loss, metrics={"x": loss}) for loss in (0.5, float("nan"))]
+    Report.build(run_of(0), jobs=facts[:1], rank=0, size=2, start_ns=0, end_ns=10 * S, control=listener)
+
+    class Second:
+        def allgather_text(self, text):
+            return [*listener.sent, text]
+
+    report = Report.build(run_of(1), jobs=facts[1:], rank=1, size=2, start_ns=0, end_ns=10 * S, control=Second())
+    assert report.jobs == (facts[0],)
+
+
+def test_a_report_of_many_ranks_keeps_the_latest_spans(monkeypatch):
+    monkeypatch.setattr(report_module, "_SPANS", 10)
+    report = Report.build(run_of(0), jobs=JOBS, start_ns=0, end_ns=10 * S)
+    assert report.spans == tuple(run_of(0)[-10:])
+    assert report.dropped == len(run_of(0)) - 10
 
 
 def test_several_ranks_need_control():
@@ -205,6 +232,36 @@ def test_the_live_view_draws_bars_on_a_terminal():
         live.span(span("compute", "a", 0, 0, 1))
         live.span(span("compute", "a", 1, 1, 2))
     assert "1/3" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_and_errors_are_no_markup(terminal):
+    live, out = view(terminal=terminal)
+    with live:
+        live.note(job="a[/b]", kind="status", value="cannot open [/data/x.npz]")
+    assert "a[/b]" in out.getvalue() and "[/data/x.npz]" in out.getvalue()
+    spans = [span("compute", "lr[0.1]", step, step, step + 1) for step in range(3)]
+    report = Report.build(spans, jobs=[JobFacts(name="lr[0.1]", steps=3)], start_ns=0, end_ns=3 * S, link="[/x]")
+    assert "lr[0.1]" in str(report) and "[/x]" in str(report)
+    assert "lr[0.1]" in comparison(report, report)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_live_view_goes_on_when_nobody_reads(terminal, monkeypatch):
+    said = []
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            said.append(text)
+            raise BrokenPipeError
+
+    live, taken = LiveView({"a": 3}, console=Console(file=Closed(), force_terminal=terminal, width=100)), []
+    with monkeypatch.context() as patched:
+        patched.setattr("os.dup2", lambda *places: taken.append(places))  # as rich does with stdout, before it exits
+        with live:
+            live.note(job="a", kind="status", value="compiling")
+            live.note(job="a", kind="done")
+    assert said and not taken
 
 
 def test_the_live_view_of_other_ranks_is_silent():
