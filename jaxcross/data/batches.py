@@ -128,7 +128,11 @@ class Batches(Iterator[Batch]):
             raise StopIteration
         if self._iterator is None:
             self._iterator = self._stream.open(self.step, self._threads)
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except Exception:
+            self.close()  # Grain would go on behind what could not be read: whoever asks again gets the same error
+            raise
         self.step += 1
         return batch
 

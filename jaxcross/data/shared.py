@@ -47,6 +47,7 @@ class SharedDecode:
         self._kept: deque[Batch] = deque()
         self._start = batches.step
         self._first = batches.step  # number of the oldest batch kept; the next to decode is `_first + len(_kept)`
+        self._untouched = True  # nothing was decoded there: who comes to an earlier place may still move it back
         self._readers: list[SharedReader] = []
         self._lock = threading.Lock()  # guards the state; held for moments
         self._decoding = threading.Lock()  # held by the one reader that decodes; taken before `_lock`
@@ -70,12 +71,14 @@ class SharedDecode:
         that resume from a checkpoint would else decode each for itself, to the end.
         """
         with self._decoding, self._lock:
-            first = min((reader.step for reader in self._readers), default=0)
-            if first > self._first + len(self._kept):
+            # Who never asked for a batch, as a job that an earlier run ended, holds up nobody.
+            first = min((reader.step for reader in self._readers if reader.asked), default=0)
+            at = self._first + len(self._kept)
+            if first > at or (first < at and self._untouched):
                 self._batches.close()
                 self._batches = self._batches.at(first)
                 self._kept.clear()
-                self._first = first
+                self._first, self._untouched = first, True
 
     def _leave(self, reader: SharedReader) -> None:
         with self._lock:
@@ -118,6 +121,7 @@ class SharedDecode:
         batch = _frozen(next(self._batches))
         with self._lock:
             self._kept.append(batch)
+            self._untouched = False
             self.decoded += 1
             self._served(reader)
         return batch
@@ -140,12 +144,14 @@ class SharedReader(Iterator[Batch]):
     Attributes:
         step: Batches taken so far, counted from step 0.
         own: The private stream it falls back to when it is too far from the other readers.
+        asked: Whether anybody has asked it for a batch, or sent it elsewhere.
     """
 
     def __init__(self, shared: SharedDecode, own: Batches) -> None:
         self._shared = shared
         self.own = own
         self.step = own.step
+        self.asked = False
 
     @property
     def steps(self) -> int | None:
@@ -166,6 +172,7 @@ class SharedReader(Iterator[Batch]):
         if self.steps is not None and self.step >= self.steps:
             self.close()
             raise StopIteration
+        self.asked = True
         return self._shared._next(self)
 
     def close(self) -> None:
@@ -180,7 +187,7 @@ class SharedReader(Iterator[Batch]):
     def set_state(self, state: dict[str, Any]) -> None:
         """As `Batches.set_state`."""
         self.own.set_state(state)
-        self.step = self.own.step
+        self.step, self.asked = self.own.step, True
         self._shared._moved()
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.data import Batches, SharedDecode, synthesise, train_batches
+from jaxcross.data.batches import Stream
 from jaxcross.runtime import feed
 
 STEPS = 6
@@ -67,6 +68,41 @@ def test_one_after_the_other_gets_the_same_bits(folder: Path) -> None:
     assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(one, two, strict=True))
     assert shared.decoded == STEPS
     assert shared.redecoded == STEPS - 2, "the window's two last batches are still there"
+
+
+def test_every_reader_gets_the_error_of_a_batch_that_cannot_be_read(folder: Path, monkeypatch: Any) -> None:
+    """Not the batch behind it: all later ones would be others than alone."""
+    whole = Stream.example
+
+    def damaged(self: Stream, place: Any) -> Any:
+        if place.epoch == 1 and place.record == bad:
+            raise ValueError("record is damaged")
+        return whole(self, place)
+
+    options: dict[str, Any] = {"batch_size": 4, "image_size": 8, "seed": 1, "steps": STEPS}
+    stream = train_batches(folder, **options)
+    bad = int(stream._stream.order[9])  # of batch 2
+    monkeypatch.setattr(Stream, "example", damaged)
+    shared = SharedDecode(train_batches(folder, **options))
+    for reader in (shared.reader(), shared.reader()):
+        for _ in range(2):
+            next(reader)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="damaged"):
+                next(reader)
+        assert reader.step == 2
+
+
+def test_a_reader_that_nobody_asks_does_not_hold_up_those_that_resume(folder: Path) -> None:
+    shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
+    shared.reader()  # of a job that is over already
+    ahead, *readers = [shared.reader() for _ in range(3)]
+    for reader, step in ((ahead, 5), *((reader, 3) for reader in readers)):
+        reader.set_state(reader.get_state() | {"step": step})
+    for pair in zip(*readers, strict=True):
+        assert pair[0] is pair[1]
+    assert len(list(ahead)) == STEPS - 5
+    assert (shared.decoded, shared.redecoded) == (STEPS - 3, 0)
 
 
 def test_a_reader_resumes_from_its_state(folder: Path) -> None:
