@@ -56,6 +56,8 @@ def adasum(
     doubling, `5L(P-1)n + 5L(n-1)` at each of log2(Q) levels, `2D/n + 5L(n-1)` where P != Q, and `2(n-1)/n D` in the
     nodes; 4 bytes each.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for other numbers of
     ranks and the scales are ours.
     """

@@ -69,6 +69,8 @@ def gossip(
     Bytes that a rank receives in a step, in units of its parameters': ring 2 (1 of two ranks), torus 4 (less where a
     side is 2 or 3 long: 1 or 2 a dimension), exponential 1, complete `2(P-1)/P`.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al., arXiv 1811.10792.
     """
     axis = hops.one_axis(axis_name, "`gossip`")

@@ -15,7 +15,7 @@ from jaxcross.exchange.select import Selection, check_selection, select
 
 
 class GTopKState(NamedTuple):
-    """What each rank has not sent yet: float32 vectors in the tree of the parameters."""
+    """What each rank has not sent yet: float32 vectors as long as their leaves, in the tree of the parameters."""
 
     residual: Any
 
@@ -46,6 +46,8 @@ def gtop_k(
     Raises:
         ValueError: An argument is out of range; (when traced) the ranks are no power of two, or a leaf has 2^31
             elements or more.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes superfluous.
     """

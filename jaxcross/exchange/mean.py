@@ -47,6 +47,11 @@ def mean(
 
     Raises:
         ValueError: `wire_dtype` is no floating-point type; `pattern` is unknown or does not go with the axes.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
+    Source: synchronous data parallelism, Langer et al., arXiv 2007.03970; ring and recursive doubling, Thakur et al.,
+    Optimization of collective communication operations in MPICH, 2005.
     """
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(

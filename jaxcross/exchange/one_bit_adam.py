@@ -16,9 +16,10 @@ from jaxcross.exchange.parameters import whole_number
 
 
 class OneBitAdamState(NamedTuple):
-    """The moments and the first residual in the tree of the parameters, the second residual a vector. All float32.
+    """The moments and the first residual in the tree of the parameters, the second residual a vector.
 
-    Step and moments are the same on every rank; residuals are the rank's own.
+    All are float32, the vector as long as a rank's share of all elements, padded. Step and moments
+    are the same on every rank; residuals are the rank's own.
     """
 
     step: jax.Array
@@ -64,6 +65,8 @@ def one_bit_adam(
 
     Raises:
         ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: Tang et al., arXiv 2102.02888, algorithm 1. Scales are mean absolute values, for which error feedback
     contracts whatever the elements are.

@@ -40,6 +40,8 @@ def scale_by_trust_ratio(
 
     Bytes that a rank receives: `(P-1) ceil(L/P)` numbers for L layers, 4 bytes each (8 where a layer is float64).
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv 1708.03888, equation
     6.
     """
@@ -107,6 +109,8 @@ def lars(
     Raises:
         ValueError: `axis_name` names several axes; `update` got no `params`.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: You et al., arXiv 1708.03888, algorithm 1.
     """
     return optax.chain(
@@ -147,6 +151,8 @@ def lamb(
 
     Raises:
         ValueError: `axis_name` names several axes; `update` got no `params`.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: You et al., arXiv 1904.00962, algorithm 2.
     """

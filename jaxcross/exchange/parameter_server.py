@@ -46,6 +46,8 @@ def parameter_server(
     Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
     type and as many of the updates'.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv 2007.03970, section
     3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """

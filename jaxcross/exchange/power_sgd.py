@@ -20,7 +20,8 @@ _EPSILON = 1e-5
 class PowerSGDState(NamedTuple):
     """In the tree of the parameters, float32: the right factors that the next step begins with, and residuals.
 
-    Factors are the same on every rank, residuals the rank's own.
+    Of a matrix [n, m] that is compressed, [m, r] and [n, m]; `optax.MaskedNode` elsewhere. Factors are the same on
+    every rank, residuals the rank's own.
     """
 
     factor: Any
@@ -52,6 +53,8 @@ def power_sgd(
 
     Raises:
         ValueError: `rank` is no whole number from 1 on.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2, with a warm start. Columns are orthogonalised twice,
     and one that depends on earlier ones becomes zero.

@@ -28,7 +28,8 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
     The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
     own, made from (seed, step, leaf, rank). The variance of one rank's leaf of D elements is at most
     `min(D / levels^2, sqrt(D) / levels)` times its squared norm: `levels` near sqrt(D) costs about as much as the
-    gradient's own noise. A rank receives `(P-1) (D + 4)` bytes a leaf of D elements: less than `mean` up to 8 ranks.
+    gradient's own noise. A rank receives `(P-1) (D + 4)` bytes a leaf of D elements: less than
+    `mean` on fewer than 8 ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -41,6 +42,8 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
 
     Raises:
         ValueError: `levels` is no whole number that fits one byte with its sign.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: Alistarh et al., arXiv 1610.02132, section 3.1.
     """

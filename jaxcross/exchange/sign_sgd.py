@@ -32,6 +32,8 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
     Raises:
         ValueError: Several axes.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: Bernstein et al., arXiv 1802.04434 and 1810.05291, algorithm 1.
     """
     axis = hops.one_axis(axis_name, "`sign_sgd`")

@@ -55,6 +55,8 @@ def bounded_stale(
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator sends at once and
     waits at the receiver.
 
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013,
     section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
@@ -112,6 +114,8 @@ def asynchronous(
             the first trace).
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv 1104.5525.
     """

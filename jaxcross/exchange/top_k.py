@@ -22,8 +22,9 @@ Pattern = Literal["flat", "hierarchical"]
 class TopKState(NamedTuple):
     """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
 
-    Flat, they are as long on any number of ranks, and no step would refuse those of another number. `job.restore` does:
-    what ranks that are gone had not sent would be lost.
+    A vector is as long as its leaf has elements D; hierarchical, as a padded leaf's part D'/L on one of L ranks of a
+    node. Flat, no step can tell residuals of another number of ranks, whose length is the same. `job.restore` can, and
+    refuses them: what ranks that are gone had not sent would be lost.
     """
 
     step: jax.Array
@@ -78,6 +79,8 @@ def top_k(
     Raises:
         ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, or a leaf or
             bucket has 2^31 elements or more.
+
+    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv 2010.10458.
     """
