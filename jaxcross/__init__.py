@@ -4,7 +4,7 @@
     Runner           several jobs, taking turns on this rank's device
     Checkpoints      exact resume: a run that was killed goes on as if it had not been
     exchange         gradient exchanges as optax transformations
-    tensor           layers of one model cut over several ranks: 1-D, 2-D, 2.5-D
+    tensor           layers of one model sharded over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once

@@ -25,7 +25,7 @@ from jaxcross.solo import run_alone
 from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
-_PIECES = (1, 2, 4, 8, 16)
+PIECES = (1, 2, 4, 8, 16)
 _WARM_UP, _STEPS = 2, 2  # steps of each rival, in turn: some that get their memory from the kernel, some that are timed
 _LARGEST_BYTES = 2**24  # of the file; what is larger was not written by us
 _ALIKE = 1.25  # uncut steps of the same network on the same machine
@@ -67,7 +67,7 @@ def search(
     whole = cut(1)
     key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
     book = _Book(key)
-    if 1 <= found.get(key, 0) <= max(_PIECES):
+    if 1 <= found.get(key, 0) <= max(PIECES):
         return found[key], build(cut(found[key]))
 
     def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
@@ -88,12 +88,12 @@ def search(
             " cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, old, new,
         )  # fmt: skip
     uncut, begin = best, time.perf_counter()
-    pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.segments), False
-    for n in _PIECES[1:]:
+    pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.collectives), False
+    for n in PIECES[1:]:
         program = cut(n)
-        if len(program.segments) <= finest:
+        if len(program.collectives) <= finest:  # which all ranks count alike
             continue  # exchanges that depend on one another leave little to cut
-        finest = len(program.segments)
+        finest = len(program.collectives)
         tried.append(n)
         rival = build(program)
         old, new = race(n, best, rival)
@@ -151,7 +151,7 @@ class _Book:
     def read(self) -> tuple[int, float] | None:
         """The number of pieces, and the seconds of an uncut step when it was found."""
         match self._all().get(self._key):
-            case [int(pieces), float(uncut_s)] if type(pieces) is int and pieces in _PIECES and uncut_s > 0:
+            case [int(pieces), float(uncut_s)] if type(pieces) is int and pieces in PIECES and uncut_s > 0:
                 return pieces, uncut_s
         return None
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         cores=pool.cores(),
         environ=os.environ,
     )
-    folder = args.events or os.environ.get("JAXCROSS_EVENTS")
+    folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
     if folder is not None:
         extra["JAXCROSS_EVENTS"] = str(folder)
     if "PYTHONFAULTHANDLER" not in os.environ:
@@ -105,12 +105,15 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
     """
     deaf = vendor == "openmpi"
     processes: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # before there was anybody to tell
     stopped = 0
 
     def tell(number: int) -> None:
         nonlocal stopped
         if number not in (signal.SIGUSR1, signal.SIGUSR2):  # what those mean, the ranks know
             stopped = 128 + number
+            if not processes:
+                early.append(number)
         for process in processes:
             ranks = _children(process.pid) if deaf else []
             for pid in ranks:
@@ -128,6 +131,8 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
     }
     try:
         processes.append(subprocess.Popen(line, env=environ, start_new_session=deaf))
+        for number in early:
+            processes[0].send_signal(number)
         code = processes[0].wait()
         # Open MPI's own code says only that some rank's was not 0.
         return (code and deaf and stopped) or (code if code >= 0 else 128 - code)

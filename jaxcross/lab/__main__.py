@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 )
             status = process.wait()
             where = "link" if measure else lab.description  # which was described above
-            print(f"lab: {(lab.bytes_crossed() - before) / 1e6:.1f} MB crossed the {where}", file=sys.stderr)
+            sent_mb = (lab.bytes_crossed() - before) / 1e6
+            hint = ": if the command has ranks, they did not speak over it" if sent_mb < 0.01 else ""
+            print(f"lab: {sent_mb:.1f} MB crossed the {where}{hint}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

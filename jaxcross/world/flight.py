@@ -57,8 +57,9 @@ class FlightRecorder:
         Raises:
             OSError: The file cannot be made.
         """
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / f"rank-{self._rank}.jsonl"
+        folder = Path(folder).absolute()  # wherever the script goes
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self._rank}.jsonl"
         if path != self._path:
             self._path = path
             self._start_file()

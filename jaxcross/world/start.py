@@ -6,14 +6,16 @@ import atexit
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.world import pages, peers, pool
-from jaxcross.world.abort import install_hooks, on_abort
+from jaxcross.world.abort import Ending, abort_everywhere, install_hooks, on_abort
 from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
 from jaxcross.world.flight import FlightRecorder
@@ -75,7 +77,35 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         )
     install_hooks(rank, size)
     load_mpi4jax()
+    with _in_time(rank, size, watchdog_s):
+        joined = _join(mpi, vendor=vendor, watchdog_s=watchdog_s, silence_s=silence_s, lanes=lanes)
+    _CURRENT.append(joined)
+    return joined
 
+
+@contextmanager
+def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
+    """Ends all ranks if some other one does not come: there is no watchdog yet that could tell which."""
+    reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
+    message = (
+        f"jaxcross: {reason}; all {size} ranks end. The script of some rank ended before it, or hangs: in an import, a"
+        " lock, a file system? For start-ups that take longer, raise `initialize(watchdog_s=...)`."
+    )
+    timer = threading.Timer(
+        min(limit_s, threading.TIMEOUT_MAX), abort_everywhere, args=(message, Ending(reason=reason, how="reported"))
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: int) -> World:
+    """This rank's view of the world. Waits for every rank."""
+    world = mpi.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_size = node.Get_rank(), node.Get_size()
     settings_of_node = node.allgather({name: os.environ[name] for name in _VISIBLE if os.environ.get(name)})
@@ -101,7 +131,7 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     watchdog.start()
     on_abort(watchdog.tell)
     atexit.register(watchdog.stop)
-    world_of_process = World(
+    return World(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -115,8 +145,6 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         _base=world.Dup(),
         _watchdog=watchdog,
     )
-    _CURRENT.append(world_of_process)
-    return world_of_process
 
 
 def current() -> World:

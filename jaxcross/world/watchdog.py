@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, final
@@ -230,7 +230,8 @@ class Watchdog:
             asker = status.Get_source()
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
-                print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
+                with suppress(Exception):  # a stream that is closed, or has no letters for a line of a stack
+                    print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
                     self._asked.add(asker)

@@ -34,6 +34,20 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
     assert (record.rank, record.size, record.pid, record.unread) == (0, 1, os.getpid(), 0)
 
 
+def test_a_folder_stays_where_it_was_when_the_script_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    monkeypatch.chdir(tmp_path)
+    recorder = FlightRecorder([here()], 0)
+    recorder.record_to("events")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for step in range(500):
+        recorder.end(recorder.begin(compute(step)))
+    (record,) = read(tmp_path / "events")
+    assert str(record.done) == "job 'a', step 499, segment 0 (compute)"
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_two_files_of_bounded_size_keep_what_is_under_way(flight, tmp_path, monkeypatch):
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     flight.begin(Activity.now("vote", number=1))

@@ -111,3 +111,12 @@ def test_dry_run_prints_the_real_line(capsys, monkeypatch):
     assert launch.run(parse("-n", "2", "--dry-run", "script.py")) == 0
     rank = " ".join(held([sys.executable, "-m", "mpi4py", "script.py"]))
     assert f"/venv/bin/mpirun -n 2 {rank}" in capsys.readouterr().out
+
+
+def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "_run", lambda *_: 0)
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("JAXCROSS_EVENTS", "")
+    assert launch.run(parse("script.py")) == 0
+    assert not list(tmp_path.iterdir())
