@@ -30,7 +30,7 @@ from jaxcross.report.post_mortem import verdict
 
 POINTS = ("compile", "compute", "exchange", "vote", "checkpoint")
 DEADLINE_S = 180.0
-SILENCE_S, WATCHDOG_S = 3.0, 40.0  # of each run
+SILENCE_S, WATCHDOG_S = 3.0, 40.0  # of each run, if it has the machine to itself
 PROMISED_S = {
     "raise": 1.0, "memory": 1.0, "segv": 3.0, "kill": 3.0, "exit": 3.0, "stop": SILENCE_S + 1, "block": SILENCE_S + 1
 }  # fmt: skip
@@ -57,11 +57,16 @@ FAULTS: dict[str, Outcome] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table."""
+    """One row of the table.
+
+    Attributes:
+        slack: Times which everything may take as long as on a machine that has nothing else to do.
+    """
 
     fault: str
     point: str
     ranks: int
+    slack: float = 1.0
 
     @property
     def outcome(self) -> Outcome:
@@ -88,7 +93,7 @@ class Case:
     @property
     def limit_s(self) -> float:
         """For `told_s`; where ranks go on, or stop by themselves, for the whole: nobody waited for the watchdog."""
-        return PROMISED_S[self.fault] + LOADED_S if self.outcome == "ends" else WATCHDOG_S
+        return self.slack * (PROMISED_S[self.fault] + LOADED_S if self.outcome == "ends" else WATCHDOG_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +126,7 @@ def run_case(case: Case) -> Result:
     """Runs it to its end, which must come by itself, and once more without the fault."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code, output = launch(case.ranks, folder, case.fault, case.point)
+        code, output = launch(case, folder, case.fault)
         ended_s = time.time()
         hurt = folder / "hurt"
         hurt_s = float(hurt.read_text()) if hurt.exists() else float("nan")
@@ -139,33 +144,34 @@ def run_case(case: Case) -> Result:
         if not hurt.exists():
             problems.append("the fault did not happen")
         problems += [f"process {r.pid} is left" for r in records if lives(r.pid)]
-        problems += check_restart(case, *launch(case.ranks, folder, "none", case.point), steps_left(output))
+        problems += check_restart(case, *launch(case, folder, "none"), steps_left(output))
     return Result(
         case=case, code=code, seconds=ended_s - hurt_s, told_s=told_s, verdict=said, problems=tuple(problems),
         output=output,
     )  # fmt: skip
 
 
-def launch(ranks: int, folder: Path, fault: str, point: str) -> tuple[int, str]:
+def launch(case: Case, folder: Path, fault: str) -> tuple[int, str]:
     """Exit code and output of `fault_rank.py` under `jaxcross launch`."""
-    line = f"-m jaxcross.cli launch -n {ranks} --events {folder / 'events'}"
+    line = f"-m jaxcross.cli launch -n {case.ranks} --events {folder / 'events'}"
+    words = [*line.split(), *program(folder, fault, case.point, case.slack)]
     process = subprocess.Popen(
-        [sys.executable, *line.split(), *program(folder, fault, point)], text=True, start_new_session=True,
+        [sys.executable, *words], text=True, start_new_session=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=case.slack * DEADLINE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        return 1, f"{output}\nno end within {DEADLINE_S:.0f} s"
+        return 1, f"{output}\nno end within {case.slack * DEADLINE_S:.0f} s"
     return process.returncode, output
 
 
-def program(folder: Path, fault: str, point: str) -> list[str]:
+def program(folder: Path, fault: str, point: str, slack: float = 1.0) -> list[str]:
     """What each rank runs."""
     script = Path(__file__).with_name("fault_rank.py")
-    return [str(script), fault, point, str(folder), str(SILENCE_S), str(WATCHDOG_S)]
+    return [str(script), fault, point, str(folder), str(slack * SILENCE_S), str(slack * WATCHDOG_S)]
 
 
 def check(case: Case, code: int, output: str, said: str) -> Iterator[str]:

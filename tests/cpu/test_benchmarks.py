@@ -180,7 +180,9 @@ def test_crossover(smoke):
         pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("crossover.py")
     assert result["equal_to_the_bit"] is True
-    assert set(result["s_per_job_step"]) == {"fused", "sequential", "crossover"}
+    assert [row["exchange"] for row in result["rows"]] == ["mean", "parameter_server", "ParameterServer", "auto"]
+    assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
+    assert result["why"][0].startswith("Exchanges take ")
     assert result["link"].startswith("real link 500mbit")
     # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
     assert result["bytes_crossed"] > 1e6

@@ -97,6 +97,7 @@ def test_parameters_are_those_of_the_torch_models(spec):
     assert cases.parameters(spec) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", SPECS[2:], ids=lambda spec: spec.model)
 def test_quick_states_train(spec):
     work = jax_work.workload(spec)

@@ -9,8 +9,9 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxcross
+from jaxcross.exchange.select import Selection, select
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks, vmap_oracle
 
@@ -116,6 +118,43 @@ def crossover(world: Any, device: Any, host: Any) -> None:
         assert alone[0] != alone[1]
 
 
+def sparse_step(work: Workload, tx: Any) -> Callable[..., Any]:
+    """The workload's step, its gradients exchanged by `tx`; and what `tx` keeps for later."""
+
+    def step(state: Any, batch: Any, kept: Any) -> Any:
+        later = []
+
+        def exchange(values: Any) -> Any:
+            grads, new = tx.update(values[0], kept)
+            later.append(new)
+            return grads, lax.pmean(values[1], "batch")
+
+        return work.make(exchange)(state, batch), later[0]
+
+    return step
+
+
+def selection(world: Any, device: Any, host: Any) -> None:
+    """Both ways find the largest elements there, and a step of top-k ends as on the CPU."""
+    x, k = np.random.default_rng(0).standard_normal(100_000, dtype=np.float32), 1000
+    largest = set(np.argsort(-np.abs(x))[:k].tolist())
+    work = mlp(width=32, batch_size=8)
+    for way in get_args(Selection):
+        values, indices = jax.jit(partial(select, k=k, selection=way))(jax.device_put(x, device))
+        assert indices.devices() == {device}
+        assert set(np.asarray(indices).tolist()) == largest, way
+        np.testing.assert_array_equal(np.asarray(values), x[np.asarray(indices)])
+
+        tx = jaxcross.exchange.top_k(0.1, "batch", selection=way)
+        step = sparse_step(work, tx)
+        args = work.state(0), work.batch(0), tx.init(work.state(0)[0])
+        got = jaxcross.crossover(step, axes="batch")(*jax.device_put(args, device))
+        with jax.default_device(host):
+            (expected,) = vmap_oracle(step, {"batch": 1}, [jax.device_put(args, host)])
+        assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got[1].residual)), "nothing was left out"
+        close(got, expected, f"{way}:")
+
+
 def ranks(world: Any, device: Any, host: Any) -> None:
     """Two ranks share the accelerator, agree to the bit, and compute what `vmap` computes on the CPU."""
     assert world.size == 2
@@ -135,7 +174,7 @@ def ranks(world: Any, device: Any, host: Any) -> None:
         assert len(set(own)) == 2, "both ranks had the same batch: nothing was averaged"
 
 
-CASES = {case.__name__: case for case in (step, placement, crossover, ranks)}
+CASES = {case.__name__: case for case in (step, placement, crossover, selection, ranks)}
 
 if __name__ == "__main__":
     prepare(STAND_IN)

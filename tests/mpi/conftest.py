@@ -40,12 +40,16 @@ def whole_lines() -> None:
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Finished]:
-    """`mpirun(n, case, *args, timeout=120, env={})`: `case` is a file (relative to `cases/`) or Python source."""
+    """`mpirun(n, case, *args, timeout=240, env={})`: `case` is a file (relative to `cases/`) or Python source.
+
+    The limit is for hangs. 240 s is below the watchdog's default, which what ends by itself shall not wait for; runs
+    that do real work get 900 s, as a machine may be slow and loaded.
+    """
     launcher = find_mpirun()
     if launcher is None:
         pytest.skip("no mpirun")
 
-    def call(n: int, case: str, *args: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
+    def call(n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
         environ = {**os.environ, **(env or {})}
         line, extra = mpirun_command(

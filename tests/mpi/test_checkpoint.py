@@ -17,7 +17,7 @@ def killed(tmp_path, *options, timeout):
 
 
 def test_a_run_that_is_killed_while_it_writes_goes_on(mpirun, tmp_path):
-    result = killed(tmp_path, "--smoke", "--ranks", "2", "--seed", "14", timeout=280)
+    result = killed(tmp_path, "--smoke", "--ranks", "2", "--seed", "14", timeout=900)
     (trial,) = result["rows"]
     assert [kill["at"] for kill in trial["kills"]] == ["write"]
     assert trial["equal"]

@@ -40,5 +40,5 @@ if world.rank == 0:
 
 def test_one_decode_in_crossover(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     synthesise(tmp_path, images=16, classes=2, width=24, height=24)
-    done = mpirun(2, CASE, str(tmp_path), timeout=120).check()
+    done = mpirun(2, CASE, str(tmp_path)).check()
     assert "both ranks agree" in done.stdout

@@ -32,7 +32,7 @@ def finished(tmp_path_factory, quick_compiler):
         env={**os.environ, **quick_compiler},
     )  # fmt: skip
     try:
-        stdout, stderr = process.communicate(timeout=180)
+        stdout, stderr = process.communicate(timeout=900)
     finally:
         end(process)
     assert process.returncode == 0, stdout + stderr
@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):
     )  # fmt: skip
     assert process.stdout is not None
     # a demo that never starts to train must not hang the test
-    guard = threading.Timer(120, end, [process])
+    guard = threading.Timer(600, end, [process])
     guard.start()
     try:
         for text in process.stdout:
@@ -100,7 +100,7 @@ def test_a_bad_link_is_refused(tmp_path):
         demo("--link", "fast", "--output", str(tmp_path / "out")),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 1
@@ -114,7 +114,7 @@ def test_what_cannot_be_written_is_said_before_training(tmp_path, option):
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}
     words = [word for pair in folders.items() for word in pair]
-    done = subprocess.run(demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(demo("--link", "none", *words), capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 1
     assert done.stderr.startswith("jaxcross demo: nothing can be written into")
     assert "Traceback" not in done.stderr

@@ -15,13 +15,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_mnist_sweep(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
     pytest.importorskip("sklearn")
     words = ("--steps", "40", "--lr", "0.1", "0.2", "--accuracy", "0.85")
-    done = mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, timeout=240, env=quick_compiler).check()
+    done = mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, env=quick_compiler).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
 def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
     words = ("--steps", "50", "--hidden", "16")
-    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, timeout=240, env=quick_compiler).check()
+    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, env=quick_compiler).check()
     assert done.stdout.count("in both idioms") == 1
 
 
@@ -30,7 +30,7 @@ def test_parameter_servers(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]
 ) -> None:
     words = ("--steps", "60", "--hidden", "16", "--staleness", *staleness)
-    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *words, timeout=240, env=quick_compiler).check()
+    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *words, env=quick_compiler).check()
     assert [done.stdout.count(f"staleness {s}: test accuracy") for s in staleness] == [
         staleness.count(s) for s in staleness
     ]
@@ -43,7 +43,7 @@ def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_pat
     words += ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
     words += ["--letters", "20", "--loss", "3.5"]
     script = str(EXAMPLES / "gpt.py")
-    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=240, env=quick_compiler).check()
+    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
     assert done.stdout.count("in crossover and alone the same bits") == 2
 
 
@@ -60,7 +60,7 @@ def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compi
     }
     words = [str(word) for pair in options.items() for word in pair]
     words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
-    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=300, env=quick_compiler).check()
+    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=900, env=quick_compiler).check()
     assert done.stdout.count("all final states are equal, bit for bit") == 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert [job["steps"] for job in result["runs"]["crossover"]["jobs"]] == [20, 20]

@@ -39,7 +39,7 @@ assert (w == 1).all(), "the world works on"
 
 
 def test_worlds_that_an_exchange_cannot_serve_are_refused_on_every_rank(mpirun: Any) -> None:
-    done = mpirun(3, REFUSED, timeout=120).check()
+    done = mpirun(3, REFUSED).check()
     assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [7] * 3, done.stdout
 
 

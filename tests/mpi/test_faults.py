@@ -26,8 +26,8 @@ HURT = "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIG{})\n"
 
 @pytest.fixture(scope="module")
 def usual():
-    """Several at once: most of their time they wait."""
-    cases = [faults.Case(fault=fault, point=point, ranks=ranks) for fault, point, ranks in USUAL]
+    """Several at once: most of their time they wait. Beside other tests a rank may get the processor seldom."""
+    cases = [faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL]
     with ThreadPoolExecutor(len(cases)) as pool:
         return {(r.case.fault, r.case.point): r for r in pool.map(faults.run_case, cases)}
 
@@ -85,7 +85,7 @@ def test_a_limit_tells_a_promise_from_the_watchdog():
 
 def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
     code = START.format("silence_s=5") + HURT.format("KILL") + WAIT
-    done = mpirun(2, code, timeout=60, env={"JAXCROSS_EVENTS": str(tmp_path)})
+    done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
     text = verdict(read(tmp_path))
     assert text.startswith("Rank 1 ") and "Rank 0 waited in job 'a', step 3, segment 1 (psum)." in text
@@ -93,7 +93,7 @@ def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path)
 
 def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
     code = START.format("silence_s=1") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
-    done = mpirun(2, code, timeout=60)
+    done = mpirun(2, code)
     assert done.returncode != 0
     said = "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after 0 of 1 exchanges"
     assert said in done.stderr
@@ -106,13 +106,13 @@ LEFT = (
 
 
 def test_a_rank_whose_script_has_ended_is_watched(mpirun):
-    done = mpirun(3, START.format("silence_s=1") + LEFT.format("STOP"), timeout=60)
+    done = mpirun(3, START.format("silence_s=1") + LEFT.format("STOP"))
     assert done.returncode != 0
     assert "because rank 1 is silent for " in done.stderr and "is stopped (by SIGSTOP or a debugger)." in done.stderr
 
 
 def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
-    done = mpirun(2, START.format("") + LEFT.format("TERM"), timeout=60)
+    done = mpirun(2, START.format("") + LEFT.format("TERM"))
     assert done.returncode == 143
     said = "jaxcross: rank 1 was told to end (SIGTERM) while it waited for the others to end."
     assert said in done.stderr
@@ -120,7 +120,7 @@ def test_a_rank_whose_script_has_ended_can_be_stopped(mpirun):
 
 def test_an_exception_is_told_by_every_rank(mpirun):
     code = START.format("") + "if world.rank == 1:\n    raise ValueError('no more data')\n" + WAIT
-    done = mpirun(3, code, timeout=60)
+    done = mpirun(3, code)
     for rank in (0, 2):
         words = f"jaxcross: rank {rank} of 3 ends while "
         assert "because rank 1 failed with ValueError: no more data, outside of any step" in done.stderr.split(words)[1]
@@ -128,7 +128,7 @@ def test_an_exception_is_told_by_every_rank(mpirun):
 
 def test_a_stop_outside_of_a_run_ends_all_with_its_code(mpirun):
     code = START.format("") + HURT.format("TERM") + WAIT
-    done = mpirun(2, code, timeout=60)
+    done = mpirun(2, code)
     assert "jaxcross: rank 1 was told to end (SIGTERM); all 2 ranks end." in done.stderr
     assert "because rank 1 was told to end (SIGTERM)" in done.stderr
     assert done.returncode == 143
@@ -142,7 +142,7 @@ def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun)
         "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    lock(mutex), lock(mutex)\n"
         + WAIT
     )
-    done = mpirun(2, code, timeout=60)
+    done = mpirun(2, code)
     assert "while its main thread was busy in C" in done.stderr
     assert done.returncode == 143
 
@@ -152,6 +152,8 @@ HANGS = """
 import os, threading, jaxcross
 from jax import lax
 from jaxcross import Runner, crossover
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
 world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
@@ -203,7 +205,7 @@ runner.run()
     ids=["own-loop", "data", "data-on-all"],
 )
 def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, loop, then, said):
-    done = mpirun(2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", ""), timeout=60)
+    done = mpirun(2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", ""))
     assert done.returncode != 0
     assert re.search(said, done.stderr), done.stderr
 
@@ -270,7 +272,7 @@ for job in runner.jobs:
 
 def test_a_job_that_fails_where_others_wait_for_it_leaves_alone(mpirun):
     """In its compiler, while its state is compared, in what ranks do together: nobody waits for it, others go on."""
-    done = mpirun(2, ALONE, timeout=60).check()
+    done = mpirun(2, ALONE).check()
     for rank in (0, 1):
         assert f"rank {rank}: JobError" in done.stdout
         assert f"rank {rank}: good ended: 6.0" in done.stdout
@@ -287,6 +289,8 @@ AFTER_THE_COMMIT = """
 import threading, jax, jaxcross, numpy as np
 from jax import lax
 from jaxcross import Runner, crossover
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
 world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
 def last(total):
@@ -314,7 +318,7 @@ runner.run()
 
 
 def test_a_hang_after_the_commit_is_named_although_another_rank_has_failed_meanwhile(mpirun):
-    done = mpirun(2, AFTER_THE_COMMIT, timeout=60)
+    done = mpirun(2, AFTER_THE_COMMIT)
     assert done.returncode != 0
     said = r"rank 1 has waited \d+ s in job 'a', step 4 \(own end of the step\).\n  rank 1 is late itself"
     assert re.search(said, done.stderr), done.stderr
@@ -379,7 +383,7 @@ for policy, functions in (
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
     """All last twice the watchdog's time: for the policy, a rest, an evaluation, one in pieces, others at the end."""
-    done = mpirun(2, LONG, timeout=90).check()
+    done = mpirun(2, LONG).check()
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: ['ended', 'ended']") == 3
         assert done.stdout.count(f"rank {rank}: ['ended']") == 2
@@ -389,6 +393,8 @@ IDLE = """
 import threading, jaxcross
 from jax import lax
 from jaxcross import Runner, crossover
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
 world = jaxcross.initialize(watchdog_s=4, silence_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
@@ -411,7 +417,7 @@ runner.run()
 
 @pytest.mark.parametrize(("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")])
 def test_a_hang_at_the_end_of_a_job_is_named_where_no_other_job_goes_on(mpirun, policy, other):
-    done = mpirun(2, IDLE.format(policy=policy, other=other), timeout=60)
+    done = mpirun(2, IDLE.format(policy=policy, other=other))
     assert done.returncode != 0
     said = (
         r"rank 0 has waited \d+ s in job 'a', step 4 \(end of the job\).\n  rank 1 has not arrived: its job 'a' has not"
@@ -424,7 +430,7 @@ def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
     script = HANGS.replace("{loop}", "job.batches(data(False))").replace("{then}", "job.save(w)")
     script = script.replace("{checkpoints}", f"checkpoints=jaxcross.Checkpoints({str(tmp_path)!r})")
     gone = "if world.rank == 1:\n    os.fsync = lambda file: threading.Event().wait()\n"
-    done = mpirun(2, script.replace("runner =", f"{gone}runner ="), timeout=60)
+    done = mpirun(2, script.replace("runner =", f"{gone}runner ="))
     assert done.returncode != 0
     assert "(own checkpoint).\n  rank 1 is late itself: its disk has not taken the last checkpoint" in done.stderr, (
         done.stderr
@@ -460,7 +466,7 @@ except BaseException as error:
 
 
 def test_a_handler_of_another_signal_stops_all_and_its_exception_comes_after(mpirun):
-    done = mpirun(2, WARNED, timeout=60).check()
+    done = mpirun(2, WARNED).check()
     assert "rank 1: SystemExit 7 after step " in done.stdout
     assert "rank 0: KeyboardInterrupt  after step " in done.stdout
     assert done.stdout.count("steps agree") == 2

@@ -58,9 +58,9 @@ def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
     with Lab(hosts=2) as lab:
         process = start(lab, 2.0, tmp_path)
         lab.set_link(1, up=False)
-        wait_until(lambda: all(record.words for record in read(tmp_path / "events")), patience_s=40)
+        wait_until(lambda: all(record.words for record in read(tmp_path / "events")))
         process.kill()  # Open MPI's waits for ever for what it started beyond that link
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     records = read(tmp_path / "events")
     assert [record.words for record in records] == ["reported"] * 2, stderr
     for record, other in zip(records, (1, 0), strict=True):
@@ -96,7 +96,7 @@ def test_a_run_whose_link_goes_at_a_point_goes_on_when_it_is_started_again(tmp_p
         (tmp_path / "cut").touch()  # until then the last rank stands at that point
         told = comes and wait_until(lambda: all(record.words for record in read(events)))
         process.kill()
-    output = "\n".join(process.communicate(timeout=60))
+    output = "\n".join(process.communicate(timeout=240))
     assert told, output
     for record, other in zip(read(events), (1, 0), strict=True):
         assert (record.words, record.lost) == ("reported", (other,)), output
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
         (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
         # The number that the lab has given it: seen from there.
         subprocess.run(lab.wrap(["kill", "-KILL", str(victim.pid)]), check=True)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=240)
     assert process.returncode != 0
     first, second = read(tmp_path / "events")
     assert (first.words, first.lost, second.words) == ("reported", (1,), ""), stderr
@@ -146,7 +146,7 @@ def test_lost_packets_make_an_exchange_late_and_nothing_else(tmp_path):
             lost.wait(0.1)
         lab.set_rate("500mbit")
         (tmp_path / "over").touch()
-        stdout, stderr = process.communicate(timeout=90)
+        stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert stdout.count("done\n") == 2
 
@@ -161,6 +161,6 @@ def test_who_has_ended_waits_for_the_others(tmp_path):
     assert mpirun is not None
     with Lab(hosts=2) as lab:
         line = lab.wrap([mpirun.path, "-n", "2", sys.executable, "-c", rank])
-        ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60, env=lab.environment())
+        ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240, env=lab.environment())
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"]

@@ -10,7 +10,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_membership_over_mpi(mpirun, ranks, quick_compiler):
-    finished = mpirun(ranks, "membership_table.py", timeout=180, env=quick_compiler).check()
+    finished = mpirun(ranks, "membership_table.py", timeout=900, env=quick_compiler).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
         f"passed {c}" for c in CASES
     ]

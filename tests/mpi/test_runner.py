@@ -13,7 +13,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))])
 def test_jobs_over_mpi(mpirun, ranks):
-    finished = mpirun(ranks, "runner_table.py", timeout=240).check()
+    finished = mpirun(ranks, "runner_table.py", timeout=900).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
         f"passed {c}" for c in CASES
     ]

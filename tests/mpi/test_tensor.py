@@ -17,6 +17,6 @@ TABLE = os.pathsep.join([str(ROOT / "tests" / "cpu"), str(ROOT)])
 def test_every_mesh_equals_the_serial_model_and_crossover_equals_solo(
     mpirun: Any, quick_compiler: dict[str, str], ranks: int
 ) -> None:
-    done = mpirun(ranks, "tensor_table.py", timeout=540, env={"PYTHONPATH": TABLE, **quick_compiler}).check()
+    done = mpirun(ranks, "tensor_table.py", timeout=900, env={"PYTHONPATH": TABLE, **quick_compiler}).check()
     for rank in range(ranks):
         assert f"rank {rank}: tensor done" in done.stdout, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import pytest
     [(2, 239), *(pytest.param(n, rows, marks=pytest.mark.exhaustive) for n, rows in ((1, 239), (3, 239), (4, 455)))],
 )
 def test_every_collective_equals_xla(mpirun, ranks, rows, quick_compiler):
-    done = mpirun(ranks, "wire_table.py", timeout=400, env=quick_compiler).check()
+    done = mpirun(ranks, "wire_table.py", timeout=900, env=quick_compiler).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["wrong"] == []
     assert found["rows"] == rows

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(watchdog_s={watchdog})\n"
+TOGETHER = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()  # one start may take longer than others\n"
 WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
 
 
@@ -21,8 +21,8 @@ def test_agreements_and_communicators(mpirun, ranks):
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_traceback(mpirun):
-    code = START.format(watchdog=60) + "if world.rank == 1:\n    raise ValueError('no more data')" + WAIT
-    done = mpirun(2, code, timeout=40)
+    code = START.format(watchdog=300) + "if world.rank == 1:\n    raise ValueError('no more data')" + WAIT
+    done = mpirun(2, code)
     assert done.returncode != 0
     assert "jaxcross: rank 1 of 2 failed:" in done.stderr
     assert "ValueError: no more data" in done.stderr and "Traceback" in done.stderr
@@ -30,40 +30,30 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(mpirun):
 
 
 def test_an_exception_in_a_thread_ends_all(mpirun):
-    code = START.format(watchdog=60) + (
+    code = START.format(watchdog=300) + (
         "def loader():\n    raise OSError('disk')\n"
         "if world.rank == 1:\n    threading.Thread(target=loader, name='loader').start()" + WAIT
     )
-    done = mpirun(2, code, timeout=40)
+    done = mpirun(2, code)
     assert done.returncode != 0
     assert "jaxcross: rank 1 of 2 failed in thread 'loader':" in done.stderr
     assert "OSError: disk" in done.stderr
 
 
 def test_an_interrupt_ends_all_without_a_traceback(mpirun):
-    code = START.format(watchdog=60) + "if world.rank == 0:\n    raise KeyboardInterrupt" + WAIT
-    done = mpirun(2, code, timeout=40)
+    code = START.format(watchdog=300) + "if world.rank == 0:\n    raise KeyboardInterrupt" + WAIT
+    done = mpirun(2, code)
     assert done.returncode != 0
     assert "jaxcross: rank 0 was interrupted; all 2 ranks end." in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_all_ranks_end_within_five_seconds_of_the_exception(mpirun):
-    code = START.format(watchdog=60) + (
-        "import time\nif world.rank == 1:\n    print('raised at', time.time(), flush=True)\n    raise ValueError" + WAIT
-    )
-    done = mpirun(2, code, timeout=40)
-    ended = time.time()
-    assert done.returncode != 0
-    assert ended - float(done.stdout.split("raised at")[1].split()[0]) < 5
-
-
 def test_a_daemon_thread_ends_all_even_as_the_main_thread_ends(mpirun):
-    code = START.format(watchdog=60) + (
+    code = START.format(watchdog=300) + (
         "def loader():\n    raise OSError('disk')\n"
         "threading.Thread(target=loader, daemon=True).start()\nthreading.Event().wait(0.1)\n"
     )
-    done = mpirun(1, code, timeout=40)
+    done = mpirun(1, code)
     assert done.returncode != 0
     assert "OSError: disk" in done.stderr
 
@@ -73,18 +63,22 @@ def test_a_daemon_thread_ends_all_even_as_the_main_thread_ends(mpirun):
 )
 def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
     """Neither a closed stderr nor Ctrl-C while the report is on its way."""
-    code = START.format(watchdog=60) + f"if world.rank == 1:\n    {worse}\n    raise ValueError" + WAIT
-    assert mpirun(2, code, timeout=40).returncode != 0
+    code = START.format(watchdog=300) + f"if world.rank == 1:\n    {worse}\n    raise ValueError" + WAIT
+    assert mpirun(2, code).returncode != 0
 
 
 def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
-    code = START.format(watchdog=3) + (
-        "def decode_for_ever():\n    threading.Event().wait()\n"
-        "if world.rank == 1:\n    decode_for_ever()\n"
-        "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
-        + WAIT.strip().replace("\n", "\n    ")
+    code = (
+        TOGETHER
+        + START.format(watchdog=3)
+        + (
+            "def decode_for_ever():\n    threading.Event().wait()\n"
+            "if world.rank == 1:\n    decode_for_ever()\n"
+            "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
+            + WAIT.strip().replace("\n", "\n    ")
+        )
     )
-    done = mpirun(3, code, timeout=60)
+    done = mpirun(3, code)
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert "s in job 'lr-0.1', step 12, segment 3 (psum)." in output
@@ -94,13 +88,27 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     assert "jaxcross: stacks of rank 1:" in output and "decode_for_ever" in output
 
 
+def test_a_rank_that_does_not_come_to_initialize_ends_all(mpirun):
+    code = (
+        "from mpi4py import MPI\nimport threading\n"
+        "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n" + START.format(watchdog=3)
+    )
+    done = mpirun(2, code)
+    assert done.returncode != 0
+    assert "jaxcross: rank 0 has waited 3 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
+
+
 def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
     # The late rank holds the interpreter lock, so it cannot answer.
-    code = START.format(watchdog=3) + (
-        "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
-        "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+    code = (
+        TOGETHER
+        + START.format(watchdog=3)
+        + (
+            "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
+            "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+        )
     )
-    done = mpirun(2, code, timeout=60)
+    done = mpirun(2, code)
     assert done.returncode != 0
     assert "rank 1 does not answer: it has ended, or its interpreter is blocked." in done.stderr
 
@@ -108,18 +116,18 @@ def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
 def alone(code, **environ):
     environ = {**os.environ, **environ}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=False
     )
 
 
 def test_one_process_without_a_launcher_is_a_world():
-    code = START.format(watchdog=60) + "print(world.size, world.rank, world.mesh('batch').shape)"
+    code = START.format(watchdog=300) + "print(world.size, world.rank, world.mesh('batch').shape)"
     done = alone(code)
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
 
 def test_a_silent_singleton_is_refused():
-    done = alone(START.format(watchdog=60), OMPI_COMM_WORLD_SIZE="4")
+    done = alone(START.format(watchdog=300), OMPI_COMM_WORLD_SIZE="4")
     assert done.returncode != 0
     message = "The launcher started 4 ranks (`OMPI_COMM_WORLD_SIZE=4`), but MPI sees a world of 1."
     assert message in done.stderr
@@ -134,7 +142,7 @@ def test_a_pool_that_came_too_early_is_refused():
 
 
 def test_the_pool_has_the_size_that_the_world_says():
-    code = START.format(watchdog=60) + (
+    code = START.format(watchdog=300) + (
         "import jax, os\nassert os.environ['PJRT_NPROC'] == str(world.pool_size)\njax.devices()\n"
         "jax.jit(lambda x: x + 1)(1.0).block_until_ready()\nprint(world.pool_size)"
     )
@@ -145,7 +153,7 @@ def test_the_pool_has_the_size_that_the_world_says():
 
 def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
-    done = alone(START.format(watchdog=60), PYTHONPATH=str(tmp_path))
+    done = alone(START.format(watchdog=300), PYTHONPATH=str(tmp_path))
     assert done.returncode != 0
     assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr

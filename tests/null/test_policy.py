@@ -112,3 +112,32 @@ def test_a_job_ten_times_smaller_keeps_its_share(compute_s, exchange_s):
     fair = relative(Weighted((1, 1)), 16)
     assert min(fair) >= 0.5
     assert sum(fair) >= 1.4
+
+
+def seconds_a_round(policy, jobs, steps=20):
+    """Until jobs of (compute, exchange, pieces) have made as many steps each, over those steps."""
+
+    def loop(compute_s, exchange_s, pieces):
+        outline = backward(pieces, round(exchange_s * 1e6))
+        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in outline.kinds[:-1])
+        for _ in range(steps):
+            yield Step(outline, (*seconds, 0.05 * compute_s))
+
+    simulation = Simulation(
+        [[loop(*job) for job in jobs]], policy=policy, check=False,
+        exchange_s=lambda job, step, segment: jobs[job][1] / jobs[job][2],
+    )  # fmt: skip
+    (result,) = simulation.run()
+    assert result.steps == [steps] * len(jobs)
+    return result.end_s / steps
+
+
+def test_a_large_job_in_pieces_with_the_larger_share_hides_behind_itself_too():
+    """Uncut, its own c + m is the bound; in pieces that take turns with the other job's step, it waits for that one."""
+    large, small = (1.4, 1.25), (0.5, 0.7)
+    uncut = seconds_a_round(RoundRobin(), [(*large, 1), (*small, 1)])
+    in_turn = seconds_a_round(RoundRobin(), [(*large, 4), (*small, 1)])
+    by_shares = seconds_a_round(Weighted((4, 1)), [(*large, 4), (*small, 1)])
+    assert uncut == pytest.approx(1.4 + 1.25, rel=0.03)
+    assert in_turn > 0.95 * uncut
+    assert by_shares < 1.1 * (1.25 + 0.7), "all exchanges, one after the other"
