@@ -4,24 +4,28 @@
 
 The race's own step (batch 4, 224x224, no exchange) on one core, in one process a way, all started before the first
 measurement, for which 20 GB are needed; they step in turn. `as raced` is how every JAX row of the race runs. A flag
-that this jaxlib does not know ends its process and is named. `ratio`: seconds a step over those `as raced`.
+that this jaxlib does not know ends its process and is named. `ratio`: seconds a step over those `as raced`. Where
+PyTorch is installed, its step stands beside, too: do the pages that serve XLA serve it?
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from workloads import parser, spread, write_json
 
 from jaxcross.world import pages
 
-CONVOLUTIONS, SMALL_PAGES = "1x1 kernels as convolutions", "pages as the kernel gives them"
+CONVOLUTIONS, SMALL_PAGES, TORCH = "1x1 kernels as convolutions", "pages as the kernel gives them", "PyTorch"
 WAYS = {
     "as raced": "",
     CONVOLUTIONS: "",
@@ -30,6 +34,7 @@ WAYS = {
         "xla_cpu_use_onednn=true", "xla_cpu_use_xnnpack=true", "xla_cpu_prefer_vector_width=512",
         "xla_cpu_enable_fast_math=true", "xla_cpu_use_fusion_emitters=false", "xla_cpu_multi_thread_eigen=false",
     )},
+    **(dict.fromkeys((TORCH, f"{TORCH}, {SMALL_PAGES}"), "") if importlib.util.find_spec("torch") else {}),
 }  # fmt: skip
 
 
@@ -70,7 +75,7 @@ def main() -> int:
 def start(way: str, smoke: bool) -> subprocess.Popen[str]:
     """A process that steps when it is told to."""
     environment = {**os.environ, "NPROC": "1", "XLA_FLAGS": WAYS[way]}
-    if way != SMALL_PAGES:
+    if not way.endswith(SMALL_PAGES):
         environment |= pages.settings(environment)
     line = [sys.executable, __file__, "--worker", way, *(["--smoke"] if smoke else [])]
     return subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -90,20 +95,43 @@ def asked(process: subprocess.Popen[str], steps: int) -> list[float] | None:
 
 def worker(args: argparse.Namespace) -> int:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from rivals.cases import jobs_of
+
+    (spec,) = jobs_of("one", args.smoke)
+    timed = torch_step(spec) if args.worker.startswith(TORCH) else xla_step(spec, args.worker)
+    for line in sys.stdin:
+        print(json.dumps(timed(int(line))), flush=True)
+    return 0
+
+
+def xla_step(spec: Any, way: str) -> Callable[[int], list[float]]:
     import jax
     import resnet
     from rivals import jax_work
-    from rivals.cases import jobs_of
 
-    if args.worker == CONVOLUTIONS:
+    if way == CONVOLUTIONS:
         resnet.convolve = jax.lax.conv_general_dilated
-    (spec,) = jobs_of("one", args.smoke)
     work = jax_work.workload(spec)
     step: Any = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
-    loop = jax_work.Loop(step, jax_work.state_of(work, 0), jax_work.batch_of(work, 0, 0))
-    for line in sys.stdin:
-        print(json.dumps(loop.timed(int(line))), flush=True)
-    return 0
+    return jax_work.Loop(step, jax_work.state_of(work, 0), jax_work.batch_of(work, 0, 0)).timed
+
+
+def torch_step(spec: Any) -> Callable[[int], list[float]]:
+    import torch
+    from rivals import torch_models
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    work = torch_models.work(spec, seed=0)
+
+    def step() -> float:
+        start = time.perf_counter()
+        work.loss(work.model).backward()
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return lambda steps: [step() for _ in range(steps)]
 
 
 if __name__ == "__main__":

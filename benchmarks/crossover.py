@@ -1,20 +1,24 @@
-"""How much faster are several jobs in crossover than one after the other, on two hosts and a real slow link?
+"""What does crossover gain where jobs exchange by parameter servers, or by what `exchange.auto` chooses for them?
 
     python benchmarks/crossover.py [--rate 500mbit] [--json FILE] [--smoke]
 
-Rivals alternate in one run, on the same two jobs, ranks, cores and link:
-  fused       `jax.jit` of the whole step, gradients averaged leaf by leaf with mpi4jax; one job after the other
-  sequential  jaxcross, one job after the other
-  crossover   jaxcross, the jobs in turn
+Two ResNet-50 jobs on two hosts and a real slow link, one after the other and in turn, by each of these in one run:
+  mean              `lax.pmean` of the gradients
+  parameter_server  each rank steps its share of the parameters: reduce-scatter, step, all-gather
+  ParameterServer   the real servers, driven by the host on a lane of their own; a worker waits for all others
+  auto              what `exchange.auto(1.0, ...)` chooses from the report of `mean`'s jobs, one after the other
 
 Starts the two hosts (network namespaces, a shaped link) and the ranks itself. Seconds are those of one job-step: wall
-time over steps of all jobs. The states at the end of `sequential` and `crossover` must be equal to the bit.
+time over steps of all jobs. The states at the end of both orders must be equal to the bit. c and m are those of the
+jobs one after the other; bound = max(sum c, sum m, max(c + m)) over the jobs, a job-step. Against what users would pick
+instead of jaxcross: race.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -23,28 +27,26 @@ import workloads
 from hosts import on_hosts, parser_of_hosts
 from workloads import spread, write_json
 
-RIVALS = ("fused", "sequential", "crossover")
+EXCHANGES = ("mean", "parameter_server", "ParameterServer", "auto")
+ORDERS = ("sequential", "crossover")
+JOBS = 2
 
 
 def main() -> int:
     options = parser_of_hosts(__doc__)
-    options.add_argument("--jobs", type=int, default=2, help="default %(default)s")
     options.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    options.add_argument("--cut", default="whole", help="of jaxcross's steps (default %(default)s)")
     args = options.parse_args()
     if args.worker:
         return worker(args)
     result = on_hosts(__file__, args.rate)
-    for rival in RIVALS:
-        row = result["s_per_job_step"][rival]
-        print(f"{rival:11} {row['median']:.3f} s a job-step  ({row['min']:.3f} to {max(row['raw']):.3f})")
-    medians = {r: result["s_per_job_step"][r]["median"] for r in RIVALS}
-    result["speedup_over_fused"] = medians["fused"] / medians["crossover"]
-    result["speedup_over_sequential"] = medians["sequential"] / medians["crossover"]
-    print(f"crossover over fused {result['speedup_over_fused']:.2f}x, over sequential "
-          f"{result['speedup_over_sequential']:.2f}x; bound {result['bound_s_per_job_step']:.3f} s, "
-          f"efficiency {result['efficiency']:.3f}; {result['bytes_crossed'] / 1e6:.0f} MB on the link")  # fmt: skip
+    print("\n".join(result["why"]))
+    for row in result["rows"]:
+        sequential, crossover = (row[order]["median"] for order in ORDERS)
+        print(
+            f"{row['exchange']:16} sum m / sum c {row['ratio']:.2f}; {sequential:.3f} s a job-step one by one, "
+            f"{crossover:.3f} in turn: {row['speedup']:.2f} times as fast, bound / T {row['efficiency']:.2f}"
+        )
     write_json(args.json, __doc__, result)
     return 0
 
@@ -55,73 +57,114 @@ def worker(args: Any) -> int:
     world = jaxcross.initialize()
 
     import jax
-    import mpi4jax
     import numpy as np
+    import optax
     from jax import lax
-    from mpi4py import MPI
 
-    size = dict(batch_size=2, image_size=32, classes=8) if args.smoke else dict(batch_size=4, image_size=224)
+    name, size = "resnet50", dict(batch_size=4, image_size=224)
+    if args.smoke:
+        name, size = "resnet8", dict(batch_size=2, image_size=32, classes=8)
     steps, repeats = (2, 1) if args.smoke else (args.steps, args.repeats)
-    work = workloads.resnet("resnet8" if args.smoke else "resnet50", **size)
-    comm = MPI.COMM_WORLD.Dup()
+    plain = workloads.resnet(name, **size)
+    assert plain.gradients is not None
+    gradients = jax.jit(plain.gradients)
+    batches = [plain.batch(100 * world.rank + job) for job in range(JOBS)]
+    initial = [jax.tree.map(np.asarray, plain.state(job)[:2]) for job in range(JOBS)]  # parameters, statistics
+    policies = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}
+    why: list[str] = []
 
-    def mpi_mean(tree: Any) -> Any:
-        return jax.tree.map(lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm) / world.size, tree)
+    def mean_of_all(values: Any) -> Any:
+        return lax.pmean(values, "batch")
 
-    cut = int(args.cut) if args.cut.isdigit() else args.cut
-    fused = jax.jit(work.make(mpi_mean), donate_argnums=0)
-    crossed = jaxcross.crossover(
-        work.make(lambda tree: lax.pmean(tree, "batch")), axes="batch", cut=cut, donate_argnums=0
-    )
-    initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(args.jobs)]
-    batches = [work.batch(100 * world.rank + seed) for seed in range(args.jobs)]
-    finals: dict[str, list[Any]] = {}
-    accounts = []
+    def mean_of_loss(values: Any) -> Any:
+        return values[0], lax.pmean(values[1], "batch")  # the optimizer exchanges the gradients
 
-    def fresh() -> list[Any]:
-        return [jax.block_until_ready(jax.tree.map(jax.numpy.asarray, state)) for state in initial]
+    def in_the_step(exchange: Any, optimizers: list[Any]) -> Any:
+        step_of = {
+            tx: jaxcross.crossover(workloads.resnet(name, **size, tx=tx).make(exchange), axes="batch", donate_argnums=0)
+            for tx in optimizers
+        }
 
-    def run_fused(steps: int) -> None:
-        for state, batch in zip(fresh(), batches, strict=True):
+        def train(job: Any, number: int, steps: int) -> Any:
+            params, stats = jax.tree.map(jax.numpy.asarray, initial[number])
+            state = job.restore((params, stats, optimizers[number].init(params)))
+            for batch in job.batches(itertools.repeat(batches[number], steps)):
+                state, metrics = step_of[optimizers[number]](state, batch)
+                job.log(metrics)
+            return state
+
+        return train
+
+    def through_servers(job: Any, number: int, steps: int) -> Any:
+        params, stats = jax.tree.map(jax.numpy.asarray, initial[number])
+        with jaxcross.ParameterServer(params, workloads.momentum(), staleness=0) as server:
             for _ in range(steps):
-                state, metrics = fused(state, batch)
-            jax.block_until_ready((state, metrics))
+                (loss, stats), grads = gradients(server.params, stats, batches[number])
+                server.push_pull(grads)
+                job.log({"loss": loss})
+            return server.params, stats
 
-    def run_jaxcross(name: str, steps: int) -> None:
-        policy = jaxcross.RoundRobin() if name == "crossover" else jaxcross.Sequential()
-        jobs = [
-            jaxcross.Job(f"job{n}", crossed, state, itertools.repeat(batch, steps))
-            for n, (state, batch) in enumerate(zip(fresh(), batches, strict=True))
-        ]
-        report = jaxcross.run(jobs, policy=policy, world=world)
-        finals[name] = [jax.tree.map(np.asarray, job.state) for job in jobs]
-        if name == "crossover":
-            accounts.append(report.summary())
+    def run(train: Any, order: str, steps: int) -> tuple[float, Any, list[Any]]:
+        """Seconds a job-step, the report, and the states at the end."""
+        world.control.allgather_text("")
+        start = time.perf_counter()
+        with jaxcross.Runner(world, policies[order]()) as runner:
+            jobs = [runner.add(f"job{n}", train, number=n, steps=steps) for n in range(JOBS)]
+            report = runner.run()
+        world.control.allgather_text("")
+        took_s = (time.perf_counter() - start) / (steps * JOBS)
+        return took_s, report, [jax.tree.map(np.asarray, job.state) for job in jobs]
 
-    raw: dict[str, list[float]] = {rival: [] for rival in RIVALS}
-    for repeat in range(-1, repeats):
-        for rival in RIVALS:
-            comm.Barrier()
-            start = time.perf_counter()
-            count = 2 if repeat < 0 else steps  # the first round compiles, and gets memory that later ones keep
-            run_fused(count) if rival == "fused" else run_jaxcross(rival, count)
-            comm.Barrier()
-            if repeat >= 0:
-                raw[rival].append((time.perf_counter() - start) / (steps * args.jobs))
+    shared = workloads.momentum()
+    served = jaxcross.exchange.parameter_server(workloads.momentum(), "batch", ranks=world.size)
+    trains = {
+        "mean": in_the_step(mean_of_all, [shared] * JOBS),
+        "parameter_server": in_the_step(mean_of_loss, [served] * JOBS),
+        "ParameterServer": through_servers,
+    }
+    # The first run compiles, and gets memory that later ones keep.
+    for train in trains.values():
+        run(train, "crossover", 2)
+    loads = [
+        jaxcross.exchange.Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=initial[0][0])
+        for j in run(trains["mean"], "sequential", steps)[1].rounds.jobs
+    ]
+    chosen = jaxcross.exchange.auto(1.0, loads, "batch", ranks=world.size, say=why.append)
+    trains["auto"] = in_the_step(mean_of_loss, [optax.chain(tx, workloads.momentum()) for tx in chosen])
+    run(trains["auto"], "crossover", 2)
+
+    raw: dict[str, dict[str, list[float]]] = {e: {order: [] for order in ORDERS} for e in EXCHANGES}
+    measured: dict[str, list[Any]] = {e: [] for e in EXCHANGES}
+    for repeat, exchange in itertools.product(range(repeats), EXCHANGES):
+        finals = {}
+        for order in ORDERS:
+            took_s, report, finals[order] = run(trains[exchange], order, steps)
+            raw[exchange][order].append(took_s)
+            if order == "sequential":
+                measured[exchange].append([(j.compute_s, j.exchange_s) for j in report.rounds.jobs])
             if world.rank == 0:
-                print(f"repeat {repeat}: {rival} {(time.perf_counter() - start):.1f} s", flush=True)
-    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"])
-    if not all(jax.tree.leaves(same)):
-        raise SystemExit("sequential and crossover end in different states")
+                print(f"repeat {repeat}: {exchange}, {order}: {took_s:.3f} s a job-step", flush=True)
+        same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), finals["sequential"], finals["crossover"])
+        if not all(jax.tree.leaves(same)):
+            raise SystemExit(f"{exchange}: one after the other and in turn end in different states")
     if world.rank == 0:
-        account = accounts[-1]
-        Path(args.worker).write_text(json.dumps({
-            "jobs": args.jobs, "steps": steps, "ranks": world.size, **size, "cut": args.cut,
-            "s_per_job_step": {name: spread(values) for name, values in raw.items()},
-            "bound_s_per_job_step": account["bound_s"] / args.jobs, "efficiency": account["efficiency"],
-            "hidden_share": account["hidden_share"], "account": account, "equal_to_the_bit": True,
-        }))  # fmt: skip
+        rows = [row_of(exchange, raw[exchange], measured[exchange]) for exchange in EXCHANGES]
+        facts = {"model": name, "jobs": JOBS, "steps": steps, "repeats": repeats, "ranks": world.size, **size}
+        Path(args.worker).write_text(json.dumps({**facts, "why": why, "rows": rows, "equal_to_the_bit": True}))
     return 0
+
+
+def row_of(exchange: str, raw: dict[str, list[float]], measured: list[list[tuple[float, float]]]) -> dict[str, Any]:
+    """What both orders took, and what the jobs' c and m, in medians of the repeats, leave to be gained. Pure."""
+    jobs = [[statistics.median(values) for values in zip(*job, strict=True)] for job in zip(*measured, strict=True)]
+    c_s, m_s = (sum(values) / len(jobs) for values in zip(*jobs, strict=True))
+    bound_s = max(c_s, m_s, max(c + m for c, m in jobs) / len(jobs))
+    sequential, crossover = (spread(raw[order]) for order in ORDERS)
+    return {
+        "exchange": exchange, "sequential": sequential, "crossover": crossover, "c_s": c_s, "m_s": m_s,
+        "ratio": m_s / c_s, "bound_s": bound_s, "speedup": sequential["median"] / crossover["median"],
+        "efficiency": bound_s / crossover["median"],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

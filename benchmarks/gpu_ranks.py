@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import workloads
+from hosts import bytes_crossed
 from workloads import spread
 
 RANKS = 2
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "link": f"emulated link {args.rate}", "no_real_link": reason, "without_link": jobs_and_processes(),
             }  # fmt: skip
         result = jobs_and_processes()
-        result |= {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor}
+        result |= {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor}
     if args.stand_in:
         return result  # what two CPU devices gain is no accelerator's gain
     medians = {name: row["median"] for name, row in result["s_per_job_step"].items()}

@@ -62,6 +62,14 @@ def on_hosts(
         if local > 1:
             line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
         subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra, **(environment or {})}), check=True)
-        facts = {"link": lab.description, "bytes_crossed": lab.bytes_crossed(), "mpi": mpirun.vendor,
+        facts = {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}
+
+
+def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
+    """Bytes that the lab's links have carried; an error if it was next to nothing, as of ranks that share memory."""
+    crossed = lab.bytes_crossed()
+    if crossed < least:
+        raise SystemExit(f"{crossed} bytes crossed the {lab.description}: nothing of this can be told.")
+    return crossed

@@ -7,7 +7,8 @@ Rivals (see `rivals/`), all in one run, in turn, on two hosts with one core each
   gloo, gloo-k                JAX's own `shard_map` + `jax.distributed` with gloo
   ddp, ddp-k, ddp-bf16(-k)    PyTorch DDP with gloo; left out, with one line, where PyTorch is not installed
   sequential, crossover       jaxcross: one job after the other; in turn (`-bf16`: gradients as bfloat16 on the wire;
-                              `-cut`: each job's backward pass in four pieces, too)
+                              `-cut`: each job's backward pass in four pieces, too; `-shares`, of unlike jobs: that of
+                              the largest in four, which has four shares to each other job's one)
   uncut, wait-free            jaxcross with one job; its backward pass cut where gradients become ready
 
 Rates follow from a calibration: network-bound (sum m = 2 sum c), balanced (1), compute-bound (1/2), or are given
@@ -30,7 +31,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import statistics
 import sys
@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import machine
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
 from race_measure import Calibration, Entrants, pooled_c
 from race_show import REFERENCES, draw, show
@@ -292,7 +293,7 @@ def this_run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": ["python", Path(sys.argv[0]).name, *sys.argv[1:]],
         "versions": versions,
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": machine(),
         "steps": args.steps, "repeats": args.repeats, "smoke": args.smoke,
     }  # fmt: skip
 

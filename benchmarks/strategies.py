@@ -129,6 +129,8 @@ def _sparse_nodes(s: Setting) -> optax.GradientTransformation:
 # The same by other routes: through nodes of two ranks, along a ring, a tree or a grid, and with 16-bit values.
 ROUTES = (
     Strategy(name="mean, hierarchical", axes=pairs, make=_before(lambda: exchange.mean(NODES, pattern="hierarchical"))),
+    Strategy(name="mean, hierarchical, bfloat16", axes=pairs,
+             make=_before(lambda: exchange.mean(NODES, pattern="hierarchical", wire_dtype=jnp.bfloat16))),
     Strategy(name="mean, ring", make=_before(lambda: exchange.mean(AXIS, pattern="ring"))),
     Strategy(name="mean, tree", make=_before(lambda: exchange.mean(AXIS, pattern="tree"))),
     Strategy(name="top_k 1%, hierarchical", axes=pairs, make=_sparse_nodes),
@@ -153,11 +155,13 @@ def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) 
     )
 
 
-# Top-k that begins with more.
-WARMED_UP = (
+# Top-k that loses less behind Adam: it begins with more, or selects from what each rank's own optimizer made.
+GENTLER = (
     _warmed_up("falling to it", _falling),
     _warmed_up("10% at first", lambda s: [(2 * s.freeze_step, 0.1)]),
-)
+    Strategy(name="top_k 1%, of deltas",
+             make=lambda s: optax.chain(s.optimizer, exchange.top_k(0.01, AXIS, selection="exact"))),
+)  # fmt: skip
 
 
 def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str, int], step: int = 0) -> int:

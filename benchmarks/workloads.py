@@ -11,7 +11,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import os
 import platform
 import statistics
 import sys
@@ -25,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from machine import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -33,31 +33,49 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "numpy")
 
 
 class Workload(NamedTuple):
-    """A train step with its initial state and one batch."""
+    """A train step with its initial state and one batch.
+
+    `gradients`, where a workload has it: (parameters, statistics, batch) -> ((loss, new statistics), gradients).
+    """
 
     make: Callable[[Exchange], Callable[[Any, Any], tuple[Any, Any]]]
     state: Callable[[int], Any]
     batch: Callable[[int], Any]
+    gradients: Callable[[Any, Any, Any], Any] | None = None
 
 
-def resnet(name: str = "resnet50", *, batch_size: int, image_size: int, classes: int = 1000) -> Workload:
-    """ResNet with momentum SGD and weight decay, BatchNorm local, metrics averaged."""
+def momentum() -> optax.GradientTransformation:
+    """SGD with momentum and weight decay, as ResNets are trained."""
+    return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True))
+
+
+def resnet(
+    name: str = "resnet50",
+    *,
+    batch_size: int,
+    image_size: int,
+    classes: int = 1000,
+    tx: optax.GradientTransformation | None = None,
+) -> Workload:
+    """ResNet with momentum SGD and weight decay, or another optimizer, BatchNorm local, metrics averaged."""
     from resnet import MODELS
 
     model = MODELS[name](num_classes=classes)
-    tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9, nesterov=True))
+    tx = momentum() if tx is None else tx
+
+    def gradients(params: Any, stats: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            variables = {"params": params, "batch_stats": stats}
+            logits, new = model.apply(variables, batch["image"], mutable=["batch_stats"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+            return loss, new["batch_stats"]
+
+        return jax.value_and_grad(loss_fn, has_aux=True)(params)
 
     def make(exchange: Exchange) -> Any:
         def train_step(state: Any, batch: Any) -> Any:
             params, stats, opt_state = state
-
-            def loss_fn(params: Any) -> Any:
-                variables = {"params": params, "batch_stats": stats}
-                logits, new = model.apply(variables, batch["image"], mutable=["batch_stats"])
-                loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-                return loss, new["batch_stats"]
-
-            (loss, new_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+            (loss, new_stats), grads = gradients(params, stats, batch)
             grads, loss = exchange((grads, loss))
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), new_stats, opt_state), {"loss": loss}
@@ -74,7 +92,7 @@ def resnet(name: str = "resnet50", *, batch_size: int, image_size: int, classes:
         image = rng.standard_normal((batch_size, image_size, image_size, 3), dtype=np.float32)
         return {"image": jnp.asarray(image), "label": jnp.asarray(rng.integers(0, classes, batch_size))}
 
-    return Workload(make, state, batch)
+    return Workload(make, state, batch, gradients)
 
 
 def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
@@ -216,7 +234,7 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
         "question": (question or "").splitlines()[0],
         "command": ["python", *(str(Path(a).name) if i == 0 else a for i, a in enumerate(sys.argv))],
         "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": machine(),
         **result,
     }
     path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")

@@ -39,7 +39,7 @@ def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
     yield ("rate", "link", "TCP carries", "sum m / sum c", "tax of an exchange", "a step beside exchanges", "repeats",
            "left out")  # fmt: skip
     found = read("race")
-    for rate in RATES:
+    for rate in [r for r in RATES if any((row["case"], row["rate"]) == (case, r) for row in found["rows"])]:
         rows = _rows(read, case, rate)
         (link,) = (x for x in found["links"] if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"]))
         # of the same wire as the rates are made for
@@ -237,6 +237,15 @@ def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
                ", ".join(f"{job['step_s_accuracy'][-1][2]:.2f}" for job in jobs))  # fmt: skip
 
 
+def crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Two jobs, one after the other and in turn, by other exchanges than the mean."""
+    yield "exchange", "sum m / sum c", "one after the other", "in turn", "times as fast", "bound", "bound / T"
+    for row in read("crossover")["rows"]:
+        yield (row["exchange"], f"{row['ratio']:.2f}", f"{row['sequential']['median']:.2f} s",
+               f"{row['crossover']['median']:.2f} s", f"{row['speedup']:.2f}", f"{row['bound_s']:.2f} s",
+               f"{row['efficiency']:.2f}")  # fmt: skip
+
+
 def unequal(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """A small job beside a large one."""
     found = read("unequal")
@@ -256,6 +265,7 @@ TABLES: dict[str, Table] = {
     "memory": memory,
     "backend": backend,
     "scale": scale,
+    "crossover": crossover,
     "unequal": unequal,
     "exchange-cost": exchange_cost,
     "exchange-limits": exchange_limits,

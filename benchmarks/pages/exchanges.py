@@ -15,14 +15,19 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     accuracy: dict[tuple[str, str], float] = {}
     with suppress(FileNotFoundError):
         accuracy = {(r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]}
-    models: dict[str, dict[str, Any]] = {"resnet50": {}, "transformer": {}}
-    for name, model in (("exchanges", "resnet50"), ("exchanges_4", "transformer")):
+    measured: list[
+        dict[str, Any]
+    ] = []  # one rank a host, ResNet-50 on two and the Transformer on four; two ranks a host
+    for name, model in (("exchanges", "resnet50"), ("exchanges_4", "transformer"), ("exchanges_nodes", "transformer")):
+        measured.append({})
         with suppress(FileNotFoundError):
-            models[model] = read(name)["models"][model]["strategies"]
-    yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source"
+            measured[-1] = read(name)["models"][model]["strategies"]
+    *flat, nodes = measured
+    yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source (arXiv)"
     for member in FAMILY:
         name = member.measured
-        times = [f"{rows[name]['total_over_mean']:.2f}" if name in rows else "-" for rows in models.values()]
+        times = [f"{rows[name]['total_over_mean']:.2f}" for rows in flat if name in rows]
+        times = times or [f"{nodes[name]['total_over_mean']:.2f} on nodes" if name in nodes else "-"]
         lost = [
             f"{accuracy[task, name] - accuracy[task, 'mean']:+.3f}" if (task, name) in accuracy else "-"
             for task in ("images", "text")

@@ -64,7 +64,7 @@ class Rival:
         framework: Whose compute time counts as its own.
         overlaps_itself: Whether one job's exchange may run beside the same job's compute.
         wire: Element type on the wire.
-        cases: `many` jobs, `one`, or `any`.
+        cases: `many` jobs, `one`, `any`, or a case's name.
     """
 
     name: str
@@ -94,6 +94,9 @@ RIVALS: dict[str, Rival] = {
         Rival(name="crossover", team="crossed", variant="crossover", cases="many"),
         Rival(name="crossover-cut", team="crossed", variant="crossover-cut", overlaps_itself=True, cases="many"),
         Rival(name="crossover-bf16", team="crossed", variant="crossover-bf16", wire="bfloat16", cases="many"),
+        Rival(name="crossover-shares", team="crossed", variant="crossover-shares", overlaps_itself=True, cases="mixed"),
+        Rival(name="crossover-shares-bf16", team="crossed", variant="crossover-shares-bf16", overlaps_itself=True,
+              wire="bfloat16", cases="mixed"),
         Rival(name="uncut", team="crossed", variant="sequential", cases="one"),
         Rival(name="wait-free", team="crossed", variant="wait-free", overlaps_itself=True, cases="one"),
         Rival(name="wait-free-bf16", team="crossed", variant="wait-free-bf16", overlaps_itself=True, wire="bfloat16",
@@ -104,7 +107,7 @@ RIVALS: dict[str, Rival] = {
 
 def rivals_of(case: str, only: set[str] | None = None) -> list[Rival]:
     kind = "one" if len(CASES[case]) == 1 else "many"
-    return [r for r in RIVALS.values() if r.cases in ("any", kind) and (only is None or r.name in only)]
+    return [r for r in RIVALS.values() if r.cases in ("any", kind, case) and (only is None or r.name in only)]
 
 
 def parameters(spec: Spec) -> int:

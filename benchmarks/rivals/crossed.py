@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
+from jaxcross.cut_search import PIECES
 from jaxcross.world.slices import ask_for_short_slices
 
 # before the imports that make JAX arrays
@@ -29,16 +30,17 @@ import optax  # noqa: E402
 from jax import lax  # noqa: E402
 
 from rivals import jax_work  # noqa: E402
-from rivals.cases import WARM_UP, Spec  # noqa: E402
+from rivals.cases import WARM_UP, Spec, parameters  # noqa: E402
 from rivals.serving import arguments, own_jobs, serve, softirq_s  # noqa: E402
 
 AXIS = "batch"
-FINEST = 16
 VARIANTS: dict[str, dict[str, Any]] = {
     "sequential": {"policy": jaxcross.Sequential},
     "crossover": {"policy": jaxcross.RoundRobin},
     "crossover-cut": {"policy": jaxcross.RoundRobin, "cut": 4},
     "crossover-bf16": {"policy": jaxcross.RoundRobin, "wire": "bfloat16"},
+    "crossover-shares": {"policy": jaxcross.Weighted, "cut": 4, "others": "whole"},
+    "crossover-shares-bf16": {"policy": jaxcross.Weighted, "cut": 4, "others": "whole", "wire": "bfloat16"},
     "wait-free": {"policy": jaxcross.Sequential, "cut": "auto"},
     "wait-free-bf16": {"policy": jaxcross.Sequential, "cut": "auto", "wire": "bfloat16"},
 }
@@ -70,10 +72,16 @@ class Jobs:
             self.steps[key] = jaxcross.crossover(step, axes=AXIS, cut=cut, donate_argnums=0)
         return self.steps[key]
 
-    def run(self, steps: int, policy: Any, wire: str = "float32", cut: Any = "whole") -> dict[str, Any]:
-        with jaxcross.Runner(world, policy()) as runner:
-            for number, spec in enumerate(self.specs):
-                runner.add(f"job{number}", self._train, number=number, step=self.step(spec, wire, cut), steps=steps)
+    def run(
+        self, steps: int, policy: Any, wire: str = "float32", cut: Any = "whole", others: Any = None
+    ) -> dict[str, Any]:
+        """`others` is the cut of all but the largest jobs, where that is another one; shares are then by pieces."""
+        largest = max(map(parameters, self.specs))
+        cuts = [cut if others is None or parameters(spec) == largest else others for spec in self.specs]
+        chosen = policy() if others is None else policy(tuple(1.0 if each == others else float(each) for each in cuts))
+        with jaxcross.Runner(world, chosen) as runner:
+            for number, (spec, each) in enumerate(zip(self.specs, cuts, strict=True)):
+                runner.add(f"job{number}", self._train, number=number, step=self.step(spec, wire, each), steps=steps)
             report = runner.run()
         jax.block_until_ready(self.states)
         account = report.summary()
@@ -114,7 +122,7 @@ class Jobs:
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
         if self.finest is None:
-            program = self.step(spec).trace(*arguments).cut(cut=FINEST)
+            program = self.step(spec).trace(*arguments).cut(cut=max(PIECES))
             self.finest = program.compile(jax.tree.leaves(arguments), cache=world.executables)
         compiled = self.finest
         raw = []

@@ -1,0 +1,20 @@
+"""What a result says of the machine that made it. Measures nothing itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+
+def machine() -> str:
+    """The architecture, the cores that this process may use and, where Linux tells, the CPU and its widest vectors."""
+    parts = [platform.machine(), f"{len(os.sched_getaffinity(0))} cores"]
+    told = Path("/proc/cpuinfo")
+    text = told.read_text() if told.exists() else ""
+    if model := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+        parts.append(model[1])
+    if widest := next((flag for flag in ("avx512f", "avx2") if re.search(rf"\b{flag}\b", text)), None):
+        parts.append(widest)
+    return ", ".join(parts)
