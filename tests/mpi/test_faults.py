@@ -92,7 +92,7 @@ def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path)
 
 
 def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
-    code = START.format("silence_s=1") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
+    code = START.format("silence_s=10") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
     done = mpirun(2, code)
     assert done.returncode != 0
     said = "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after 0 of 1 exchanges"
@@ -101,12 +101,12 @@ def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
 
 LEFT = (
     "import time\nprocess = int(world.control.allgather_text(str(os.getpid()))[1])\nif world.rank == 1:\n"
-    "    raise SystemExit(0)\ntime.sleep(1)\nos.kill(process, signal.SIG{})\ntime.sleep(30)\n"
+    "    raise SystemExit(0)\ntime.sleep(5)\nos.kill(process, signal.SIG{})\ntime.sleep(60)\n"
 )
 
 
 def test_a_rank_whose_script_has_ended_is_watched(mpirun):
-    done = mpirun(3, START.format("silence_s=1") + LEFT.format("STOP"))
+    done = mpirun(3, START.format("silence_s=10") + LEFT.format("STOP"))
     assert done.returncode != 0
     assert "because rank 1 is silent for " in done.stderr and "is stopped (by SIGSTOP or a debugger)." in done.stderr
 
@@ -154,7 +154,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=4, silence_s=0)
+world = jaxcross.initialize(watchdog_s=12, silence_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
@@ -291,7 +291,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=4, silence_s=0)
+world = jaxcross.initialize(watchdog_s=12, silence_s=0)
 
 def last(total):
     if world.rank == 1 and total >= 6:
@@ -395,7 +395,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=4, silence_s=0)
+world = jaxcross.initialize(watchdog_s=12, silence_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 

@@ -70,7 +70,7 @@ def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
 def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     code = (
         TOGETHER
-        + START.format(watchdog=3)
+        + START.format(watchdog=12)
         + (
             "def decode_for_ever():\n    threading.Event().wait()\n"
             "if world.rank == 1:\n    decode_for_ever()\n"
@@ -91,18 +91,18 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
 def test_a_rank_that_does_not_come_to_initialize_ends_all(mpirun):
     code = (
         "from mpi4py import MPI\nimport threading\n"
-        "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n" + START.format(watchdog=3)
+        "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n" + START.format(watchdog=12)
     )
     done = mpirun(2, code)
     assert done.returncode != 0
-    assert "jaxcross: rank 0 has waited 3 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
+    assert "jaxcross: rank 0 has waited 12 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
 
 
 def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
     # The late rank holds the interpreter lock, so it cannot answer.
     code = (
         TOGETHER
-        + START.format(watchdog=3)
+        + START.format(watchdog=12)
         + (
             "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
             "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
