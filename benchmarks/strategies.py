@@ -155,8 +155,11 @@ def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) 
     )
 
 
-# Top-k that loses less behind Adam: it begins with more, or selects from what each rank's own optimizer made.
+# Top-k that loses less behind Adam: it sends more, begins with more, or selects from what each rank's own optimizer made.
 GENTLER = (
+    Strategy(name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))),
+    Strategy(name="top_k 5%, exact", make=_before(lambda: exchange.top_k(0.05, AXIS, selection="exact"))),
+    Strategy(name="top_k 10%, exact", make=_before(lambda: exchange.top_k(0.1, AXIS, selection="exact"))),
     _warmed_up("falling to it", _falling),
     _warmed_up("10% at first", lambda s: [(2 * s.freeze_step, 0.1)]),
     Strategy(name="top_k 1%, of deltas",

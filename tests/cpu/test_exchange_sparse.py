@@ -103,6 +103,33 @@ def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> 
         np.testing.assert_allclose(total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5)
 
 
+def test_hierarchical_top_k_of_a_bucket_in_sixteen_bits_loses_nothing_either() -> None:
+    axes = {"node": 2, "local": 2}
+    options = {"bucket": True, "values_dtype": jnp.bfloat16}
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=2, **options)
+    grads = {"a": normal(2, 2, 7, 5), "b": normal(2, 2, 4, 4, seed=1)}  # 35 elements in shards of 18, 16 of 8
+    step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
+    for _ in range(3):
+        before = state.residual
+        updates, state = step(grads, state)
+        for name, g in grads.items():
+            rests = (state.residual[name] - before[name]).sum(0).ravel()
+            pad = (0, rests.size - g[0, 0].size)
+            total = 4 * jnp.pad(updates[name][0, 0].ravel(), pad) + rests
+            np.testing.assert_allclose(total, jnp.pad(g.sum((0, 1)).ravel(), pad), rtol=1e-5, atol=1e-5)
+    assert all(jnp.any(rest != 0) for rest in state.residual.values())
+
+
+@pytest.mark.parametrize("make", [top_k, gtop_k])
+def test_nothing_is_left_where_everything_is_sent(make: Any) -> None:
+    tx, grads = make(1.0, "batch"), normal(RANKS, 12, 10)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(2):
+        updates, state = step(grads, state)
+        np.testing.assert_allclose(updates[0], grads.mean(0), rtol=1e-5, atol=1e-6)
+        assert not state.residual.any()
+
+
 def test_top_k_is_a_contraction() -> None:
     x = normal(1, 30, 20)
     tx = top_k(0.05, "batch", error_feedback=False)

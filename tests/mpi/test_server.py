@@ -5,7 +5,7 @@ import pytest
 CASES = [
     "staleness_0_is_synchronous", "the_bound_holds", "asynchronous_training_converges",
     "a_slow_worker_holds_others_up_at_the_bound_only", "without_a_bound_others_run_ahead",
-    "unlike_numbers_of_steps", "large_messages",
+    "unlike_numbers_of_steps", "large_messages", "what_is_not_finite_shows_on_every_rank",
     "failure_of_a_worker", "failure_of_a_server", "unlike_rules", "two_jobs_in_crossover_equal_jobs_alone",
     "beside_an_ordinary_job", "failure_of_a_job_beside_another",
 ]  # fmt: skip

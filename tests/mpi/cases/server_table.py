@@ -127,6 +127,16 @@ def large_messages():
     np.testing.assert_allclose(params, -3 * LAST / 2, rtol=1e-6)
 
 
+def what_is_not_finite_shows_on_every_rank():
+    for bad in (math.nan, math.inf):
+        with ParameterServer(jnp.zeros(5 * WORLD.size), optax.sgd(0.1), staleness=1) as server:
+            for step in range(3):
+                grads = np.zeros(5 * WORLD.size, np.float32)
+                grads[-1] = bad if (WORLD.rank, step) == (LAST, 1) else 0.0
+                server.push_pull(jnp.asarray(grads))
+        assert np.isfinite(server.params).tolist() == [True] * (5 * WORLD.size - 1) + [False]
+
+
 def failure_of_a_worker():
     for staleness in (0, 1, math.inf):
 
@@ -219,7 +229,7 @@ def failure_of_a_job_beside_another():
 CASES = [
     staleness_0_is_synchronous, the_bound_holds, asynchronous_training_converges,
     a_slow_worker_holds_others_up_at_the_bound_only, without_a_bound_others_run_ahead,
-    unlike_numbers_of_steps, large_messages, failure_of_a_worker,
+    unlike_numbers_of_steps, large_messages, what_is_not_finite_shows_on_every_rank, failure_of_a_worker,
     failure_of_a_server, unlike_rules, two_jobs_in_crossover_equal_jobs_alone, beside_an_ordinary_job,
     failure_of_a_job_beside_another,
 ]  # fmt: skip
