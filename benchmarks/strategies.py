@@ -155,7 +155,7 @@ def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) 
     )
 
 
-# Top-k that loses less behind Adam: it sends more, begins with more, or selects from what each rank's own optimizer made.
+# Top-k that loses less behind Adam: it sends or begins with more, or selects from what each rank's own optimizer made.
 GENTLER = (
     Strategy(name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))),
     Strategy(name="top_k 5%, exact", make=_before(lambda: exchange.top_k(0.05, AXIS, selection="exact"))),
