@@ -9,8 +9,8 @@ core each and a real link:
   beside       exchanges beside ResNet-50's computation on the same core
   computation  the same step without exchange, alone and beside exchanges
 `--ways`: beside, too, with the exchange's thread as it comes, with other slices than those of 0.25 ms that it asks for
-in `beside`, at niceness 5, with two exchanges at once, and, last, as nobody may go back, with all others at niceness 1,
-3 and 5.
+in `beside`, with these at niceness 5, with two exchanges at once, and, last, as nobody may go back, with all others at
+niceness 1, 3 and 5.
 `--limits`: alone and beside, too, with sums of up to these bytes joined (`none`: each is a message).
 `--settings`: the first four again under each of the MPI's own settings, which only a new launch can change.
 

@@ -11,7 +11,7 @@ Cases:
              the leaves of ResNet-50 one by one or in one call
   profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
              has none: its copies and kernels depend on one another), and how long the device idled between segments
-             that were ready, against a loop of plain `jax.jit`
+             that were ready (target: less than 1% of the time), against a loop of plain `jax.jit`
 
 `--stand-in` lets a second CPU device stand for the accelerator, to see that everything runs. What only an
 accelerator's profile can tell is then null, with the reason; its times say nothing of an accelerator.

@@ -20,6 +20,7 @@ from jaxcross.report.intervals import Interval, intersect, measure, subtract, un
 
 NO_STREAMS = "the profile has no stream of an accelerator"
 MARK = "jaxcross-clock "
+TARGET_BUBBLES = 0.01
 
 
 class Activity(NamedTuple):
@@ -106,12 +107,13 @@ def overlap(recording: Recording) -> dict[str, float]:
     return result
 
 
-def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, float]:
+def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, Any]:
     """Shares of the time between the first kernel and the last in which no kernel ran.
 
     `idle_inside_segments_share` lies between two kernels of one executable, which a plain `jax.jit` has as well.
     `idle_between_ready_segments_share` is the rest of what passed while some segment was ready: a bubble. Kernels whose
-    executable the profile does not name count as of different ones, so that it errs upwards.
+    executable the profile does not name count as of different ones, so that it errs upwards. `met` says whether it is
+    below its target, TARGET_BUBBLES.
 
     Args:
         recording: The profile.
@@ -122,12 +124,13 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
     length = (window[1] - window[0]) or 1
     idle = subtract([window], recording.times("kernel"))
     inside = intersect(idle, _inside(recording))
-    bubbles = intersect(subtract(idle, inside), union(ready))
+    bubbles = measure(intersect(subtract(idle, inside), union(ready))) / length
     return {
         "window_s": length / 1e9,
         "idle_share": measure(idle) / length,
         "idle_inside_segments_share": measure(inside) / length,
-        "idle_between_ready_segments_share": measure(bubbles) / length,
+        "idle_between_ready_segments_share": bubbles,
+        "met": bubbles < TARGET_BUBBLES,
     }
 
 

@@ -268,13 +268,14 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """What the file has, if it is to be resumed, else a new result; with one more run, which rows name by its number.
 
     Raises:
-        SystemExit: The file's rows cannot stand beside new ones: its versions, steps or models are others.
+        SystemExit: The file's rows of these cases cannot stand beside new ones: its versions, steps or models are others.
     """
     run = this_run(args)
     result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
     if args.resume and args.json is not None and args.json.exists():
         result |= json.loads(args.json.read_text())
-    for old in result["runs"]:
+    beside = {row["run"] for row in result["rows"] if row["case"] in args.cases}
+    for old in [old for n, old in enumerate(result["runs"]) if n in beside]:
         versions = {p for p, v in old["versions"].items() if run["versions"].get(p, v) != v}
         others = [*sorted(versions), *(key for key in ("steps", "smoke") if old[key] != run[key])]
         if others:

@@ -5,7 +5,9 @@
 `lax.top_k` (`exact`) and the threshold search of `jaxcross.exchange.select`, in turn, for vectors up to as long as
 ResNet-50's gradients. count_error: how far the number of selected elements is from k, over k. recovered: the sum of
 their magnitudes over that of the k largest. The targets are those of the longest vector at 1%: 0.15 s on one core, a
-count within 1% of k.
+count within 1% of k; on an accelerator a fifth of the time of `lax.top_k`. Beside normal numbers the longest vector is
+measured as `layers`, blocks of unlike scales as of a model's layers, and as `misleading`: all that the search's sample
+sees is small, so that it has to look through the whole vector.
 
 A process has one core, as where ranks share a host; `--cores 0` takes all. On an accelerator it measures that one.
 """
@@ -23,27 +25,42 @@ import numpy as np
 from workloads import in_turn, parser, spread, write_json
 
 from jaxcross.exchange import sparse
-from jaxcross.exchange.select import chosen, select
+from jaxcross.exchange.select import SAMPLE, chosen, select
 from jaxcross.world import pages
 
 WAYS = ("exact", "threshold")
 LONGEST = 25_600_000
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, LONGEST)
 DENSITIES = (0.001, 0.01, 0.1)
-TARGET_S, TARGET_COUNT_ERROR = 0.15, 0.01
+DATA = ("normal", "layers", "misleading")
+TARGET_S, TARGET_COUNT_ERROR, TARGET_OVER_EXACT = 0.15, 0.01, 1 / 5
 
 
-def measure(size: int, density: float, repeats: int) -> dict[str, Any]:
-    """One length and density: seconds of each way, and what it found."""
+def vector(data: str, size: int) -> np.ndarray:
+    """Normal numbers; with another scale for each of 161 blocks; or small wherever the threshold's sample looks."""
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal(size, dtype=np.float32)
+    if data == "layers":
+        for block, scale in zip(np.array_split(x, min(161, size)), 10 ** rng.uniform(-4, 0, 161), strict=False):
+            block *= np.float32(scale)
+    elif data == "misleading":
+        x[:: max(1, size // SAMPLE)] *= np.float32(1e-6)
+    return x
+
+
+def measure(size: int, density: float, repeats: int, data: str = "normal") -> dict[str, Any]:
+    """One length, density and kind of data: seconds of each way, and what it found."""
     k = sparse.slots(density, size)
-    x = jnp.asarray(np.random.default_rng(size).standard_normal(size, dtype=np.float32))
+    x = jnp.asarray(vector(data, size))
     ways = {way: jax.jit(functools.partial(select, k=k, selection=way)) for way in WAYS}
     # A few milliseconds a turn: a call of a short vector's is as short as the clock's and the dispatch's noise.
     steps = max(1, min(100, (1 << 20) // size))
     raw = in_turn({way: lambda _, x, f=f: (f(x), None) for way, f in ways.items()}, dict.fromkeys(ways), x,
                   repeats=repeats, steps=steps)  # fmt: skip
     largest = float(np.sum(np.sort(np.abs(np.asarray(x, np.float64)))[size - k :]))
-    row: dict[str, Any] = {"size": size, "density": density, "k": k, "chosen": chosen(size, k), "ways": {}}
+    row: dict[str, Any] = {
+        "size": size, "density": density, "data": data, "k": k, "chosen": chosen(size, k), "ways": {}
+    }  # fmt: skip
     for way, function in ways.items():
         values, indices = map(np.asarray, function(x))
         row["ways"][way] = {
@@ -58,12 +75,14 @@ def measure(size: int, density: float, repeats: int) -> dict[str, Any]:
 
 
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """What the library's way takes of the longest vector at 1%, against the targets."""
-    own = row["ways"][row["chosen"]]
+    """What the library's way takes of the longest vector at 1%, against the targets of the backend."""
+    own, exact = (row["ways"][way] for way in (row["chosen"], "exact"))
+    over = own["s"]["median"] / exact["s"]["median"]
+    fast = own["s"]["median"] <= TARGET_S if jax.default_backend() == "cpu" else over <= TARGET_OVER_EXACT
     return {
-        "s": own["s"]["median"], "target_s": TARGET_S, "count_error": own["count_error"],
-        "target_count_error": TARGET_COUNT_ERROR,
-        "met": own["s"]["median"] <= TARGET_S and own["count_error"] <= TARGET_COUNT_ERROR,
+        "s": own["s"]["median"], "target_s": TARGET_S, "over_exact": over, "target_over_exact": TARGET_OVER_EXACT,
+        "count_error": own["count_error"], "target_count_error": TARGET_COUNT_ERROR,
+        "met": fast and own["count_error"] <= TARGET_COUNT_ERROR,
     }  # fmt: skip
 
 
@@ -78,16 +97,18 @@ def main() -> int:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
     sizes, repeats = ((1 << 12,), 1) if args.smoke else (SIZES, args.repeats)
     result: dict[str, Any] = {"backend": jax.default_backend(), "cores": len(os.sched_getaffinity(0)), "rows": []}
-    for size in sizes:
-        for density in DENSITIES:
-            row = measure(size, density, repeats)
-            result["rows"].append(row)
-            times = ", ".join(f"{way} {row['ways'][way]['s']['median'] * 1e3:.3g} ms" for way in WAYS)
-            print(f"{row['k']} of {size}: {times}; the library takes {row['chosen']}, "
-                  f"{row['chosen_over_faster']:.2f} times the faster one", flush=True)  # fmt: skip
-    longest = {row["density"]: row for row in result["rows"] if row["size"] == sizes[-1]}
-    result["largest"] = found = verdict(longest[0.01])
-    print(f"1% of {sizes[-1]}: {found['s']:.3f} s (target {TARGET_S}), count {found['count_error']:.2%} off k: "
+    cases = [(size, density, "normal") for size in sizes for density in DENSITIES]
+    for size, density, data in (*cases, *((sizes[-1], 0.01, data) for data in DATA[1:])):
+        row = measure(size, density, repeats, data)
+        result["rows"].append(row)
+        times = ", ".join(f"{way} {row['ways'][way]['s']['median'] * 1e3:.3g} ms" for way in WAYS)
+        print(f"{row['k']} of {size} {data}: {times}; the library takes {row['chosen']}, "
+              f"{row['chosen_over_faster']:.2f} times the faster one", flush=True)  # fmt: skip
+    wanted = sizes[-1], 0.01, "normal"
+    (longest,) = (row for row in result["rows"] if (row["size"], row["density"], row["data"]) == wanted)
+    result["largest"] = found = verdict(longest)
+    print(f"1% of {sizes[-1]}: {found['s']:.3f} s (target {TARGET_S} on a CPU), {found['over_exact']:.2f} of exact's "
+          f"(target {TARGET_OVER_EXACT} elsewhere), count {found['count_error']:.2%} off k: "
           f"{'met' if found['met'] else 'missed'}")  # fmt: skip
     write_json(args.json, __doc__, result)
     return 0

@@ -62,7 +62,8 @@ def search(
         cut: Number of pieces -> program.
         build: Program -> executables, once all ranks have agreed on it.
         together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
-        found: What the job found before, by program, as its checkpoints tell; the same on every rank. Added to.
+        found: What the job found before, by program, as its checkpoints tell; the same on every rank. Added to. Such a
+            cut is taken untimed: another one may round otherwise, and a run that is resumed goes on bit for bit.
     """
     whole = cut(1)
     key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"

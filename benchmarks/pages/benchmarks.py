@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from race_show import over_reference
@@ -20,9 +20,15 @@ SHOWN = {
 
 
 def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE:RATE`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds."""
-    case, rate = argument.split(":")
+    """Of `CASE:RATE[:N]`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds.
+
+    Of all the case's runs, or of its N-th one alone, from 1 on.
+    """
+    case, rate, *nth = argument.split(":")
     rows = _rows(read, case, rate)
+    if nth:
+        runs = sorted({row["run"] for row in rows})
+        rows = [row for row in rows if row["run"] == runs[int(nth[0]) - 1]]
     yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
     first = {row["rival"]: row for row in reversed(rows)}  # whom later ones were held against may have run again
     for row in [row for row in rows if row is first[row["rival"]]]:
@@ -50,6 +56,33 @@ def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
             f"{sum(row['m_s']) / sum(row['c_s']):.2f}", f"{_each(row['tax_s'])} s", f"x {_each(row['slow_down'])}",
             str(len(row["raw"])), ", ".join(out) or "nobody",
         )  # fmt: skip
+
+
+def race_account(read: Read, case: str) -> Iterator[tuple[str, ...]]:
+    """Where the seconds of a job-step go once jobs are under way, by jaxcross's own trace: medians of the repeats."""
+    yield ("rate", "rival", "a job-step", "c alone", "c in the run", "m alone", "m in the run", "what bounds", "ranks unlike",
+           "order", "peer", "dispatch, votes, rest")  # fmt: skip
+    found = [row for row in read("race")["rows"] if row["case"] == case and "account" in row["raw"][0]]
+    if not found:
+        raise FileNotFoundError(f"race.json has no rows of {case}")
+    for row in sorted(found, key=lambda row: RATES.index(row["rate"])):
+        accounts = [raw["account"] for raw in row["raw"]]
+        jobs = len(accounts[0]["jobs"])
+
+        def of_round(seconds: Callable[[dict[str, Any]], float], accounts: Any = accounts, jobs: int = jobs) -> str:
+            return f"{statistics.median(map(seconds, accounts)) / jobs:.2f}"
+
+        def of_jobs(key: str, of_round: Any = of_round) -> str:
+            return of_round(lambda account: sum(job[key] for job in account["jobs"]))
+
+        def lost(*causes: str, of_round: Any = of_round) -> str:
+            return of_round(lambda account: sum(account["lost_s"][cause] for cause in causes))
+
+        limits = dict.fromkeys(account["limit"] for account in accounts)
+        yield (row["rate"], row["rival"], of_round(lambda account: account["period_s"]),
+               f"{statistics.fmean(row['c_s']):.2f}", of_jobs("compute_s"), f"{statistics.fmean(row['m_s']):.2f}",
+               of_jobs("exchange_s"), ", ".join(limits), lost("imbalance"), lost("order"), lost("peer"),
+               lost("dispatch", "votes", "input", "other"))  # fmt: skip
 
 
 def _rows(read: Read, case: str, rate: str) -> list[dict[str, Any]]:
@@ -195,16 +228,18 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
     found = read(f"exchange_cost_{vendor}")
     if not found.get("settings"):
         raise FileNotFoundError(f"exchange_cost_{vendor}.json was made without --settings")
-    yield "setting", "exchange alone", "beside a computation", "fills the link", "the computation beside it"
+    yield ("setting", "exchange alone", "beside a computation", "fills the link", "the computation beside it",
+           "over it alone")  # fmt: skip
     for row in ({"environment": {}, **found}, *found["settings"]):
         words = ", ".join(f"`{name}={value}`" for name, value in row["environment"].items())
         if "failed" in row:
-            yield words, row["failed"], "", "", ""
+            yield words, row["failed"], "", "", "", ""
             continue
         alone, beside = row["exchange"]["alone"], row["exchange"]["beside"]
+        computed = [row["computation_s"][name]["median"] for name in ("alone", "beside exchanges")]
         yield (words or "as it comes", f"{alone['s']['median']:.2f} s", f"{beside['s']['median']:.2f} s",
-               f"{alone['fill']:.0%}, {beside['fill']:.0%}",
-               f"{row['computation_s']['beside exchanges']['median']:.2f} s")  # fmt: skip
+               f"{alone['fill']:.0%}, {beside['fill']:.0%}", f"{computed[1]:.2f} s",
+               f"x {computed[1] / computed[0]:.2f}")  # fmt: skip
 
 
 def imagenet(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -267,6 +302,7 @@ TABLES: dict[str, Table] = {
     "scale": scale,
     "crossover": crossover,
     "unequal": unequal,
+    "race-account": race_account,
     "exchange-cost": exchange_cost,
     "exchange-limits": exchange_limits,
     "exchange-ways": exchange_ways,

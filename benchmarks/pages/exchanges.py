@@ -96,7 +96,8 @@ def selection(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
     for row in read("selection")["rows"]:
         times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))
-        yield str(row["size"]), str(row["k"]), *times, row["chosen"]
+        kind = "" if (data := row.get("data", "normal")) == "normal" else f", {data}"
+        yield f"{row['size']}{kind}", str(row["k"]), *times, row["chosen"]
 
 
 TABLES: dict[str, Table] = {

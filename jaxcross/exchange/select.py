@@ -13,7 +13,8 @@ Selection = Literal["auto", "exact", "threshold"]
 # Backend -> the longest vector and the largest k of which `lax.top_k` was the faster way in `benchmarks/selection.py`:
 # its time grows with k, a threshold's many small operations cost the same for any. Others are taken for a CPU.
 _EXACT_UP_TO = {"cpu": (1 << 20, 1 << 10)}
-_SAMPLE = 1 << 17
+SAMPLE = 1 << 17
+"""At most so many elements tell the threshold search where to begin."""
 _KEY_BITS = 31
 _INT32_MAX = (1 << 31) - 1
 
@@ -79,7 +80,7 @@ def _keys(x: jax.Array) -> jax.Array:
 def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
     # Where the sample's own k-th key would be, and four standard deviations of the count beyond.
-    stride = max(1, size // _SAMPLE)
+    stride = max(1, size // SAMPLE)
     sample = _keys(x[::stride])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))

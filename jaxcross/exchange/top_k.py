@@ -23,8 +23,8 @@ class TopKState(NamedTuple):
     """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
 
     A vector is as long as its leaf has elements D; hierarchical, as a padded leaf's part D'/L on one of L ranks of a
-    node. Flat, no step can tell residuals of another number of ranks, whose length is the same. `job.restore` can, and
-    refuses them: what ranks that are gone had not sent would be lost.
+    node. No step can tell residuals of another number of ranks, or of nodes, whose length is the same. `job.restore`
+    can, and refuses them: what ranks that are gone had not sent would be lost.
     """
 
     step: jax.Array

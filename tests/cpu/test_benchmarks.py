@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import strategies
+from convergence_show import looks_of
+
 from jaxcross.commands.launch import find_mpirun
 from jaxcross.lab import available
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -83,13 +86,22 @@ def test_endurance(smoke, tmp_path):
 @pytest.mark.exhaustive
 def test_selection(smoke):
     result = smoke("selection.py")
-    assert [row["k"] for row in result["rows"]] == [4, 41, 410]
+    kinds = [(4, "normal"), (41, "normal"), (410, "normal"), (41, "layers"), (41, "misleading")]
+    assert [(row["k"], row["data"]) for row in result["rows"]] == kinds
     for row in result["rows"]:
-        assert row["chosen_over_faster"] >= 1
         for found in row["ways"].values():
             assert found["count_error"] == 0
             assert found["recovered"] == pytest.approx(1, abs=1e-6)
-    assert result["largest"]["count_error"] == 0
+    largest = result["largest"]
+    assert largest["count_error"] == 0
+    ways = result["rows"][1]["ways"]
+    assert largest["over_exact"] == ways[result["rows"][1]["chosen"]]["s"]["median"] / ways["exact"]["s"]["median"]
+
+
+def test_every_declared_strategy_has_a_look_of_its_own_in_the_picture():
+    names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER)]
+    looks = looks_of(names)
+    assert list(looks) == names and len(set(looks.values())) == len(names) > 30
 
 
 @pytest.mark.exhaustive

@@ -87,7 +87,9 @@ def test_idle_time_is_told_apart(profile: ModuleType) -> None:
     assert shares["idle_share"] == pytest.approx(6 / 50)
     assert shares["idle_inside_segments_share"] == pytest.approx(2 / 50)
     assert shares["idle_between_ready_segments_share"] == pytest.approx(1 / 50)  # 33 to 34: before, nothing was ready
-    assert profile.idleness(recording)["idle_between_ready_segments_share"] == 0
+    assert not shares["met"]
+    unready = profile.idleness(recording)
+    assert unready["idle_between_ready_segments_share"] == 0 and unready["met"]
 
 
 def test_the_quickest_mark_tells_the_clock(profile: ModuleType) -> None:

@@ -36,7 +36,7 @@ def vectors(size: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (31, 3), (33, 33), (5000, 50), (5000, 2500), (70001, 70)])
 def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_SAMPLE", 512)  # so that the sample is a part, and misleads where it can
+    monkeypatch.setattr(selection, "SAMPLE", 512)  # so that the sample is a part, and misleads where it can
     chosen = jax.jit(functools.partial(select, k=k, selection="threshold"))
     for name, x in vectors(size).items():
         values, indices = map(np.asarray, chosen(x))

@@ -30,13 +30,17 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
     tx = top_k(0.1, "batch", **options)
     grads = {"a": normal(RANKS, 12, 10), "b": normal(RANKS, 6, 5, seed=1)}
     step, state = on_ranks(tx), states(tx, grads)
+    sent = jax.tree.map(lambda g: jnp.zeros(g[0].size), grads)
     for n in range(4):
         before = state.residual
         updates, state = step(jax.tree.map(lambda g, n=n: g * (n + 1), grads), state)
+        sent = jax.tree.map(lambda s, u: s + RANKS * u[0].ravel(), sent, updates)
         for name, g in grads.items():
             rests = state.residual[name].sum(0) - before[name].sum(0)
             total = RANKS * updates[name][0].ravel() + rests
             np.testing.assert_allclose(total, (n + 1) * g.sum(0).ravel(), rtol=1e-5, atol=1e-5)
+    for name, g in grads.items():  # all steps together: of 1, 2, 3 and 4 times the gradients
+        np.testing.assert_allclose(sent[name] + state.residual[name].sum(0), 10 * g.sum(0).ravel(), rtol=1e-5, atol=1e-4)
         assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
 
 
@@ -130,11 +134,26 @@ def test_nothing_is_left_where_everything_is_sent(make: Any) -> None:
         assert not state.residual.any()
 
 
-def test_top_k_is_a_contraction() -> None:
-    x = normal(1, 30, 20)
-    tx = top_k(0.05, "batch", error_feedback=False)
+@pytest.mark.parametrize(
+    ("density", "size", "k"), [(0.01, 1000, 10), (0.01, 49, 1), (0.05, 50, 2), (0.5, 3, 2), (0.9, 4, 4), (1, 7, 7)]
+)
+@pytest.mark.parametrize("selection", ["exact", "threshold"])
+def test_so_many_elements_are_sent(density: float, size: int, k: int, selection: Any) -> None:
+    x = normal(1, 1, size)
+    tx = top_k(density, "batch", selection=selection)
     updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
-    assert float(jnp.sum((x - updates) ** 2)) <= (1 - 0.05) * float(jnp.sum(x**2))
+    assert np.count_nonzero(updates) == k
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.5])
+def test_top_k_is_a_contraction(density: float) -> None:
+    """Tight where all elements are as large."""
+    tx = top_k(density, "batch", error_feedback=False)
+    for x in (normal(1, 30, 20), normal(1, 30, 20, seed=1) ** 9, jnp.ones((1, 30, 20)), -1e-30 * jnp.ones((1, 30, 20))):
+        updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
+        left, all_ = (float(np.sum(np.square(np.asarray(v, np.float64)))) for v in (x - updates, x))
+        assert left <= (1 - density) * all_ * (1 + 1e-6)
+        assert left > 0
 
 
 def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = None, steps: int = 400) -> float:
@@ -270,7 +289,7 @@ def test_gtop_k_keeps_k_and_gives_back_the_rest() -> None:
         for _ in range(4):
             before = state.residual
             updates, state = step(grads, state)
-            assert np.count_nonzero(updates[0]) <= 10
+            assert np.count_nonzero(updates[0]) == 10
             total = ranks * updates[0].ravel() + (state.residual - before).sum(0)
             np.testing.assert_allclose(total, grads.sum(0).ravel(), rtol=1e-5, atol=1e-5)
 

@@ -271,7 +271,7 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     new = race.earlier(race.options())
     (run,) = new["runs"]
     assert new["rows"] == [] and "jax" in run["versions"]
-    new["rows"] += [{"case": "one", "rate": "balanced", "rival": r.name} for r in cases.rivals_of("one")[1:]]
+    new["rows"] += [{"run": 0, "case": "one", "rate": "balanced", "rival": r.name} for r in cases.rivals_of("one")[1:]]
     race.write(out, new)
     assert not list(tmp_path.glob("*.new"))
     assert race.earlier(race.options()) == {**new, "runs": [run, run]}
@@ -283,6 +283,8 @@ def test_a_race_resumes(monkeypatch, tmp_path):
     race.write(out, {**new, "runs": [{**run, "steps": 4, "versions": {**run["versions"], "jax": "0"}}]})
     with pytest.raises(SystemExit, match="cannot be resumed: other jax, steps"):
         race.earlier(race.options())
+    monkeypatch.setattr(sys, "argv", ["race.py", "--cases", "three", "--resume", "--json", str(out)])
+    assert len(race.earlier(race.options())["runs"]) == 2  # another case is not held against those rows
 
 
 def test_a_rank_answers_until_it_is_told_to_end(tmp_path):

@@ -74,6 +74,20 @@ def test_race_of_one_job(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_race_of_unlike_jobs(smoke, tmp_path):
+    names = ["crossover", "crossover-cut", "crossover-shares", "crossover-shares-bf16"]
+    result = smoke("race.py", tmp_path / "race.json", "--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
+    assert [row["rival"] for row in result["rows"]] == names
+    for row in result["rows"]:
+        (raw,) = row["raw"]
+        jobs = raw["account"]["jobs"]
+        assert [job["steps"] for job in jobs] == [4, 4]
+        large, small = (job["bytes_per_step"] for job in jobs)  # of all gradients and the loss, in whatever pieces
+        width = 2 if row["rival"].endswith("bf16") else 4
+        assert (large, small) == (width * 79832 + 4, width * 84160 + 4)
+
+
+@pytest.mark.exhaustive
 def test_memory(smoke, tmp_path):
     rows = smoke("memory.py", tmp_path / "memory.json")["rows"]
     by = {(row["jobs"], row["way"]): row for row in rows}
