@@ -268,7 +268,7 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """What the file has, if it is to be resumed, else a new result; with one more run, which rows name by its number.
 
     Raises:
-        SystemExit: The file's rows of these cases cannot stand beside new ones: its versions, steps or models are others.
+        SystemExit: The file's rows of these cases cannot stand beside new ones: versions, steps or models are others.
     """
     run = this_run(args)
     result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from race_show import over_reference
@@ -60,29 +60,25 @@ def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
 
 def race_account(read: Read, case: str) -> Iterator[tuple[str, ...]]:
     """Where the seconds of a job-step go once jobs are under way, by jaxcross's own trace: medians of the repeats."""
-    yield ("rate", "rival", "a job-step", "c alone", "c in the run", "m alone", "m in the run", "what bounds", "ranks unlike",
-           "order", "peer", "dispatch, votes, rest")  # fmt: skip
+    yield ("rate", "rival", "a job-step", "c alone", "c in the run", "m alone", "m in the run", "what bounds",
+           "ranks unlike", "order", "peer", "dispatch, votes, rest")  # fmt: skip
     found = [row for row in read("race")["rows"] if row["case"] == case and "account" in row["raw"][0]]
     if not found:
         raise FileNotFoundError(f"race.json has no rows of {case}")
     for row in sorted(found, key=lambda row: RATES.index(row["rate"])):
         accounts = [raw["account"] for raw in row["raw"]]
-        jobs = len(accounts[0]["jobs"])
-
-        def of_round(seconds: Callable[[dict[str, Any]], float], accounts: Any = accounts, jobs: int = jobs) -> str:
-            return f"{statistics.median(map(seconds, accounts)) / jobs:.2f}"
-
-        def of_jobs(key: str, of_round: Any = of_round) -> str:
-            return of_round(lambda account: sum(job[key] for job in account["jobs"]))
-
-        def lost(*causes: str, of_round: Any = of_round) -> str:
-            return of_round(lambda account: sum(account["lost_s"][cause] for cause in causes))
-
-        limits = dict.fromkeys(account["limit"] for account in accounts)
-        yield (row["rate"], row["rival"], of_round(lambda account: account["period_s"]),
-               f"{statistics.fmean(row['c_s']):.2f}", of_jobs("compute_s"), f"{statistics.fmean(row['m_s']):.2f}",
-               of_jobs("exchange_s"), ", ".join(limits), lost("imbalance"), lost("order"), lost("peer"),
-               lost("dispatch", "votes", "input", "other"))  # fmt: skip
+        took = [a["period_s"] for a in accounts]
+        computed, exchanged = (
+            [sum(j[key] for j in a["jobs"]) for a in accounts] for key in ("compute_s", "exchange_s")
+        )
+        causes = (("imbalance",), ("order",), ("peer",), ("dispatch", "votes", "input", "other"))
+        lost = [[sum(a["lost_s"][cause] for cause in some) for a in accounts] for some in causes]
+        took, computed, exchanged, *lost = (
+            f"{statistics.median(rounds) / len(row['c_s']):.2f}" for rounds in (took, computed, exchanged, *lost)
+        )
+        c, m = (f"{statistics.fmean(row[key]):.2f}" for key in ("c_s", "m_s"))
+        limits = ", ".join(dict.fromkeys(a["limit"] for a in accounts))
+        yield row["rate"], row["rival"], took, c, computed, m, exchanged, limits, *lost
 
 
 def _rows(read: Read, case: str, rate: str) -> list[dict[str, Any]]:

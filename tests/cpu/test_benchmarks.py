@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
 import strategies
 from convergence_show import looks_of
 
 from jaxcross.commands.launch import find_mpirun
 from jaxcross.lab import available
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -76,7 +76,8 @@ def test_race_of_one_job(smoke, tmp_path):
 @pytest.mark.exhaustive
 def test_race_of_unlike_jobs(smoke, tmp_path):
     names = ["crossover", "crossover-cut", "crossover-shares", "crossover-shares-bf16"]
-    result = smoke("race.py", tmp_path / "race.json", "--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
+    words = ("--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
+    result = smoke("race.py", tmp_path / "race.json", *words)
     assert [row["rival"] for row in result["rows"]] == names
     for row in result["rows"]:
         (raw,) = row["raw"]
