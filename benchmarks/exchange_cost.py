@@ -42,13 +42,13 @@ SETTINGS = {
         {"FI_TCP_PREFETCH_RBUF_SIZE": "262144"},
     ],
     "openmpi": [
+        {"OMPI_MCA_btl_tcp_flags": "send,put,inplace,need-ack,need-csum,hetero-rdma"},  # its own default
         {"OMPI_MCA_mpi_yield_when_idle": "1"},
         *({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
-          for algorithm in ("3", "4", "5", "6")),  # recursive doubling, ring, segmented ring, Rabenseifner
-        {"OMPI_MCA_coll": "^han"},
+          for algorithm in ("3", "6")),  # recursive doubling, Rabenseifner
         {"OMPI_MCA_btl_tcp_links": "2"},
-        {"OMPI_MCA_btl_tcp_max_send_size": "1048576"},
         {"OMPI_MCA_btl_tcp_progress_thread": "1"},
+        {"OMPI_MCA_pml": "cm", "OMPI_MCA_mtl": "ofi", "OMPI_MCA_opal_common_ofi_provider_include": "tcp"},
     ],
 }  # fmt: skip
 

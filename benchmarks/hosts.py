@@ -45,7 +45,7 @@ def on_hosts(
         words: More of the script's arguments.
         local: Ranks on each host, numbered one after the other.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
-        environment: More of the ranks' environment.
+        environment: More of the ranks' environment, before what the lab says.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
@@ -61,7 +61,8 @@ def on_hosts(
         )
         if local > 1:
             line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
-        subprocess.run(lab.wrap(line), env=lab.environment({**os.environ, **extra, **(environment or {})}), check=True)
+        told = {**lab.environment({**os.environ, **extra}), **(environment or {})}
+        subprocess.run(lab.wrap(line), env=told, check=True)
         facts = {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}

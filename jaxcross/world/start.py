@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 # The one world of this process, as MPI is one: steps are decorated before it exists, and find it when called.
 _CURRENT: list[World] = []
+MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send"}
+"""What MPI is started with. Open MPI puts long messages over TCP in one direction at a time, which takes an all-reduce
+1.7 times as long as messages that are sent (`benchmarks/exchange_cost.py`)."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
@@ -162,11 +165,13 @@ def current() -> World:
 
 
 def load_mpi() -> Any:
-    """mpi4py's MPI module, MPI started.
+    """mpi4py's MPI module, MPI started with `MPI_SETTINGS`, unless the environment has others.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
     """
+    for name, value in MPI_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -126,6 +126,12 @@ def test_one_process_without_a_launcher_is_a_world():
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
 
+@pytest.mark.parametrize(("own", "expected"), [({}, "send"), ({"OMPI_MCA_btl_tcp_flags": "put"}, "put")])
+def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(own, expected):
+    done = alone(START.format(watchdog=300) + "import os\nprint(os.environ['OMPI_MCA_btl_tcp_flags'])", **own)
+    assert done.stdout.split() == [expected], done.stderr
+
+
 def test_a_silent_singleton_is_refused():
     done = alone(START.format(watchdog=300), OMPI_COMM_WORLD_SIZE="4")
     assert done.returncode != 0
