@@ -20,15 +20,9 @@ SHOWN = {
 
 
 def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE:RATE[:N]`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds.
-
-    Of all the case's runs, or of its N-th one alone, from 1 on.
-    """
+    """Of `CASE:RATE[:N]`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds."""
     case, rate, *nth = argument.split(":")
-    rows = _rows(read, case, rate)
-    if nth:
-        runs = sorted({row["run"] for row in rows})
-        rows = [row for row in rows if row["run"] == runs[int(nth[0]) - 1]]
+    rows = _rows(read, ":".join((case, *nth)), rate)
     yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
     first = {row["rival"]: row for row in reversed(rows)}  # whom later ones were held against may have run again
     for row in [row for row in rows if row is first[row["rival"]]]:
@@ -40,13 +34,14 @@ def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
-    """What was raced over: the link at each rate, what its exchanges cost, and who is not there."""
+def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE[:N]`: what was raced over: the link at each rate, what its exchanges cost, and who is not there."""
+    case = argument.split(":")[0]
     yield ("rate", "link", "TCP carries", "sum m / sum c", "tax of an exchange", "a step beside exchanges", "repeats",
            "left out")  # fmt: skip
     found = read("race")
-    for rate in [r for r in RATES if any((row["case"], row["rate"]) == (case, r) for row in found["rows"])]:
-        rows = _rows(read, case, rate)
+    for rate in dict.fromkeys(row["rate"] for row in _rows(read, argument)):
+        rows = _rows(read, argument, rate)
         (link,) = (x for x in found["links"] if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"]))
         # of the same wire as the rates are made for
         row = next(row for row in rows if RIVALS[row["rival"]].wire == "float32" and RIVALS[row["rival"]].team != "ddp")
@@ -58,14 +53,11 @@ def race_links(read: Read, case: str) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def race_account(read: Read, case: str) -> Iterator[tuple[str, ...]]:
-    """Where the seconds of a job-step go once jobs are under way, by jaxcross's own trace: medians of the repeats."""
+def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE[:N]`: where the seconds of a job-step go once jobs are under way, by jaxcross's own trace, medians."""
     yield ("rate", "rival", "a job-step", "c alone", "c in the run", "m alone", "m in the run", "what bounds",
            "ranks unlike", "order", "peer", "dispatch, votes, rest")  # fmt: skip
-    found = [row for row in read("race")["rows"] if row["case"] == case and "account" in row["raw"][0]]
-    if not found:
-        raise FileNotFoundError(f"race.json has no rows of {case}")
-    for row in sorted(found, key=lambda row: RATES.index(row["rate"])):
+    for row in [row for row in _rows(read, argument) if "account" in row["raw"][0]]:
         accounts = [raw["account"] for raw in row["raw"]]
         took = [a["period_s"] for a in accounts]
         computed, exchanged = (
@@ -81,16 +73,21 @@ def race_account(read: Read, case: str) -> Iterator[tuple[str, ...]]:
         yield row["rate"], row["rival"], took, c, computed, m, exchanged, limits, *lost
 
 
-def _rows(read: Read, case: str, rate: str) -> list[dict[str, Any]]:
-    """A case's rows at a rate, in the order of the rivals.
+def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
+    """Rows of `CASE[:N]`, of all the case's runs or of its N-th alone, from 1 on: by rate, or at one alone.
 
     Raises:
         FileNotFoundError: There are none yet.
     """
-    rows = [row for row in read("race")["rows"] if (row["case"], row["rate"]) == (case, rate)]
+    case, *nth = argument.split(":")
+    rows = [row for row in read("race")["rows"] if row["case"] == case]
+    if nth:
+        runs = sorted({row["run"] for row in rows})
+        rows = [row for row in rows if row["run"] == runs[int(nth[0]) - 1]]
+    rows = [row for row in rows if rate in ("", row["rate"])]
     if not rows:
-        raise FileNotFoundError(f"race.json has no rows of {case} at {rate}")
-    return rows
+        raise FileNotFoundError(f"race.json has no rows of {argument} at {rate}")
+    return sorted(rows, key=lambda row: RATES.index(row["rate"]))
 
 
 def _with_spread(row: dict[str, Any]) -> str:
