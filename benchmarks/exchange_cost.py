@@ -32,6 +32,7 @@ from hosts import on_hosts, parser_of_hosts
 from workloads import write_json
 
 RANK = Path(__file__).with_name("exchange_cost_rank.py")
+_PUT = "send,put,inplace,need-ack,need-csum,hetero-rdma"
 SETTINGS = {
     "mpich": [
         {"MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1"},
@@ -42,8 +43,10 @@ SETTINGS = {
         {"FI_TCP_PREFETCH_RBUF_SIZE": "262144"},
     ],
     "openmpi": [
-        {"OMPI_MCA_btl_tcp_flags": "send,put,inplace,need-ack,need-csum,hetero-rdma"},  # its own default
-        {"OMPI_MCA_mpi_yield_when_idle": "1"},
+        # As Open MPI comes, without what the library starts it with: both, and each alone.
+        {"OMPI_MCA_btl_tcp_flags": _PUT, "OMPI_MCA_mpi_yield_when_idle": "0"},
+        {"OMPI_MCA_btl_tcp_flags": _PUT},
+        {"OMPI_MCA_mpi_yield_when_idle": "0"},
         *({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": algorithm}
           for algorithm in ("3", "6")),  # recursive doubling, Rabenseifner
         {"OMPI_MCA_btl_tcp_links": "2"},

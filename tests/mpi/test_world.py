@@ -128,8 +128,9 @@ def test_one_process_without_a_launcher_is_a_world():
 
 @pytest.mark.parametrize(("own", "expected"), [({}, "send"), ({"OMPI_MCA_btl_tcp_flags": "put"}, "put")])
 def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(own, expected):
-    done = alone(START.format(watchdog=300) + "import os\nprint(os.environ['OMPI_MCA_btl_tcp_flags'])", **own)
-    assert done.stdout.split() == [expected], done.stderr
+    names = "OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle"
+    done = alone(START.format(watchdog=300) + f"import os\nprint(*(os.environ[name] for name in {names}))", **own)
+    assert done.stdout.split() == [expected, "1"], done.stderr
 
 
 def test_a_silent_singleton_is_refused():
