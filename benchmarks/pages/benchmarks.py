@@ -20,7 +20,7 @@ SHOWN = {
 
 
 def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
-    """Of `CASE:RATE[:N]`: seconds a job-step of each rival with their spread, over jaxcross's, and against the bounds."""
+    """Of `CASE:RATE[:N]`: seconds a job-step of each rival, with their spread, over jaxcross's, and against bounds."""
     case, rate, *nth = argument.split(":")
     rows = _rows(read, ":".join((case, *nth)), rate)
     yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
