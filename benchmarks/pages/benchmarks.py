@@ -230,7 +230,7 @@ def exchange_settings(read: Read, vendor: str) -> Iterator[tuple[str, ...]]:
             continue
         alone, beside = row["exchange"]["alone"], row["exchange"]["beside"]
         computed = [row["computation_s"][name]["median"] for name in ("alone", "beside exchanges")]
-        yield (words or "as it comes", f"{alone['s']['median']:.2f} s", f"{beside['s']['median']:.2f} s",
+        yield (words or "as jaxcross starts it", f"{alone['s']['median']:.2f} s", f"{beside['s']['median']:.2f} s",
                f"{alone['fill']:.0%}, {beside['fill']:.0%}", f"{computed[1]:.2f} s",
                f"x {computed[1] / computed[0]:.2f}")  # fmt: skip
 
