@@ -102,6 +102,8 @@ def worker(args: Any) -> int:
     rivals = (
         *STRATEGIES,
         *ROUTES,
+        Strategy(name="top_k 1%, as chosen",
+                 make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS), s.optimizer)),
         Strategy(name="top_k 1%, one bucket",
                  make=lambda s: optax.chain(jaxcross.exchange.top_k(0.01, AXIS, bucket=True), s.optimizer)),
         Strategy(name="norms on every rank",
