@@ -54,7 +54,8 @@ def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
     kept = Path(__file__).parents[2] / "benchmarks" / "results" / "selection.json"
     if not kept.exists():
         pytest.skip("no result is kept")
-    for row in json.loads(kept.read_text())["rows"]:
+    # What misleads the search is kept to tell its worst case: nobody can choose by that.
+    for row in [row for row in json.loads(kept.read_text())["rows"] if row["data"] != "misleading"]:
         seconds = {way: found["s"]["median"] for way, found in row["ways"].items()}
         # Where both take about as long, noise decides.
         assert seconds[selection.chosen(row["size"], row["k"])] <= 1.5 * min(seconds.values()), row
