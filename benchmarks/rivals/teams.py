@@ -21,6 +21,7 @@ from typing import Any, Self
 from jaxcross.commands.launch import find_mpirun, python_program
 from jaxcross.lab import Lab
 from jaxcross.world import pages
+from jaxcross.world.launcher import MPI_SETTINGS
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
@@ -187,10 +188,10 @@ class Stage:
 
 
 def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
-    """The caller's, without what would size pools, change code or bring kept cuts.
+    """The caller's, without what would size pools, change code or bring kept cuts; MPI is started alike for all.
 
     Toys compile without optimisation.
     """
-    plain = {k: v for k, v in os.environ.items() if k not in SETTINGS}
+    plain = MPI_SETTINGS | {k: v for k, v in os.environ.items() if k not in SETTINGS}
     plain |= pages.settings(plain) if keeps_memory else {}
     return {**plain, "XLA_FLAGS": "--xla_backend_optimization_level=0"} if smoke else plain

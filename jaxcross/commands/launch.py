@@ -205,10 +205,12 @@ def mpirun_command(
         environ: The environment; what the user has set there stays.
     """
     from jaxcross.world import pages, pool
+    from jaxcross.world.launcher import MPI_SETTINGS
 
     line = [mpirun.path, "-n", str(ranks)]
     extra: dict[str, str] = {}
     if mpirun.vendor == "openmpi":
+        extra |= MPI_SETTINGS
         # Bound to a core, a rank's compute would share that core with its own waiting exchange, which polls.
         line += ["--bind-to", "none"]
         if root:

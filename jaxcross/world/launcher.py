@@ -11,6 +11,11 @@ from jaxcross.errors import ExchangeError
 # `mpirun` inside a SLURM job it counts mpirun's own helpers. SLURM_NTASKS would not do: a batch script has it, too.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
+MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
+"""What Open MPI is started with, measured by `benchmarks/exchange_cost.py`. As it comes it puts long messages over TCP
+in one direction at a time, for which an all-reduce takes 1.7 times as long as with messages that are sent; and who
+waits in it keeps the core from who computes. They overrule Open MPI's parameter files."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:

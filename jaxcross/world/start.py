@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from jaxcross.world.abort import Ending, abort_everywhere, install_hooks, on_abo
 from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
 from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.launcher import check_launch, read_launch, vendor_of
+from jaxcross.world.launcher import MPI_SETTINGS, check_launch, read_launch, vendor_of
 from jaxcross.world.terminate import Termination
 from jaxcross.world.watchdog import Watchdog
 
@@ -27,10 +28,6 @@ _log = logging.getLogger(__name__)
 
 # The one world of this process, as MPI is one: steps are decorated before it exists, and find it when called.
 _CURRENT: list[World] = []
-MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""What MPI is started with, measured by `benchmarks/exchange_cost.py`. Open MPI puts long messages over TCP in one
-direction at a time, for which an all-reduce takes half as long again as for messages that are sent; and who waits in it
-keeps the core from who computes."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
@@ -92,8 +89,8 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     """Ends all ranks if some other one does not come: there is no watchdog yet that could tell which."""
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
-        f"jaxcross: {reason}; all {size} ranks end. The script of some rank ended before it, or hangs: in an import, a"
-        " lock, a file system? For start-ups that take longer, raise `initialize(watchdog_s=...)`."
+        f"jaxcross: {reason}; all {size} ranks end. The script of some rank ended before it, or hangs: in a lock, a"
+        " file system? For start-ups that take longer, raise `initialize(watchdog_s=...)`."
     )
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX), abort_everywhere, args=(message, Ending(reason=reason, how="reported"))
@@ -166,13 +163,14 @@ def current() -> World:
 
 
 def load_mpi() -> Any:
-    """mpi4py's MPI module, MPI started with `MPI_SETTINGS`, unless the environment has others.
+    """mpi4py's MPI module. Starts MPI, with `MPI_SETTINGS` where the environment has none, unless the script has.
 
     Raises:
         ExchangeError: No MPI library can be loaded.
     """
-    for name, value in MPI_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    if "mpi4py.MPI" not in sys.modules:
+        for name, value in MPI_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -126,11 +126,29 @@ def test_one_process_without_a_launcher_is_a_world():
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 
 
-@pytest.mark.parametrize(("own", "expected"), [({}, "send"), ({"OMPI_MCA_btl_tcp_flags": "put"}, "put")])
-def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(own, expected):
-    names = "OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle"
-    done = alone(START.format(watchdog=300) + f"import os\nprint(*(os.environ[name] for name in {names}))", **own)
-    assert done.stdout.split() == [expected, "1"], done.stderr
+TOLD = """
+import os, sys
+class Told:  # what the environment is when MPI is about to be loaded, which starts it
+    def find_spec(self, name, *rest):
+        if name == "mpi4py.MPI":
+            print(*(os.environ.get(x) for x in ("OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")))
+sys.meta_path.insert(0, Told())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "own", "expected"),
+    [
+        ("", {}, "send 1"),
+        ("", {"OMPI_MCA_btl_tcp_flags": "put"}, "put 1"),
+        ("from mpi4py import MPI\n", {}, "None None"),
+    ],
+    ids=["as measured", "the user's own", "the script has started MPI"],
+)
+def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(before, own, expected):
+    after = 'print(os.environ.get("OMPI_MCA_mpi_yield_when_idle"))\n'
+    done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
+    assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
 
 
 def test_a_silent_singleton_is_refused():

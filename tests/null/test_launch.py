@@ -6,6 +6,7 @@ import sys
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, held, mpirun_command, printed, python_program, vendor_of_mpirun
 from jaxcross.world import pages
+from jaxcross.world.launcher import MPI_SETTINGS
 
 MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
 OPENMPI = Mpirun(path="mpirun", vendor="openmpi")
@@ -38,14 +39,15 @@ def test_openmpi_is_not_bound_and_may_be_root_and_oversubscribed():
     assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == extra["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert extra["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     _, extra = command(OPENMPI)
-    assert extra == {"PJRT_NPROC": "4", **PAGES}
+    assert extra == {"PJRT_NPROC": "4", **MPI_SETTINGS, **PAGES}
 
 
 def test_the_users_settings_stay():
     _, extra = command(MPICH, environ={"NPROC": "3"})
     assert extra == PAGES
-    _, extra = command(OPENMPI, root=True, environ={"PJRT_NPROC": "3", "OMPI_ALLOW_RUN_AS_ROOT": "0"})
-    assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **PAGES}
+    own = {"PJRT_NPROC": "3", "OMPI_ALLOW_RUN_AS_ROOT": "0", "OMPI_MCA_btl_tcp_flags": "put"}
+    _, extra = command(OPENMPI, root=True, environ=own)
+    assert extra == {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **PAGES}
     _, extra = command(MPICH, environ={"NPROC": "3", "GLIBC_TUNABLES": "glibc.malloc.check=1"})
     assert extra == {}
 
