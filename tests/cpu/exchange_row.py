@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import optax
 
@@ -40,6 +40,7 @@ class Row:
         spoils: For how many steps that gradient is spoiled: one that a round did not choose is not looked at.
         rests: Whether zero gradients give updates of exactly zero. A mean of equal parameters is rounded.
         sized: Whether `make` and `lossless` must be told the sizes of the axes.
+        shared: State -> what of it is the same bits on every rank.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Row:
     spoils: int = 1
     rests: bool = True
     sized: bool = False
+    shared: Callable[[Any], Any] = lambda state: ()
 
     def made(self, ranks: int, *, lossless: bool = False) -> optax.GradientTransformation:
         """The transformation for this many ranks."""

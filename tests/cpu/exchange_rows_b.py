@@ -90,6 +90,8 @@ def _sharded(shapes: Shapes, ranks: int) -> int:
 ROWS = (
     Row(name="adasum", make=adasum, bytes=_adasum),
     Row(name="adasum, delta of adam", make=lambda a: adasum(a, optax.adam(0.1)), kind="delta", bytes=_adasum),
+    *(Row(name=f"adasum, delta of {name}", make=lambda a, own=own: adasum(a, own), kind="delta", bytes=_adasum)
+      for name, own in (("momentum", optax.sgd(0.1, momentum=0.9)), ("lamb", optax.lamb(0.1)))),
     Row(name="adasum, hierarchical", make=lambda a, b: adasum(a, inner_axis=b), axes=node_and_local,
         bytes=_adasum_nodes),
     Row(name="lars, shared norms", make=lambda a: optax.chain(mean(a), parallel_norms.lars(a, 0.1)), bytes=_ratios,
@@ -105,8 +107,8 @@ ROWS = (
         lossless=lambda a: federated_average(SGD, a, every=1), reference=_synchronous, identical=False,
         kind="parameter", bytes=_nothing, later=(1, _dense), spreads=lambda ranks: 12, spoils=12, rests=False),
     Row(name="elastic_average", make=lambda a: elastic_average(SGD, a, every=1, alpha=1 / 16), identical=False,
-        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense,
-        spreads=lambda ranks: 3),
+        kind="parameter", worlds=lambda ranks: ranks <= 16, bytes=_dense, spreads=lambda ranks: 3,
+        shared=lambda state: state.centre),
     Row(name="gossip, ring", make=lambda a: gossip(SGD, a, "ring"), identical=False, kind="parameter",
         bytes=_gossip(lambda ranks: min(ranks - 1, 2)), spreads=lambda ranks: 1 + ranks // 2),
     Row(name="gossip, torus", make=lambda a: gossip(SGD, a, "torus"), identical=False, kind="parameter",

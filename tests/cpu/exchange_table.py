@@ -36,6 +36,7 @@ from jaxcross.exchange.top_k import top_k
 
 # A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
+RTOL16 = 5e-2
 EVERYTHING = 0.9999  # a density that rounds to every element of the leaves above, by the way of sparse messages
 
 
@@ -171,20 +172,24 @@ _OWN = (
     Row(name="mean", make=mean, lossless=mean, bytes=_dense),
     Row(name="mean, two axes", make=lambda *axes: mean(axes), lossless=lambda *axes: mean(axes), axes=node_and_local,
         bytes=_dense),
-    Row(name="mean, bfloat16", make=lambda a: mean(a, jnp.bfloat16), bytes=_two_bytes, rtol=1e-2),
+    Row(name="mean, bfloat16", make=lambda a: mean(a, jnp.bfloat16), lossless=lambda a: mean(a, jnp.bfloat16),
+        bytes=_two_bytes, rtol=1e-2),
     Row(name="mean, hierarchical", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=node_and_local,
         lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(node_and_local)),
     *(Row(name=f"mean, hierarchical of {n}", make=lambda *axes: mean(axes, pattern="hierarchical"), axes=nodes_of(n),
           lossless=lambda *axes: mean(axes, pattern="hierarchical"), bytes=_hierarchical(nodes_of(n)),
           worlds=lambda ranks, n=n: ranks % n == 0) for n in (3, 4)),
     Row(name="mean, hierarchical, bfloat16", make=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
-        axes=node_and_local, bytes=_hierarchical(node_and_local, 2), rtol=5e-2),
+        lossless=lambda *axes: mean(axes, jnp.bfloat16, pattern="hierarchical"),
+        axes=node_and_local, bytes=_hierarchical(node_and_local, 2), rtol=RTOL16),
     Row(name="mean, ring", make=lambda a: mean(a, pattern="ring"), lossless=lambda a: mean(a, pattern="ring"),
         bytes=_ring()),
-    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), bytes=_ring(2), rtol=5e-2),
+    Row(name="mean, ring, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="ring"), bytes=_ring(2), rtol=RTOL16,
+        lossless=lambda a: mean(a, jnp.bfloat16, pattern="ring")),
     Row(name="mean, tree", make=lambda a: mean(a, pattern="tree"), lossless=lambda a: mean(a, pattern="tree"),
         bytes=_tree()),
-    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), bytes=_tree(2), rtol=5e-2),
+    Row(name="mean, tree, bfloat16", make=lambda a: mean(a, jnp.bfloat16, pattern="tree"), bytes=_tree(2), rtol=RTOL16,
+        lossless=lambda a: mean(a, jnp.bfloat16, pattern="tree")),
     Row(name="top_k", make=lambda a: top_k(0.25, a), lossless=lambda a: top_k(EVERYTHING, a), bytes=_pairs(0.25)),
     Row(name="top_k, threshold", make=lambda a: top_k(0.25, a, selection="threshold"),
         lossless=lambda a: top_k(EVERYTHING, a, selection="threshold"), bytes=_pairs(0.25)),
@@ -203,10 +208,11 @@ _OWN = (
     Row(name="gtop_k", make=lambda a: gtop_k(0.25, a), lossless=lambda a: gtop_k(EVERYTHING, a), bytes=_gtop_k,
         worlds=lambda ranks: ranks & (ranks - 1) == 0),
     Row(name="power_sgd", make=lambda a: power_sgd(2, a), lossless=lambda a: power_sgd(99, a, min_ratio=0),
-        bytes=_power_sgd, rtol=2e-4),
+        bytes=_power_sgd, rtol=2e-4, shared=lambda state: state.factor),
     Row(name="qsgd", make=lambda a: qsgd(127, a), bytes=_qsgd),
     Row(name="sign_sgd", make=sign_sgd, bytes=_sign_sgd),
     Row(name="one_bit_adam", bytes=_dense, later=(1, _signs_of_momenta), sized=True, reference=_adam, rtol=2e-4,
+        shared=lambda state: (state.step, state.mu, state.nu),
         make=lambda a, sizes: one_bit_adam(1, a, ranks=sizes[a], block=8),
         lossless=lambda a, sizes: one_bit_adam(99, a, ranks=sizes[a], block=8)),
 )  # fmt: skip

@@ -262,6 +262,12 @@ def test_top_k_refuses(options: Any, message: str) -> None:
         top_k(**{"density": 0.1, "axis_name": "batch", **options})
 
 
+@pytest.mark.parametrize("density", [0, 1.5, float("nan")])
+def test_gtop_k_refuses(density: float) -> None:
+    with pytest.raises(ValueError, match=r"^`density` is "):
+        gtop_k(density, "batch")
+
+
 @pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
 def test_more_elements_than_int32_can_name_are_refused_before_the_first_step(bucket: bool, shape: Any) -> None:
     """Traced only: nothing is as large as that."""

@@ -83,10 +83,10 @@ def assert_close(got: Any, expected: Any, rtol: float) -> None:
 
 @EVERY
 def test_identical_on_all_ranks(row: Row, ranks: int) -> None:
-    (values, _), told = run(row, ranks)
-    parts = [values] if row.kind == "parameter" else [values, *told]
-    same = all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))
-    assert same == (row.identical or ranks == 1)
+    (values, state), told = run(row, ranks)
+    same = lambda parts: all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))  # noqa: E731
+    assert same([values] if row.kind == "parameter" else [values, *told]) == (row.identical or ranks == 1)
+    assert same(row.shared(state))
 
 
 @pytest.mark.exhaustive
@@ -128,16 +128,19 @@ def test_no_gradient_no_update(row: Row, ranks: int) -> None:
 @pytest.mark.parametrize("bad", BAD)
 @EVERY
 def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
-    for first in (0, 1):
+    for first, leaf, at in (
+        (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)), (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)),
+        (0, "bias", (ranks // 2, 4)),
+    ):  # fmt: skip
 
-        def spoil(step: int, grads: Any, first: int = first) -> Any:
+        def spoil(step: int, grads: Any, first: int = first, leaf: str = leaf, at: tuple[int, ...] = at) -> Any:
             if first <= step < first + row.spoils:
-                grads["kernel"][ranks - 1, 3, 2] = bad
+                grads[leaf][at] = bad
             return grads
 
         (values, _), _ = run(row, ranks, change=spoil, steps=first + row.spreads(ranks))
         for r in range(ranks):
-            assert not np.all(np.isfinite(values["kernel"][r])), f"rank {r}, spoiled in step {first}"
+            assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} spoiled in step {first}"
 
 
 @EVERY
@@ -199,7 +202,7 @@ def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
 
 def test_the_table_is_whole() -> None:
     names = [row.name for row in TABLE]
-    assert len(names) == len(set(names)) == 39
+    assert len(names) == len(set(names)) == 41
     missing = {n for n in exchange.__all__ if not any(name.split(",")[0] == n for name in names)}
     assert missing == {"Load", "Rung", "auto", "scale_by_trust_ratio"}, "which are no exchanges, or part of one"
 

@@ -54,6 +54,9 @@ def train(job, tx):
 runner = jaxcross.Runner(world, checkpoints=jaxcross.Checkpoints(sys.argv[1]))
 runner.add("top_k", train, tx=exchange.top_k(0.25, "batch"))
 runner.add("one_bit_adam", train, tx=exchange.one_bit_adam(1, "batch", ranks=world.size, block=8))
+runner.add("gtop_k", train, tx=exchange.gtop_k(0.25, "batch"))
+runner.add("power_sgd", train, tx=exchange.power_sgd(1, "batch"))
+runner.add("asynchronous", train, tx=exchange.asynchronous(optax.sgd(0.1), "batch", delays=2))
 try:
     runner.run()
 except jaxcross.JobError:
@@ -64,11 +67,13 @@ for job in runner.jobs:
 
 
 def test_residuals_of_two_ranks_are_refused_on_three(mpirun, tmp_path, quick_compiler):
-    """Of real exchanges: each rank has an error, of both jobs, before their first step."""
+    """Of real exchanges: each rank has an error, of every job, before its first step."""
+    kept = {"top_k": "residual", "one_bit_adam": "worker_residual", "gtop_k": "residual", "power_sgd": "residual"}
+    kept["asynchronous"] = "queue"
     done = mpirun(2, RESIDUALS, str(tmp_path), env=quick_compiler).check()
-    assert done.stdout.count("step 3 None") == 4, done.stdout
+    assert done.stdout.count("step 3 None") == 2 * len(kept), done.stdout
     done = mpirun(3, RESIDUALS, str(tmp_path), env=quick_compiler).check()
     for rank in range(3):
-        for name, residual in (("top_k", "residual"), ("one_bit_adam", "worker_residual")):
+        for name, residual in kept.items():
             (line,) = [x for x in done.stdout.splitlines() if x.startswith(f"rank {rank}: {name} step 0 ")]
             assert "cannot resume on 3 ranks from" in line and "which 2 ranks wrote" in line and residual in line, line

@@ -24,6 +24,8 @@ for tx, words in (
     (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
     (exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3), "change places at every"),
     (exchange.parameter_server(optax.sgd(0.1), "batch", ranks=2), "`parameter_server` is 2, but the axis has 3"),
+    (exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]), "are 2, but the axis has 3 ranks"),
+    (exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]), "are for 2 ranks, but the axis has 3"),
     (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),
     (optax.chain(exchange.top_k(0.5, "batch"), exchange.mean("batch")), "`mean` is given the leaf `['w']`, which"),
 ):
@@ -40,7 +42,7 @@ assert (w == 1).all(), "the world works on"
 
 def test_worlds_that_an_exchange_cannot_serve_are_refused_on_every_rank(mpirun: Any) -> None:
     done = mpirun(3, REFUSED).check()
-    assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [7] * 3, done.stdout
+    assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [9] * 3, done.stdout
 
 
 def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:

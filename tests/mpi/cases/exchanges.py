@@ -1,12 +1,14 @@
 """Every exchange of the table, or those that are named, on the ranks of this run, through `crossover`: against `vmap`,
-its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; and two jobs in
-crossover, of one row or of two, against each alone.
+its formulas, and the mean where it loses nothing; with no gradient, a spoiled one and no parameters; two jobs in
+crossover, of one row or of two, against each alone; and all rows' states on disk and back.
 
 Prints `rank R: exchanges done` if all rows hold. Each row's oracle, which holds all ranks, is computed by one of them.
 """
 
 import hashlib
+import shutil
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -92,15 +94,19 @@ def lossless(row):
 def zeros_and_nan(row, tx, step):
     """No gradient, no update; and every rank sees what one rank spoiled."""
     found = []
-    for first in (0, 1):
+    for first, bad, leaf, at, whose in (
+        (0, np.nan, "kernel", (3, 2), size - 1),
+        (1, np.inf, "kernel", (3, 2), size - 1),
+        (0, -np.inf, "scale", (), 0),
+    ):
         carry = start(tx)
         for n in range(first + row.spreads(size)):
             grads = gradients(rank, n)
-            if rank == size - 1 and first <= n < first + row.spoils:
-                grads["kernel"][3, 2] = (np.nan, np.inf)[first]
+            if rank == whose and first <= n < first + row.spoils:
+                grads[leaf][at] = bad
             carry, _ = step(carry, grads)
-        if np.isfinite(carry[0]["kernel"]).all():
-            found.append(f"{row.name}: {('NaN', 'Inf')[first]} of step {first} is not seen")
+        if np.isfinite(carry[0][leaf]).all():
+            found.append(f"{row.name}: {bad} of rank {whose} in step {first} is not seen")
     carry = start(tx)
     for n in range(row.steps):
         carry, updates = step(carry, jax.tree.map(np.zeros_like, gradients(rank, n)))
@@ -137,6 +143,33 @@ def in_crossover(policy, *members):
     ]
 
 
+def kept(rows):
+    """All rows in one job: saved after their first step, and gone on with by another run, each ends as it did alone."""
+
+    def train(job, steps):
+        state = job.restore({"done": 0} | {row.name: copied(start(tx)) for row, tx, *_ in rows})
+        for n in range(state["done"], steps):
+            for row, _, step, *_ in rows:
+                if n < row.steps:
+                    state[row.name], _ = step(state[row.name], gradients(rank, n))
+            state["done"] = n + 1
+        return state
+
+    folder = everyone.bcast(tempfile.mkdtemp() if rank == 0 else None)
+    for steps in (1, max(row.steps for row, *_ in rows)):
+        with jaxcross.Runner(world, checkpoints=jaxcross.Checkpoints(folder)) as runner:
+            job = runner.add("all", train, steps=steps)
+            runner.run()
+    everyone.Barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return [
+        f"{row.name}: differs after a restart"
+        for row, *_, expected in rows
+        if digest(job.state[row.name]) != expected and row.deterministic
+    ]
+
+
 # Every policy on one world; steps that exchange one thing after another beside steps of which some exchange nothing.
 POLICIES = [jaxcross.RoundRobin()]
 if size == 3:
@@ -160,9 +193,9 @@ for row in chosen:
                 # An update that carries parameters to their mean is a difference: its last digits are theirs.
                 got = (carry, updates) if row.kind == "gradient" else (carry,)
                 failures += close(got, told[row.name][n][rank][: len(jax.tree.leaves(got))], row.rtol, what)
-            same = len(set(everyone.allgather(digest(carry[0])))) == 1
-            if same < row.identical:
-                failures.append(f"{what}parameters differ between ranks")
+            equal = (carry[0] if row.identical else (), row.shared(carry[1]))
+            if len(set(everyone.allgather(digest(equal)))) > 1:
+                failures.append(f"{what}parameters or shared state differ between ranks")
         alone[shift] = digest(carry)
     failures += lossless(row) + zeros_and_nan(row, tx, step) + no_parameters(row, tx)
     members[row.name] = [(row, tx, step, *found) for found in alone.items()]
@@ -170,6 +203,7 @@ for row in chosen:
         failures += [text for policy in POLICIES for text in in_crossover(policy, *members[row.name])]
 if members.keys() >= set(UNLIKE):
     failures += [text for policy in POLICIES for text in in_crossover(policy, *(members[name][0] for name in UNLIKE))]
+failures += kept([found[0] for found in members.values()])
 if failures:
     raise SystemExit(f"rank {rank}:\n" + "\n".join(failures))
 print(f"rank {rank}: exchanges done", flush=True)
