@@ -113,7 +113,16 @@ def worker(args: Any) -> int:
     def wanted(name: str) -> bool:
         return not args.only or name == "mean" or name.startswith(tuple(args.only))
 
-    chosen, servers = [s for s in rivals if wanted(s.name)], {n: bound for n, bound in SERVERS.items() if wanted(n)}
+    def serves(s: Strategy, tx: optax.GradientTransformation, params: Any) -> bool:
+        try:
+            received_bytes(tx, params, s.axes(world.size), 0)
+        except ValueError as error:
+            if world.rank == 0:
+                print(f"{s.name} is left out: {error}", flush=True)
+            return False
+        return True
+
+    servers = {name: bound for name, bound in SERVERS.items() if wanted(name)}
     repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
 
     def cross(tx: optax.GradientTransformation, axes: dict[str, int]) -> Any:
@@ -129,7 +138,8 @@ def worker(args: Any) -> int:
         params = jax.tree.map(np.asarray, work.state(0)[0])
         rng = np.random.default_rng(world.rank)
         grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)
-        made = {s.name: s.make(setting) for s in chosen}
+        made = {s.name: s.make(setting) for s in rivals if wanted(s.name)}
+        chosen = [s for s in rivals if s.name in made and serves(s, made[s.name], params)]
         steps = {s.name: cross(made[s.name], s.axes(world.size)) for s in chosen}
 
         def of_strategy(s: Strategy) -> Any:

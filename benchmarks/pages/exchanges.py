@@ -15,9 +15,8 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     accuracy: dict[tuple[str, str], float] = {}
     with suppress(FileNotFoundError):
         accuracy = {(r["task"], r["strategy"]): r["final_accuracy"] for r in read("convergence")["rows"]}
-    measured: list[
-        dict[str, Any]
-    ] = []  # one rank a host, ResNet-50 on two and the Transformer on four; two ranks a host
+    # One rank a host, ResNet-50 on two and the Transformer on four; then two ranks a host.
+    measured: list[dict[str, Any]] = []
     for name, model in (("exchanges", "resnet50"), ("exchanges_4", "transformer"), ("exchanges_nodes", "transformer")):
         measured.append({})
         with suppress(FileNotFoundError):
@@ -96,7 +95,7 @@ def selection(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "elements", "k", "exact, ms", "threshold, ms", "the library takes"
     for row in read("selection")["rows"]:
         times = (f"{row['ways'][way]['s']['median'] * 1e3:.3g}" for way in ("exact", "threshold"))
-        kind = "" if (data := row.get("data", "normal")) == "normal" else f", {data}"
+        kind = "" if (data := row["data"]) == "normal" else f", {data}"
         yield f"{row['size']}{kind}", str(row["k"]), *times, row["chosen"]
 
 

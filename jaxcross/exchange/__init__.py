@@ -1,8 +1,8 @@
 """Exchange strategies: optax transformations written with named-axis collectives and nothing else.
 
-Making one and its `init` do not communicate; its `update` does, and every rank calls it in the same step. All of them
-raise a `ValueError` before the first exchange where an axis is named twice, where several are named for a strategy that
-goes over one, or where a leaf would be exchanged twice over one axis.
+Making one and its `init` do not communicate; its `update` does, of some in every so many steps only, and every rank
+calls it in the same step. All of them raise a `ValueError` before the first exchange where an axis is named twice,
+where several are named for a strategy that goes over one, or where a leaf would be exchanged twice over one axis.
 """
 
 from jaxcross.exchange.adasum import adasum

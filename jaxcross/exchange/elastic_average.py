@@ -58,7 +58,8 @@ def elastic_average(
 
     Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
+    calls it in the same step.
 
     Source: Zhang, Choromanska, LeCun, arXiv 1412.6651, equations 3 and 4 (their alpha = eta rho; their beta is our beta
     times the ranks).

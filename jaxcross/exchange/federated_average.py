@@ -61,7 +61,8 @@ def federated_average(
 
     Bytes that a rank receives: `2(P-1)/P` times those of the parameters at the end of a round, 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, at the end of a round, over its axes, and every rank calls
+    it in the same step.
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """

@@ -45,7 +45,8 @@ def local_sgd(
 
     Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
 
-    Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
+    Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
+    calls it in the same step.
 
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """
