@@ -1,4 +1,4 @@
-"""What does XLA's CPU backend offer a ResNet-50 step: flags, large pages, products in place of 1x1 convolutions?
+"""What does XLA's CPU backend offer a ResNet-50 step: flags, layouts, large pages, products for 1x1 convolutions?
 
     python benchmarks/backend.py [--repeats 5] [--steps 4] [--json FILE] [--smoke]
 
@@ -26,9 +26,11 @@ from workloads import parser, spread, write_json
 from jaxcross.world import pages
 
 CONVOLUTIONS, SMALL_PAGES, TORCH = "1x1 kernels as convolutions", "pages as the kernel gives them", "PyTorch"
+NCHW = "other convolutions in NCHW"
 WAYS = {
     "as raced": "",
     CONVOLUTIONS: "",
+    NCHW: "",
     SMALL_PAGES: "",
     **{flag: f"--{flag}" for flag in (
         "xla_cpu_use_onednn=true", "xla_cpu_use_xnnpack=true", "xla_cpu_prefer_vector_width=512",
@@ -109,8 +111,16 @@ def xla_step(spec: Any, way: str) -> Callable[[int], list[float]]:
     import resnet
     from rivals import jax_work
 
-    if way == CONVOLUTIONS:
-        resnet.convolve = jax.lax.conv_general_dilated
+    usual = resnet.convolve
+
+    def nchw(x: Any, kernel: Any, *args: Any, **rest: Any) -> Any:
+        if kernel.shape[:2] == (1, 1):
+            return usual(x, kernel, *args, **rest)
+        order = rest | {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}
+        y = jax.lax.conv_general_dilated(x.transpose(0, 3, 1, 2), kernel.transpose(3, 2, 0, 1), *args, **order)
+        return y.transpose(0, 2, 3, 1)
+
+    resnet.convolve = {CONVOLUTIONS: jax.lax.conv_general_dilated, NCHW: nchw}.get(way, usual)
     work = jax_work.workload(spec)
     step: Any = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
     return jax_work.Loop(step, jax_work.state_of(work, 0), jax_work.batch_of(work, 0, 0)).timed

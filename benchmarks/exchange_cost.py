@@ -16,8 +16,9 @@ niceness 1, 3 and 5.
 
 Rivals alternate in one run. fill: bytes on the wire over what the link carries in that time, as plain TCP measures it.
 tax: the core's seconds an exchange takes from the computation, at most: its thread's CPU time, and the kernel's for
-packets. A computation's threads' time on the core, packets that the kernel handles on top of them included, and their
-waiting for it are told, too. The MPI is that of the environment; run it once in each.
+packets. How long a computation's threads had the core is told, too, packets that the kernel handles meanwhile
+included: what they need beside exchanges and not alone is the cost of caches, memory and packets; the rest of what the
+computation takes longer went to the exchange's thread. The MPI is that of the environment; run it once in each.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def launched(args: Any, environment: Mapping[str, str] | None = None, words: Seq
         print(f"exchange {name:26} {row['s']['median']:.3f} s, {row['cpu_s']['median']:.3f} s of its thread's CPU, "
               f"{row['softirq_s']['median']:.3f} s of the kernel's; fills {row['fill']:.1%} of the link")  # fmt: skip
     for name, row in result["computation_s"].items():
-        ran, waited = (result[f"computation_{key}_s"][name]["median"] for key in ("ran", "waited"))
-        print(f"computation {name:34} {row['median']:.3f} s, ran {ran:.3f} s, waited for the core {waited:.3f} s")
+        ran = result["computation_ran_s"][name]["median"]
+        print(f"computation {name:34} {row['median']:.3f} s, {ran:.3f} s of them on the core")
     beside = result["exchange"]["beside"]
     result["tax_s"] = beside["cpu_s"]["median"] + beside["softirq_s"]["median"]
     print(f"{result['mpi']}: tax of an exchange {result['tax_s']:.3f} s")

@@ -59,9 +59,7 @@ class Ways:
     def forget(self) -> None:
         """What was measured so far was a rehearsal."""
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
-        self.computation: dict[str, dict[str, list[float]]] = defaultdict(
-            lambda: {"s": [], "ran_s": [], "waited_s": []}
-        )
+        self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": []})
 
     def compiled(self, lane: int, limit: int = together.SMALL_BYTES) -> Any:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
@@ -81,14 +79,12 @@ class Ways:
         self.made += 1
 
     def compute(self, took: dict[str, list[float]], but: Sequence[threading.Thread] = ()) -> None:
-        """A step; how long its threads, which are all `but` some, ran meanwhile and waited for the core."""
-        before, start = scheduled_s(but), time.perf_counter()
+        """A step, and how long its threads, which are all `but` some, had the core meanwhile."""
+        before, start = ran_s(but), time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
         took["s"].append(time.perf_counter() - start)
-        after = scheduled_s(but)
-        took["ran_s"].append(after[0] - before[0])
-        took["waited_s"].append(after[1] - before[1])
+        took["ran_s"].append(sum(s - before.get(thread, 0) for thread, s in ran_s(but).items()))
 
     def in_threads(self, *tasks: Callable[[], Any], way: Callable[[], Any] | None = None) -> list[threading.Thread]:
         """Starts the tasks at once on all ranks, each thread prepared `way`: as the exchange lane is, if None."""
@@ -138,21 +134,26 @@ class Ways:
         """Both lanes; what is kept is of one exchange."""
         found: dict[str, list[float]] = {"s": [], "cpu_s": []}
         begin, before, suffix = time.perf_counter(), softirq_s(), ", two at once"
-        several = lambda call: [self.exchange(call, found) for _ in range(BESIDE)]  # noqa: E731
-        last_s = self._compute_while(self.in_threads(*(partial(several, call) for call in self.lanes)), suffix)
+        ends: list[float] = []
+
+        def several(call: Any) -> None:
+            for _ in range(BESIDE):
+                self.exchange(call, found)
+            ends.append(time.perf_counter())
+
+        self._compute_while(self.in_threads(*(partial(several, call) for call in self.lanes)), suffix)
         took = self.exchanges[f"beside{suffix}"]
-        took["s"].append((time.perf_counter() - begin - last_s) / (2 * BESIDE))
+        took["s"].append((max(ends) - begin) / (2 * BESIDE))
         took["softirq_s"].append((softirq_s() - before) / (2 * BESIDE))
         took["cpu_s"].append(statistics.fmean(found["cpu_s"]))
 
-    def _compute_while(self, threads: list[threading.Thread], suffix: str) -> float:
-        """Seconds of the last step, which was alone at its end and is not kept."""
-        took: dict[str, list[float]] = {"s": [], "ran_s": [], "waited_s": []}
+    def _compute_while(self, threads: list[threading.Thread], suffix: str) -> None:
+        """Steps beside the threads; the last one, which was alone at its end, is not kept."""
+        took: dict[str, list[float]] = {"s": [], "ran_s": []}
         while any(thread.is_alive() for thread in threads):
             self.compute(took, threads)
         for name, values in self.computation[f"beside exchanges{suffix}"].items():
             values += took[name][:-1]
-        return took["s"][-1]
 
     def yield_to_exchanges(self, niceness: int) -> None:
         """Every thread of this process but the starter, for good: less niceness needs a privilege."""
@@ -169,19 +170,18 @@ class Ways:
             "bytes": sum(x.nbytes for x in self.shapes), "leaves": len(self.shapes), "exchanges": self.made,
             "exchange": {n: {k: spread(v) for k, v in took.items()} for n, took in self.exchanges.items()},
             **{f"computation_{key}": {name: spread(took[key]) for name, took in self.computation.items() if took[key]}
-               for key in ("s", "ran_s", "waited_s")},
+               for key in ("s", "ran_s")},
         }  # fmt: skip
 
 
-def scheduled_s(but: Sequence[threading.Thread]) -> tuple[float, float]:
-    """Seconds that this process's threads, but some, have run and have waited for a core; without what has ended."""
-    others, ran, waited = {thread.native_id for thread in but}, 0, 0
-    for task in Path("/proc/self/task").iterdir():
-        if int(task.name) not in others:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                on_core, for_core, _ = map(int, (task / "schedstat").read_text().split())
-                ran, waited = ran + on_core, waited + for_core
-    return ran / 1e9, waited / 1e9
+def ran_s(but: Sequence[threading.Thread]) -> dict[int, float]:
+    """Seconds that each of this process's threads, but some, has had a core: number of the thread -> seconds."""
+    others = {thread.native_id for thread in but}
+    found = {}
+    for thread in {int(name) for name in os.listdir("/proc/self/task")} - others:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def bytes_of(limit: str) -> int:

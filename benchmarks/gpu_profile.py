@@ -112,15 +112,15 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
 
     `idle_inside_segments_share` lies between two kernels of one executable, which a plain `jax.jit` has as well.
     `idle_between_ready_segments_share` is the rest of what passed while some segment was ready: a bubble. Kernels whose
-    executable the profile does not name count as of different ones, so that it errs upwards. `met` says whether it is
-    below its target, TARGET_BUBBLES.
+    executable the profile does not name count as of different ones, so that it errs upwards. `met`: whether it is below
+    its target, TARGET_BUBBLES; None where nothing is told to have been ready.
 
     Args:
         recording: The profile.
         ready: When some compute segment was ready or running, by the host's clock (an upper bound: the host learns of
             an end a little late).
     """
-    window = recording.window
+    window, ready = recording.window, list(ready)
     length = (window[1] - window[0]) or 1
     idle = subtract([window], recording.times("kernel"))
     inside = intersect(idle, _inside(recording))
@@ -130,7 +130,7 @@ def idleness(recording: Recording, ready: Iterable[Interval] = ()) -> dict[str, 
         "idle_share": measure(idle) / length,
         "idle_inside_segments_share": measure(inside) / length,
         "idle_between_ready_segments_share": bubbles,
-        "met": bubbles < TARGET_BUBBLES,
+        "met": bubbles < TARGET_BUBBLES if ready else None,
     }
 
 

@@ -45,10 +45,13 @@ def on_hosts(
         words: More of the script's arguments.
         local: Ranks on each host, numbered one after the other.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
-        environment: More of the ranks' environment, before what the lab says.
+        environment: More of the ranks' environment; it overrules the lab's.
 
     Returns:
         What rank 0 wrote into FILE, and the link's facts.
+
+    Raises:
+        RuntimeError: Next to nothing crossed the link.
     """
     mpirun = find_mpirun()
     if mpirun is None:
@@ -69,8 +72,12 @@ def on_hosts(
 
 
 def bytes_crossed(lab: Lab, least: float = 1e5) -> int:
-    """Bytes that the lab's links have carried; an error if it was next to nothing, as of ranks that share memory."""
+    """Bytes that the lab's links have carried.
+
+    Raises:
+        RuntimeError: It was next to nothing, as of ranks that share memory.
+    """
     crossed = lab.bytes_crossed()
     if crossed < least:
-        raise SystemExit(f"{crossed} bytes crossed the {lab.description}: nothing of this can be told.")
+        raise RuntimeError(f"{crossed} bytes crossed the {lab.description}: nothing of this can be told.")
     return crossed

@@ -58,7 +58,10 @@ def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | N
 
 
 def draw(case: str, result: dict[str, Any], path: Path) -> None:
-    """Writes a picture of one case: what each rival took at each rate, against the bounds, and what it cost."""
+    """Writes a picture of one case: what each rival took at each rate, against the bounds, and what it cost.
+
+    Of a rate that was raced several times, the run with the most rivals counts; others of the same machine add theirs.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -68,8 +71,9 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     if not rows:
         return
     rows = [{**row, "over_reference": over_reference(row, rows) or 0.0} for row in rows]
-    rates = list(dict.fromkeys(row["rate"] for row in rows))
-    rivals = list(dict.fromkeys(row["rival"] for row in rows))
+    rates = list(dict.fromkeys(row["rate"] for row in sorted(rows, key=lambda row: row["rate_bits_per_s"])))
+    shown = {rate: _shown([row for row in rows if row["rate"] == rate], result["runs"]) for rate in rates}
+    rivals = list(dict.fromkeys(row["rival"] for row in rows if row["rival"] in shown[row["rate"]]))
     panels = (
         ("s_per_job_step", 1.0, "s a job-step"), ("over_reference", 1.0, "T / jaxcross's T"),
         ("efficiency", 1.0, "bound / T"), ("hidden_share", 1.0, "hidden share"), ("cpu_s", 1.0, "CPU s a job-step"),
@@ -79,7 +83,7 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     width = 0.8 / len(rates)
     for axis, (key, scale, label) in zip(axes, panels, strict=True):
         for n, rate in enumerate(rates):
-            own = {row["rival"]: row for row in reversed(rows) if row["rate"] == rate}  # of its first run
+            own = shown[rate]
             at = [i + (n - (len(rates) - 1) / 2) * width for i, r in enumerate(rivals) if r in own]
             chosen = [own[r] for r in rivals if r in own]
             bars = axis.bar(at, [row[key] * scale for row in chosen], width, label=_named(chosen[0]))
@@ -101,6 +105,13 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     axes[-1].set_xticks(range(len(rivals)), rivals, rotation=30, ha="right")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _shown(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows of one rate: rival -> the row to draw."""
+    raced = sorted({row["run"] for row in rows}, key=lambda run: sum(row["run"] == run for row in rows))
+    alike = [run for run in raced if runs[run]["machine"] == runs[raced[-1]]["machine"]]
+    return {row["rival"]: row for run in alike for row in rows if row["run"] == run}
 
 
 def _named(row: dict[str, Any]) -> str:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pages import Read, benchmarks, exchanges, reliability, tensor
+from pages import Read, benchmarks, exchanges, race, reliability, tensor
 
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
-TABLES = benchmarks.TABLES | exchanges.TABLES | tensor.TABLES | reliability.TABLES
+TABLES = benchmarks.TABLES | race.TABLES | exchanges.TABLES | tensor.TABLES | reliability.TABLES
 
 
 def markdown(rows: Iterator[tuple[str, ...]]) -> str:

@@ -136,7 +136,8 @@ def test_convergence(smoke, tmp_path):
 @pytest.mark.exhaustive
 def test_backend(smoke):
     result = smoke("backend.py")
-    assert {"as raced", "1x1 kernels as convolutions", "pages as the kernel gives them"} <= set(result["rows"])
+    ways = {"as raced", "1x1 kernels as convolutions", "other convolutions in NCHW", "pages as the kernel gives them"}
+    assert ways <= set(result["rows"])
     flags = {way for way in (*result["rows"], *result["unknown"]) if way.startswith("xla_")}
     assert len(flags) == 6 and flags & set(result["rows"])
     assert all(row["s"]["median"] > 0 for row in result["rows"].values())

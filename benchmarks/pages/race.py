@@ -1,0 +1,129 @@
+"""The tables of docs/benchmarks.md that race.json fills."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from race_show import over_reference
+from rivals.cases import RIVALS
+
+from pages import Read, Table
+
+RATES = ("network", "balanced", "compute")
+SHOWN = {
+    "over jaxcross's": "over_reference", "bound / T": "efficiency", "with tax": "efficiency_with_tax",
+    "steady": "steady_efficiency", "steady, with tax": "steady_efficiency_with_tax", "hidden": "hidden_share",
+    "T / own c": "over_own_compute", "CPU s": "cpu_s",
+}  # fmt: skip
+
+
+def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE:RATE[:N]`: seconds a job-step of each rival, with their spread, over jaxcross's, and against bounds."""
+    case, rate, *nth = argument.split(":")
+    rows = _rows(read, ":".join((case, *nth)), rate)
+    yield "rival", "s a job-step", "own c", "m", "bound", *SHOWN, "MB on the wire", "peak GB a host"
+    first = {row["rival"]: row for row in reversed(rows)}  # whom later ones were held against may have run again
+    for row in [row for row in rows if row is first[row["rival"]]]:
+        shown = row | {"over_reference": over_reference(row, rows)}
+        yield (
+            row["rival"], _with_spread(row), _each(row["c_s"]), _each(row["m_s"]), f"{row['bound_s']:.2f}",
+            *("" if (value := shown.get(key)) is None else f"{value:.2f}" for key in SHOWN.values()),
+            f"{row['wire_bytes'] / 1e6:.0f}", f"{row['peak_rss_bytes'] / 1e9:.1f}",
+        )  # fmt: skip
+
+
+def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE[:N]`: what was raced over: the link at each rate, what its exchanges cost, and who is not there."""
+    case = argument.split(":")[0]
+    yield ("rate", "link", "TCP carries", "sum m / sum c", "tax of an exchange", "a step beside exchanges", "repeats",
+           "left out")  # fmt: skip
+    found = read("race")
+    for rate in dict.fromkeys(row["rate"] for row in _rows(read, argument)):
+        rows = _rows(read, argument, rate)
+        (link,) = (x for x in found["links"] if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"]))
+        # of the same wire as the rates are made for
+        row = next(row for row in rows if RIVALS[row["rival"]].wire == "float32" and RIVALS[row["rival"]].team != "ddp")
+        raced = {RIVALS[row["rival"]].team for row in rows}
+        out = [team for of, team in (name.split("/") for name in found["left_out"]) if of == case and team not in raced]
+        yield (
+            rate, f"{row['rate_bits_per_s'] / 1e6:.0f} Mbit/s", f"{min(link['tcp_bits_per_s']) / 1e6:.0f} Mbit/s",
+            f"{sum(row['m_s']) / sum(row['c_s']):.2f}", f"{_each(row['tax_s'])} s", f"x {_each(row['slow_down'])}",
+            str(len(row["raw"])), ", ".join(out) or "nobody",
+        )  # fmt: skip
+
+
+def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE[:N]`: where the seconds of a job-step go once jobs are under way, by jaxcross's own trace, medians."""
+    yield ("rate", "rival", "a job-step", "c alone", "c in the run", "m alone", "m in the run", "what bounds",
+           "ranks unlike", "order", "peer", "dispatch, votes, rest")  # fmt: skip
+    for row in [row for row in _rows(read, argument) if "account" in row["raw"][0]]:
+        accounts = [raw["account"] for raw in row["raw"]]
+        took = [a["period_s"] for a in accounts]
+        computed, exchanged = (
+            [sum(j[key] for j in a["jobs"]) for a in accounts] for key in ("compute_s", "exchange_s")
+        )
+        causes = (("imbalance",), ("order",), ("peer",), ("dispatch", "votes", "input", "other"))
+        lost = [[sum(a["lost_s"][cause] for cause in some) for a in accounts] for some in causes]
+        took, computed, exchanged, *lost = (
+            f"{round(statistics.median(rounds) / len(row['c_s']), 2) + 0.0:.2f}"  # no minus before 0.00
+            for rounds in (took, computed, exchanged, *lost)
+        )
+        c, m = (f"{statistics.fmean(row[key]):.2f}" for key in ("c_s", "m_s"))
+        limits = ", ".join(dict.fromkeys(a["limit"] for a in accounts))
+        yield row["rate"], row["rival"], took, c, computed, m, exchanged, limits, *lost
+
+
+def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """One job alone: the cut that was found at each rate against uncut, and what could be reached."""
+    found = read("race")
+    links = [link for link in found["links"] if "wait_free" in link]
+    if not links:
+        raise FileNotFoundError("race.json has no job alone")
+    yield ("rate", "cut into", "c", "m", "first bucket after", "last bucket takes", "uncut", "wait-free", "T / uncut",
+           "T / (first + m)", "T / (c + last)")  # fmt: skip
+    for link in sorted(links, key=lambda link: RATES.index(link["rate"])):
+        facts = link["wait_free"]
+        by = {r["rival"]: r["s_per_job_step"] for r in _rows(read, link["case"], link["rate"])}
+        took = by["wait-free"]
+        seconds = [facts[key] for key in ("c_s", "m_s", "first_bucket_s", "last_bucket_s")]
+        yield (link["rate"], str(facts["pieces"]), *(f"{s:.2f} s" for s in (*seconds, by["uncut"], took)),
+               f"{took / by['uncut']:.2f}", f"{took / (facts['first_bucket_s'] + facts['m_s']):.2f}",
+               f"{took / (facts['c_s'] + facts['last_bucket_s']):.2f}")  # fmt: skip
+
+
+def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
+    """Rows of `CASE[:N]`, of all the case's runs or of its N-th alone, from 1 on: by rate, or at one alone.
+
+    Raises:
+        FileNotFoundError: There are none yet.
+    """
+    case, *nth = argument.split(":")
+    rows = [row for row in read("race")["rows"] if row["case"] == case]
+    if nth:
+        runs = sorted({row["run"] for row in rows})
+        rows = [row for row in rows if row["run"] == runs[int(nth[0]) - 1]]
+    rows = [row for row in rows if rate in ("", row["rate"])]
+    if not rows:
+        raise FileNotFoundError(f"race.json has no rows of {argument} at {rate}")
+    return sorted(rows, key=lambda row: RATES.index(row["rate"]))
+
+
+def _with_spread(row: dict[str, Any]) -> str:
+    """Median, and the smallest and largest of several repeats."""
+    low, high = row["spread"]
+    return f"{row['s_per_job_step']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+
+
+def _each(values: list[float]) -> str:
+    """One number a job; one for all where they are alike."""
+    return ", ".join(dict.fromkeys(f"{value:.2f}" for value in values))
+
+
+TABLES: dict[str, Table] = {
+    "race": race,
+    "race-links": race_links,
+    "race-account": race_account,
+    "wait-free": wait_free,
+}
