@@ -15,7 +15,10 @@ import faults
 from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
 
-USUAL = (("raise", "compile", 2), ("kill", "exchange", 3), ("stop", "compute", 2), ("term", "vote", 2))
+USUAL = (
+    ("raise", "compile", 2), ("raise", "exchange", 2), ("kill", "exchange", 3), ("stop", "compute", 2),
+    ("term", "vote", 2),
+)  # fmt: skip
 START = "import os, signal, sys, threading\nfrom jaxcross.world import initialize\nworld = initialize({})\n"
 WAIT = (
     "from mpi4py import MPI\n"
