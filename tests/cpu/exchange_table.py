@@ -36,7 +36,7 @@ from jaxcross.exchange.top_k import top_k
 
 # A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}
-RTOL16 = 5e-2
+RTOL16 = 5e-2  # bfloat16 has eight bits, and a ring or a tree rounds at every hop
 EVERYTHING = 0.9999  # a density that rounds to every element of the leaves above, by the way of sparse messages
 
 

@@ -129,8 +129,8 @@ def test_no_gradient_no_update(row: Row, ranks: int) -> None:
 @EVERY
 def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
     for first, leaf, at in (
-        (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)), (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)),
-        (0, "bias", (ranks // 2, 4)),
+        (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)),
+        (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)), (0, "bias", (ranks // 2, 4)),
     ):  # fmt: skip
 
         def spoil(step: int, grads: Any, first: int = first, leaf: str = leaf, at: tuple[int, ...] = at) -> Any:
