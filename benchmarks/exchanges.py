@@ -113,15 +113,6 @@ def worker(args: Any) -> int:
     def wanted(name: str) -> bool:
         return not args.only or name == "mean" or name.startswith(tuple(args.only))
 
-    def serves(s: Strategy, tx: optax.GradientTransformation, params: Any) -> bool:
-        try:
-            received_bytes(tx, params, s.axes(world.size), 0)
-        except ValueError as error:
-            if world.rank == 0:
-                print(f"{s.name} is left out: {error}", flush=True)
-            return False
-        return True
-
     servers = {name: bound for name, bound in SERVERS.items() if wanted(name)}
     repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
 
@@ -139,7 +130,18 @@ def worker(args: Any) -> int:
         rng = np.random.default_rng(world.rank)
         grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)
         made = {s.name: s.make(setting) for s in rivals if wanted(s.name)}
-        chosen = [s for s in rivals if s.name in made and serves(s, made[s.name], params)]
+        nbytes: dict[str, float] = {}
+        for s in rivals:
+            try:
+                if s.name in made:
+                    nbytes[s.name] = statistics.fmean(
+                        received_bytes(made[s.name], params, s.axes(world.size), n)
+                        for n in s.begins(setting) or range(s.cycle)
+                    )
+            except ValueError as error:  # it cannot serve so many ranks
+                if world.rank == 0:
+                    print(f"{s.name} is left out: {error}", flush=True)
+        chosen = [s for s in rivals if s.name in nbytes]
         steps = {s.name: cross(made[s.name], s.axes(world.size)) for s in chosen}
 
         def of_strategy(s: Strategy) -> Any:
@@ -173,11 +175,6 @@ def worker(args: Any) -> int:
                 if world.rank == 0:
                     told = ", ".join(f"{key} {value:.4f} s" for key, value in own.items())
                     print(f"{model}, repeat {repeat}: {name}: {told}", flush=True)
-        nbytes = {
-            s.name: statistics.fmean(received_bytes(made[s.name], params, s.axes(world.size), n)
-                                     for n in s.begins(setting) or range(s.cycle))
-            for s in chosen
-        }  # fmt: skip
         whole = sum(x.nbytes for x in jax.tree.leaves(params))
         nbytes |= dict.fromkeys(servers, 2 * (world.size - 1) / world.size * whole)
         rows: dict[str, Any] = {
