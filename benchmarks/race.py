@@ -66,7 +66,8 @@ def main() -> int:
                 Lab(hosts=2, rate=REFERENCE) as lab,
                 Stage(lab, Path(folder), patience_s=args.patience) as stage,
             ):
-                race(stage, Entrants(stage, case, args.smoke, list(rivals)), rates, args, result)
+                entrants = Entrants(stage, case, args.smoke, list(rivals), apart=args.apart)
+                race(stage, entrants, rates, args, result)
         if args.png:
             args.png.mkdir(parents=True, exist_ok=True)
             draw(case, result, args.png / f"race-{case}.png")
@@ -88,12 +89,8 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
     """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon as it is through."""
     case = entrants.case
     for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
-        if (reason := start(entrants, kind)) is not None:
-            if kind in NEEDED:
-                raise SystemExit(f"nothing can be calibrated: {reason}")
-            leave_out(entrants, kind, reason, result)
-        else:
-            result["left_out"].pop(f"{case}/{kind}", None)
+        if kind not in args.apart and not stands(entrants, kind, result) and kind in NEEDED:
+            raise SystemExit(f"nothing can be calibrated: {result['left_out'][f'{case}/{kind}']}")
     if not entrants.rivals:
         return
     reference = None
@@ -153,7 +150,7 @@ def alternate(
         turn = repeat % len(entrants.rivals)  # nobody always comes after the same one, nor first
         order, turns = entrants.rivals[turn:] + entrants.rivals[:turn], []
         for rival in order if repeat % 2 == 0 else order[::-1]:
-            if rival not in entrants.rivals:
+            if rival not in entrants.rivals or not stands(entrants, rival.team, result):
                 continue
             begin = time.perf_counter()
             try:
@@ -184,9 +181,20 @@ def leave_out(entrants: Entrants, kind: str, reason: str, result: dict[str, Any]
     """The case goes on without a kind of team."""
     print(f"{kind} is left out: {reason}", flush=True)
     result["left_out"][f"{entrants.case}/{kind}"] = reason
-    entrants.stage.end(kind)
-    entrants.teams.pop(kind, None)
+    entrants.end(kind)
     entrants.rivals = [rival for rival in entrants.rivals if rival.team != kind]
+
+
+def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
+    """Whether a kind's processes are there: where they are not yet, or had to make room, they are started first."""
+    if kind in entrants.teams:
+        return True
+    entrants.make_room(kind)
+    if (reason := start(entrants, kind)) is not None:
+        leave_out(entrants, kind, reason, result)
+        return False
+    result["left_out"].pop(f"{entrants.case}/{kind}", None)
+    return True
 
 
 def start(entrants: Entrants, kind: str) -> str | None:
@@ -196,7 +204,7 @@ def start(entrants: Entrants, kind: str) -> str | None:
     try:
         begin = time.perf_counter()
         entrants.start(kind)
-        idle = sum(facts["idle_rss_bytes"] for facts in entrants.start_up.values())
+        idle = sum(entrants.start_up[each]["idle_rss_bytes"] for each in entrants.teams)
         print(f"{entrants.case}: {kind} is ready after {time.perf_counter() - begin:.0f} s; "
               f"all that wait hold {idle / 1e9:.1f} GB", flush=True)  # fmt: skip
     except TeamError as error:
@@ -244,6 +252,13 @@ def options() -> argparse.Namespace:
     made.add_argument("--steps", type=int, default=8, help="of each job, a repeat (default %(default)s)")
     made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
     made.add_argument("--times", type=int, default=5, help="steps and exchanges of a calibration (default %(default)s)")
+    made.add_argument(
+        "--apart",
+        default="",
+        metavar="A,B",
+        help="kinds of processes, of gloo, ddp and so on, of which "
+        "one stands at a time: where memory does not hold all; each starts anew for its turns",
+    )
     made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="rows and raw numbers; written after every rate")
     made.add_argument("--png", type=Path, metavar="DIR", help="a picture a case")
@@ -253,10 +268,12 @@ def options() -> argparse.Namespace:
     args.cases = args.cases.split(",")
     args.rates = args.rates.split(",")
     args.rivals = set(args.rivals.split(",")) if args.rivals else None
+    args.apart = tuple(args.apart.split(",")) if args.apart else ()
     if args.smoke:
         args.cases, args.rates = args.cases[:1], ["balanced"] if "balanced" in args.rates else args.rates[:1]
         args.steps, args.repeats, args.times = 4, 1, 2
-    for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS)):
+    kinds = {rival.team for rival in RIVALS.values()} - {*NEEDED}
+    for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS), (args.apart, kinds)):
         if unknown := [name for name in given if name not in known]:
             made.error(f"there is no `{unknown[0]}`; there are {', '.join(known)}.")
     if args.steps < 4:

@@ -76,7 +76,10 @@ class Calibration:
 
 @dataclass
 class Entrants:
-    """A case's teams on a stage, and what it costs them to get ready."""
+    """A case's teams on a stage, and what it costs them to get ready.
+
+    Of the kinds in `apart` only one stands at a time.
+    """
 
     stage: Stage
     case: str
@@ -85,6 +88,9 @@ class Entrants:
     teams: dict[str, list[Team]] = field(default_factory=dict)
     start_up: dict[str, Any] = field(default_factory=dict)
     image_size: int | None = None
+    apart: Sequence[str] = ()
+    _warm: tuple[str, str] | None = None
+    _computed: dict[Spec, list[list[float]]] = field(default_factory=dict)
 
     @property
     def jobs(self) -> tuple[Spec, ...]:
@@ -112,8 +118,21 @@ class Entrants:
             **{key: sum(a.get(key, 0) for a in answers) / RANKS for key in ("compilations", "compile_s")},
         }  # fmt: skip
 
+    def make_room(self, kind: str) -> None:
+        """Ends the kinds that may not stand beside this one; it is about to start, so whoever ran last rests."""
+        self.rest()
+        if kind in self.apart:
+            for other in [other for other in self.teams if other in self.apart]:
+                self.end(other)
+
+    def end(self, kind: str) -> None:
+        """Ends a kind's processes, also where they did not come to stand."""
+        self.stage.end(kind)
+        self.teams.pop(kind, None)
+
     def measure(self, *, times: int, tax: bool = True) -> dict[Spec, dict[str, Any]]:
         """Measures c, m and the tax of each distinct job once, one at a time. The link keeps its rate."""
+        self.rest()
         (crossed,) = self.teams["crossed"]
         wires = [w for w in WIRES if w == "float32" or any(r.wire == w for r in self.rivals)]
         measured: dict[Spec, dict[str, Any]] = {}
@@ -167,23 +186,32 @@ class Entrants:
         return f"{rate_for(target, costs, at.sent_bytes, at.rate_bits_per_s) / 1e6:.1f}mbit"
 
     def turn(self, rival: Rival, steps: int) -> dict[str, Any]:
-        """One repeat of one rival: it warms up, computes alone, is timed, computes alone again, and rests.
+        """One repeat of one rival: it warms up, computes alone, is timed, and computes alone again.
 
         The machine is shared: what a step computes is measured right before and right after, in the same processes.
-        `own_c_s` is of these alone.
+        `own_c_s` is of these alone. They rest when others are asked next; a rival that runs the same processes in the
+        same way, at once instead of one after the other, goes on where the one before it ended.
         """
         teams = self.teams[rival.team]
-        self.prepare(rival)
-        before = self._own_compute(teams)
+        if (rival.team, rival.variant) != self._warm:
+            self.rest()
+            self.prepare(rival)
+            self._warm, self._computed = (rival.team, rival.variant), self._own_compute(teams)
+        before = self._computed
         sample = self.run(rival, steps)
-        after = self._own_compute(teams)
-        self.stage.ask(teams, "rest")
+        after = self._computed = self._own_compute(teams)
         raw = [{"model": spec.model, "before": before[spec], "after": after[spec]} for spec in before]
         sample = {**sample, "c_raw": raw}
         return {**sample, "own_c_s": pooled_c(self.jobs, [sample])}
 
+    def rest(self) -> None:
+        """The processes that ran last give back memory: it is for the next ones."""
+        if self._warm is not None and self._warm[0] in self.teams:
+            self.stage.ask(self.teams[self._warm[0]], "rest")
+        self._warm = None
+
     def _own_compute(self, teams: Sequence[Team]) -> dict[Spec, list[list[float]]]:
-        found = {}
+        found: dict[Spec, list[list[float]]] = {}
         for spec, number in self._distinct().items():
             # all jobs in one process, or each in its own
             team = teams[0] if len(teams) == 1 else teams[number]

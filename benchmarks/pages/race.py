@@ -12,6 +12,8 @@ from rivals.cases import RIVALS
 from pages import Read, Table
 
 RATES = ("network", "balanced", "compute")
+WAYS = ("crossover", "crossover-cut", "crossover-shares", "wait-free", "crossover-bf16", "crossover-shares-bf16",
+        "wait-free-bf16")  # fmt: skip
 SHOWN = {
     "over jaxcross's": "over_reference", "bound / T": "efficiency", "with tax": "efficiency_with_tax",
     "steady": "steady_efficiency", "steady, with tax": "steady_efficiency_with_tax", "hidden": "hidden_share",
@@ -32,6 +34,44 @@ def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
             *("" if (value := shown.get(key)) is None else f"{value:.2f}" for key in SHOWN.values()),
             f"{row['wire_bytes'] / 1e6:.0f}", f"{row['peak_rss_bytes'] / 1e9:.1f}",
         )  # fmt: skip
+
+
+def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
+    """Of `CASE[:N],...`: jaxcross's ways against their bounds and the best of the others, a row a rate and way.
+
+    *Over* is how many times as fast it is as the one of them with the least T, and in brackets that of each repeat.
+    """
+    yield ("jobs", "rate", "way", "bound / T", "with tax", "over `fused`", "over the best of JAX's",
+           "over the best DDP", "the same of T / own c")  # fmt: skip
+    for argument in arguments.split(","):
+        for rate in dict.fromkeys(row["rate"] for row in _rows(read, argument)):
+            rows = {row["rival"]: row for row in _rows(read, argument, rate)}
+            others = [row for name, row in rows.items() if RIVALS[name].team != "crossed"]
+            for name in [name for name in WAYS if name in rows]:
+                row, alike = rows[name], [row for row in others if RIVALS[row["rival"]].wire == RIVALS[name].wire]
+                jax, torch = (
+                    [row for row in alike if RIVALS[row["rival"]].framework == each] for each in ("jax", "torch")
+                )
+                yield (
+                    argument.split(":")[0], rate, name, f"{row['efficiency']:.2f}", f"{row['efficiency_with_tax']:.2f}",
+                    _over(row, [row for row in jax if row["rival"] == "fused"]), _over(row, jax), _over(row, torch),
+                    _over(row, torch, own=True),
+                )  # fmt: skip
+
+
+def _over(row: dict[str, Any], others: list[dict[str, Any]], *, own: bool = False) -> str:
+    """The least T of others over the row's; with `own`, both over what their framework computes in that repeat."""
+    if not others:
+        return ""
+
+    def took(row: dict[str, Any]) -> list[float]:
+        return [raw["s_per_job_step"] / (statistics.fmean(raw["c_s"]) if own else 1) for raw in row["raw"]]
+
+    best = min(map(took, others), key=statistics.median)
+    each = [theirs / ours for theirs, ours in zip(best, took(row), strict=False)]  # who failed later has fewer
+    low, high = f"{min(each):.2f}", f"{max(each):.2f}"
+    whole = statistics.median(best) / statistics.median(took(row))
+    return f"{whole:.2f}" + (f" ({low} to {high})" if low < high else "")
 
 
 def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
@@ -123,6 +163,7 @@ def _each(values: list[float]) -> str:
 
 TABLES: dict[str, Table] = {
     "race": race,
+    "race-verdicts": race_verdicts,
     "race-links": race_links,
     "race-account": race_account,
     "wait-free": wait_free,

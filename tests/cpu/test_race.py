@@ -151,9 +151,28 @@ def test_one_after_the_other_or_at_once(name, runs, peak):
 def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
     made, told = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
-    assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute", "rest"]
+    assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute"]
     assert sample["own_c_s"] == [4.5, 4.5]  # told third and sixth: of 3, 3, 6, 6
     assert sample["c_raw"] == [{"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}]
+
+
+def test_who_runs_the_same_processes_goes_on_and_others_find_them_at_rest():
+    made, told = entrants(1 << 30)
+    first = made.turn(cases.RIVALS["fused"], 4)
+    told.clear()
+    second = made.turn(cases.RIVALS["fused-k"], 4)
+    assert [do for do, _ in told] == ["run", "compute"]
+    assert second["c_raw"][0]["before"] == first["c_raw"][0]["after"]
+    told.clear()
+    made.turn(cases.RIVALS["crossover"], 4)
+    made.turn(cases.RIVALS["crossover-cut"], 4)
+    turn = ["prepare", "compute", "run", "compute"]
+    assert told[0] == ("rest", ["a", "b"])
+    assert [do for do, _ in told] == ["rest", *turn, "rest", *turn]
+    told.clear()
+    made.rest()
+    made.rest()
+    assert told == [("rest", ["both"])]
 
 
 def test_a_rival_that_does_not_use_the_link_is_found_out():
@@ -214,6 +233,7 @@ def test_costs_are_medians_over_all_repeats():
         (["--cases", "five"], "there is no `five`"),
         (["--rivals", "mine"], "there is no `mine`"),
         (["--steps", "3"], "`--steps 3`: fewer than 4"),
+        (["--apart", "gloo,crossed"], "there is no `crossed`"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, line, message):
@@ -318,9 +338,43 @@ def test_torch_is_left_out_with_a_reason(monkeypatch):
     assert race.start(made, "ddp") == "PyTorch is not installed"
 
 
+def test_kinds_that_stand_apart_make_room_for_each_other(monkeypatch):
+    made, _ = entrants(1 << 30)
+    made.case, made.apart = "two", ("gloo", "ddp")
+    made.rivals = [cases.RIVALS[name] for name in ("gloo", "gloo-k", "ddp", "crossover")]
+    made.stage.lab.rate = "1gbit"
+    happened: list = []
+    made.stage.end = lambda kind: happened.append(f"{kind} ends")
+
+    def starts(entrants, kind):
+        happened.append(f"{kind} starts")
+        entrants.teams[kind] = [kind]
+
+    monkeypatch.setattr(race, "start", starts)
+    made.measure = lambda times: {}  # type: ignore[method-assign, assignment, return-value]
+    raw = {"before": [[1.0]] * 2, "after": [[1.0]] * 2}
+
+    def turn(rival, steps):
+        happened.append(rival.name)
+        assert rival.team in made.teams and not {"gloo", "ddp"} <= set(made.teams)
+        return {"s_per_job_step": 1.0, "c_raw": [raw]}
+
+    made.turn = turn  # type: ignore[method-assign]
+    result: dict = {"left_out": {"two/gloo": "it failed in an earlier run"}}
+    race.alternate(made, "balanced", SimpleNamespace(repeats=2, steps=4, times=3), result)
+    assert happened == [
+        "gloo starts", "gloo", "gloo-k", "gloo ends", "ddp starts", "ddp", "crossover",
+        # the order turns by one, and back
+        "ddp ends", "gloo starts", "gloo", "crossover", "gloo ends", "ddp starts", "ddp",
+        "ddp ends", "gloo starts", "gloo-k",
+    ]  # fmt: skip
+    assert result["left_out"] == {}
+
+
 def test_who_fails_is_left_out_from_there_on():
     made, _ = entrants(1 << 30)
     made.case, made.rivals = "two", [cases.RIVALS[name] for name in ("ddp", "ddp-k", "fused", "crossover")]
+    made.teams["ddp"] = ["c", "d"]  # type: ignore[list-item]
     ended: list = []
     made.stage.lab.rate, made.stage.end = "1gbit", ended.append
     run = made.run
