@@ -22,11 +22,15 @@ _OWN: dict[type[Any], frozenset[str]] = {
     StaleState: frozenset({"queue"}),
 }
 
+# Fields that hold an optimizer's state, which may have no leaves.
+_MAY_BE_EMPTY = frozenset({"inner"})
+
 
 def own_leaves(state: Any) -> list[str]:
     """Paths of the leaves that an exchange keeps for its rank.
 
-    States of exchanges are known by the names of their fields: NNX makes dicts of them.
+    States of exchanges are known by the names of all their fields: NNX makes dicts of them, and one name alone may be
+    that of a user's parameter.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     below: dict[KeyPath, set[str]] = {}
@@ -37,7 +41,10 @@ def own_leaves(state: Any) -> list[str]:
 
 
 def _owned(key: Any, siblings: set[str]) -> bool:
-    return any(_name(key) in own and siblings <= set(kind._fields) for kind, own in _OWN.items())
+    return any(
+        _name(key) in own and set(kind._fields) - _MAY_BE_EMPTY <= siblings <= set(kind._fields)
+        for kind, own in _OWN.items()
+    )
 
 
 def _name(key: Any) -> str:

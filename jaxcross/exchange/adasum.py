@@ -19,6 +19,7 @@ import optax
 
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import check_real
 
 
 def adasum(
@@ -71,7 +72,7 @@ def adasum(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         del params, extra
-        _check(updates)
+        check_real(updates, "Adasum's dot products")
         leaves, treedef = jax.tree.flatten(updates)
         some = [i for i, x in enumerate(leaves) if x.size]
         if some:
@@ -83,15 +84,6 @@ def adasum(
     axes = (axis, *(() if inner_axis is None else hops.axis_names(inner_axis)))
     exchange = once("adasum", axes, optax.GradientTransformationExtraArgs(init, update))
     return exchange if optimizer is None else optax.chain(optimizer, exchange)
-
-
-def _check(updates: optax.Updates) -> None:
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(
-                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: Adasum's dot products need"
-                " real floating-point leaves. Take the others out with `optax.masked`."
-            )
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:

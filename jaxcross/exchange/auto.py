@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One exchange of a ladder: its name, and how it is made for an axis."""
+    """One exchange of a ladder: its name, and how it is made for an axis. It is counted by its step that sends most."""
 
     name: str
     make: Callable[[Hashable], optax.GradientTransformation]
@@ -117,7 +117,11 @@ def auto(
 
 
 def received_bytes(tx: optax.GradientTransformation, params: Any, axis_name: Hashable, ranks: int) -> float:
-    """Bytes that one rank receives in the first update of `tx`: from its jaxpr, by the formulas of MPI's algorithms."""
+    """Bytes that one rank receives in an update of `tx`: from its jaxpr, by the formulas of MPI's algorithms.
+
+    Of an exchange whose steps differ, in the one that sends most, whichever it is: in a warm-up's densest stage, at the
+    end of a round of local steps.
+    """
 
     def update(grads: Any, params: Any) -> Any:
         return tx.update(grads, tx.init(params), params)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.hops import AxisName, axis_names
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import add, needed, sum_of, whole_number
 
@@ -65,6 +65,7 @@ def elastic_average(
     times the ranks).
     """
     every = whole_number(every, "every", "`elastic_average`")
+    names = axis_names(axis_name)
     pull = alpha if beta is None else beta
     for name, value in (("alpha", alpha), ("beta", pull)):
         if not 0 <= value <= 1:
@@ -80,12 +81,12 @@ def elastic_average(
         updates: optax.Updates, state: ElasticAverageState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ElasticAverageState]:
         params = needed(params, "`elastic_average`")
-        _check(alpha, pull, jax.lax.psum(1, axis_name))
+        _check(alpha, pull, jax.lax.psum(1, names))
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         def exchange() -> tuple[optax.Updates, optax.Params]:
             away = jax.tree.map(jnp.subtract, params, state.centre)
-            total = sum_of(away, axis_name)
+            total = sum_of(away, names)
             pulled = add(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
             return pulled, add(state.centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
 
@@ -96,7 +97,7 @@ def elastic_average(
             updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
         return updates, ElasticAverageState(since, centre, inner_state)
 
-    return once("elastic_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return once("elastic_average", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _check(alpha: float, pull: float, ranks: int) -> None:

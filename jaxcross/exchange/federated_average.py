@@ -13,7 +13,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import needed, steer, sum_of, whole_number
+from jaxcross.exchange.parameters import needed, steer, sum_of, whole_number, wide
 
 
 class FederatedAverageState(NamedTuple):
@@ -59,7 +59,8 @@ def federated_average(
         ValueError: An argument is out of its range; `weights` has another length than the axis (at the first trace);
             `update` got no `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at the end of a round, 0 otherwise.
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at the end of a round, of which 16-bit ones
+    travel as float32; 0 otherwise.
 
     Making it and `init` do not communicate; `update` does, at the end of a round, over its axes, and every rank calls
     it in the same step.
@@ -90,9 +91,10 @@ def federated_average(
             inner_state = jax.tree.map(lambda new, old: jnp.where(share > 0, new, old), inner_state, state.inner)
 
         def exchange() -> optax.Updates:
-            # Weighted in float32: a share rounded to 16 bits would no longer sum to one.
-            mine = jax.tree.map(lambda x: (x * share).astype(x.dtype), optax.apply_updates(params, updates))
-            return steer(updates, params, sum_of(mine, axis))
+            # In float32 until all are added: parts rounded to 16 bits would no longer sum to what all ranks hold.
+            mine = jax.tree.map(lambda x: (x * share).astype(wide(x.dtype)), optax.apply_updates(params, updates))
+            targets = jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
+            return steer(updates, params, targets)
 
         since = (state.since + 1) % every
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)

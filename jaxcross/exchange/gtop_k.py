@@ -15,8 +15,13 @@ from jaxcross.exchange.select import Selection, check_selection, select
 
 
 class GTopKState(NamedTuple):
-    """What each rank has not sent yet: float32 vectors as long as their leaves, in the tree of the parameters."""
+    """The steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in their tree.
 
+    As `TopKState` of a flat axis. Nothing reads the steps, but with one field alone NNX, which makes dicts of states,
+    would leave no way to tell this one from parameters called `residual`.
+    """
+
+    step: jax.Array
     residual: Any
 
 
@@ -56,7 +61,7 @@ def gtop_k(
     axis = hops.one_axis(axis_name, "`gtop_k`")
 
     def init(params: optax.Params) -> GTopKState:
-        return GTopKState(residual=sparse.residuals(params, skip, lambda size: size))
+        return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
 
     def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
         del params
@@ -74,7 +79,9 @@ def gtop_k(
             update_, rest = exchange(x, e) if c else (jax.lax.pmean(x, axis), e)
             out.append(update_)
             kept.append(rest)
-        return jax.tree.unflatten(treedef, out), GTopKState(residual=jax.tree.unflatten(treedef, kept))
+        return jax.tree.unflatten(treedef, out), GTopKState(
+            step=jnp.asarray(optax.safe_increment(state.step)), residual=jax.tree.unflatten(treedef, kept)
+        )
 
     def exchange(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         vector = x.reshape(-1).astype(jnp.float32) + residual

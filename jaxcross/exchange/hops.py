@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-AxisName = Hashable | tuple[Hashable, ...]
+AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
 
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """One axis or several as a tuple.
+    """One axis or several, which may come in a list, as a tuple.
 
     Raises:
         ValueError: One is named twice.
     """
-    names = tuple(axis_name) if isinstance(axis_name, tuple) else (axis_name,)
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if len(set(names)) < len(names):
         raise ValueError(
             f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count twice. Name"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.hops import AxisName
+from jaxcross.exchange.hops import AxisName, axis_names
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import mean_of, needed, steer, whole_number
 
@@ -51,6 +51,7 @@ def local_sgd(
     Source: Stich, arXiv 1805.09767, algorithm 1; McMahan et al., arXiv 1602.05629.
     """
     every = whole_number(every, "every", "`local_sgd`")
+    names = axis_names(axis_name)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> LocalSGDState:
@@ -63,10 +64,10 @@ def local_sgd(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         def exchange() -> optax.Updates:
-            return steer(updates, params, mean_of(optax.apply_updates(params, updates), axis_name))
+            return steer(updates, params, mean_of(optax.apply_updates(params, updates), names))
 
         since = (state.since + 1) % every
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, LocalSGDState(since, inner_state)
 
-    return once("local_sgd", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

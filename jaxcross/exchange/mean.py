@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 import jax
@@ -17,7 +16,7 @@ Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
-    axis_name: Hashable | tuple[Hashable, ...], wire_dtype: Any = None, *, pattern: Pattern = "auto"
+    axis_name: hops.AxisName, wire_dtype: Any = None, *, pattern: Pattern = "auto"
 ) -> optax.GradientTransformation:
     """Replace each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
@@ -42,7 +41,10 @@ def mean(
         axis_name: One axis or several.
         wire_dtype: Element type on the wire for wider floats; `jnp.bfloat16` halves float32's bytes. Each rank rounds
             once before, the sum is made in float32 and rounded once, the division is made in the update's own type.
-            Hierarchical rounds twice on the way: before, and the node's sum. Ring and tree round once a hop.
+            Hierarchical rounds twice on the way: before, and the node's sum. Ring and tree round once a hop. What
+            travels is the sum: in `jnp.float16`, where it is beyond 65504, the mean is infinite on every rank, even
+            one that the type could hold. Division before would round small gradients to zero instead, which nobody
+            sees. `jnp.bfloat16` has float32's range.
         pattern: How the sum is made.
 
     Raises:
@@ -60,7 +62,8 @@ def mean(
         )
     if pattern not in get_args(Pattern):
         raise ValueError(f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}.")
-    if pattern == "hierarchical" and len(hops.axis_names(axis_name)) != 2:
+    names = hops.axis_names(axis_name)
+    if pattern == "hierarchical" and len(names) != 2:
         raise ValueError(
             f'`pattern="hierarchical"` goes over two axes, the outer first, not over `{axis_name!r}`: write for example'
             ' `axis_name=("node", "local")` and give the step both axes.'
@@ -76,37 +79,37 @@ def mean(
 
     def _mean(x: jax.Array) -> jax.Array:
         if wire_dtype is None or not _narrows(jnp.asarray(x).dtype, wire_dtype):
-            return jax.lax.pmean(x, axis_name)
-        total = jax.lax.psum(x.astype(wire_dtype), axis_name).astype(x.dtype)
-        return total / jax.lax.psum(1, axis_name)
+            return jax.lax.pmean(x, names)
+        total = jax.lax.psum(x.astype(wire_dtype), names).astype(x.dtype)
+        return total / jax.lax.psum(1, names)
 
     def _mean_of_vector(updates: optax.Updates) -> optax.Updates:
-        size = jax.lax.psum(1, axis_name)
+        size = jax.lax.psum(1, names)
         where = layout(updates, multiple=size)
         wire = where.dtype if wire_dtype is None or not _narrows(where.dtype, wire_dtype) else wire_dtype
         # Sums in float32 at least: a 16-bit type is only what travels.
         x = where.ravel(updates).astype(jnp.promote_types(where.dtype, jnp.float32))
-        return where.unravel(_SUMS[pattern](x, axis_name, wire).astype(where.dtype) / size)
+        return where.unravel(_SUMS[pattern](x, names, wire).astype(where.dtype) / size)
 
-    return once("mean", axis_name, optax.stateless(average))
+    return once("mean", names, optax.stateless(average))
 
 
-def _hierarchical(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
-    outer, inner = axis_name
+def _hierarchical(x: jax.Array, names: Any, wire: Any) -> jax.Array:
+    outer, inner = names
     block = hops.sum_scatter(x, inner, wire_dtype=wire)
     return hops.gather(jax.lax.psum(hops.narrow(block, wire), outer), inner).reshape(-1).astype(x.dtype)
 
 
-def _ring(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
-    return hops.ring_sum(x, hops.one_axis(axis_name, "a ring"), wire_dtype=wire)
+def _ring(x: jax.Array, names: Any, wire: Any) -> jax.Array:
+    return hops.ring_sum(x, hops.one_axis(names, "a ring"), wire_dtype=wire)
 
 
-def _tree(x: jax.Array, axis_name: Any, wire: Any) -> jax.Array:
+def _tree(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return hops.narrow(a.astype(x.dtype) + b.astype(x.dtype), wire)
 
-    return hops.doubling(hops.narrow(x, wire), hops.one_axis(axis_name, "a tree"), add).astype(x.dtype)
+    return hops.doubling(hops.narrow(x, wire), hops.one_axis(names, "a tree"), add).astype(x.dtype)
 
 
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}

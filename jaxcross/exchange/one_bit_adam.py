@@ -12,13 +12,13 @@ import optax
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import Layout, layout
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number
+from jaxcross.exchange.parameters import check_real, whole_number
 
 
 class OneBitAdamState(NamedTuple):
     """The moments and the first residual in the tree of the parameters, the second residual a vector.
 
-    All are float32, the vector as long as a rank's share of all elements, padded. Step and moments
+    All are float32, the vector as long as a rank's share of all elements, padded with zeros. Step and moments
     are the same on every rank; residuals are the rank's own.
     """
 
@@ -48,7 +48,9 @@ def one_bit_adam(
     `2 (P-1)/P (D'/8 + 4 D'/block)` later, D' being all elements padded to a multiple of P blocks.
 
     Freeze when the second moment has settled, 15-25% of the run in the paper: too early, and the update overflows. An
-    element that had no gradient by then does not move afterwards, since nothing is known of its size.
+    element that had no gradient by then does not move afterwards, since nothing is known of its size. One that had
+    hardly any is the danger: signs give it its block's mean size, which a root near 0 and a small `eps` make a huge
+    step of. Where the loss jumps at `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size), optax.scale(-1e-3))
@@ -60,11 +62,12 @@ def one_bit_adam(
         ranks: Of that axis: residuals are made before it is bound.
         b1: Decay of the momentum.
         b2: Decay of the second moment.
-        eps: Added to the second moment's root.
-        block: Elements that share a scale, a multiple of 8.
+        eps: Added to the second moment's root. Adam's usual 1e-8 can be too small here: see above.
+        block: Elements that share a scale, a multiple of 8. The last ones may be fewer: padding has no part in it.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks.
+        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks, or a leaf is not real
+            floating-point.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -92,6 +95,7 @@ def one_bit_adam(
 
     def update(updates: Any, state: OneBitAdamState, params: optax.Params | None = None) -> tuple[Any, OneBitAdamState]:
         del params
+        check_real(updates, "the moments of `one_bit_adam`")
         size = jax.lax.axis_size(axis)
         if size != ranks:
             raise ValueError(
@@ -121,26 +125,44 @@ def one_bit_adam(
         lay = where(grads)
         mine = jax.tree.map(lambda m, g, e: (1 - b1) * g + b1 * m + e, state.mu, grads, state.worker_residual)
         vector = lay.ravel(mine)
-        parts = vector.reshape(ranks, -1)
-        packed, scales = _encode(parts, block)
+        blocks = lay.length // block // ranks
+        packed, scales = _encode(vector.reshape(ranks, -1), _counts(lay.size, jnp.arange(ranks), blocks, block), block)
         rest = vector - _decode(packed, scales, block).reshape(-1)
         packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
+        counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
+        # One bit cannot say zero: what has come for the padding, or is left of it, is not passed on.
+        real = (jnp.arange(block) < counts[:, None]).reshape(-1)
         owned = hops.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
-        packed, scales = _encode(owned, block)
-        server_rest = owned - _decode(packed, scales, block)
+        owned = jnp.where(real, owned, 0)
+        packed, scales = _encode(owned, counts, block)
+        server_rest = jnp.where(real, owned - _decode(packed, scales, block), 0)
         mu = lay.unravel(_decode(hops.gather(packed, axis), hops.gather(scales, axis), block).reshape(-1))
-        # One bit cannot say zero: without this, elements that never had a gradient would be divided by `eps`. What is
-        # not finite is not hidden.
+        # Nor zero for an element that never had a gradient, which would be divided by `eps`. What is not finite is not
+        # hidden.
         mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
         return mu, state.nu, lay.unravel(rest), server_rest
 
     return once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
-def _encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Signs as bytes, and the mean absolute value of each block along the last axis. A zero counts as positive."""
+def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:
+    """How many of `size` elements lie in each block of a part, `blocks` of them; of several parts, a row each."""
+    number = part[..., None] * blocks + jnp.arange(blocks)
+    whole, rest = divmod(size, block)
+    return jnp.where(number < whole, block, jnp.where(number == whole, rest, 0))
+
+
+def _encode(x: jax.Array, counts: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Signs as bytes, and the mean absolute value of each block along the last axis. A zero counts as positive.
+
+    Args:
+        x: Zero where it is padding.
+        counts: How many elements of each block are no padding, of which zeros are no part of the mean: a block that is
+            nearly empty would send little of its size a step.
+        block: Elements of each.
+    """
     grouped = x.reshape(*x.shape[:-1], -1, block)
-    return bits.pack(x >= 0), jnp.mean(jnp.abs(grouped), axis=-1)
+    return bits.pack(x >= 0), jnp.sum(jnp.abs(grouped), axis=-1) / jnp.maximum(counts, 1)
 
 
 def _decode(packed: jax.Array, scales: jax.Array, block: int) -> jax.Array:

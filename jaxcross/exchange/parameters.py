@@ -1,4 +1,4 @@
-"""What exchanges of parameters have in common: optax hands over updates, they think in the parameters these lead to."""
+"""What exchanges ask of their arguments, and what those of parameters, to which updates lead, have in common."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
     return int(value)
+
+
+def check_real(updates: optax.Updates, what: str) -> None:
+    """Refuses leaves that are no real floats, of which `what` can make nothing.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: {what} need real"
+                " floating-point leaves. Take the others out with `optax.masked`."
+            )
 
 
 def steer(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:

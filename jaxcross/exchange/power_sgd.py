@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import whole_number
 
@@ -29,7 +29,7 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(
-    rank: int, axis_name: Hashable | tuple[Hashable, ...], *, min_ratio: float = 1.0, seed: int = 0
+    rank: int, axis_name: hops.AxisName, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
     """The mean over ranks of each leaf, as a matrix of rank `rank`; what that leaves out is added to the next step.
 
@@ -37,7 +37,8 @@ def power_sgd(
     every rank; residuals are the rank's own. Deterministic. If the mean of what ranks bring has rank `rank` or less, it
     comes out as it is. Two all-reduces, one after the other, carry `rank (n + m)` elements instead of n m: a rank
     of P receives `2(P-1)/P 4 rank (n + m)` bytes a matrix. Vectors, scalars, and matrices that would not shrink by
-    `min_ratio` are averaged as they are.
+    `min_ratio` are averaged as they are. Products are made in full float32, also where a GPU would round their factors
+    to TF32: the residual would not hold what such an update has lost.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -60,6 +61,7 @@ def power_sgd(
     and one that depends on earlier ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
+    names = hops.axis_names(axis_name)
 
     def shape_of(leaf: Any) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is compressed."""
@@ -95,15 +97,15 @@ def power_sgd(
         for i, (leaf, q, e) in enumerate(zip(leaves, factors, residuals, strict=True)):
             found = shape_of(leaf)
             if found is None:
-                out[i] = jax.lax.pmean(leaf, axis_name)
+                out[i] = jax.lax.pmean(leaf, names)
                 continue
             matrix = leaf.reshape(found[:2]).astype(jnp.float32) + e
-            p = _orthogonalised(jax.lax.pmean(matrix @ q, axis_name))
-            mine = matrix.T @ p
-            factors[i] = jax.lax.pmean(mine, axis_name)
-            out[i] = (p @ factors[i].T).reshape(leaf.shape).astype(leaf.dtype)
+            p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
+            mine = _product(matrix.T, p)
+            factors[i] = jax.lax.pmean(mine, names)
+            out[i] = _product(p, factors[i].T).reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
-            residuals[i] = matrix - p @ mine.T
+            residuals[i] = matrix - _product(p, mine.T)
         factors = [
             new if isinstance(new, optax.MaskedNode) else _directions(new, old)
             for new, old in zip(factors, treedef.flatten_up_to(state.factor), strict=True)
@@ -112,7 +114,12 @@ def power_sgd(
             factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
         )
 
-    return once("power_sgd", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # By default GPUs round the factors to ten bits, and residual and update would be rounded apart.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _directions(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -136,7 +143,7 @@ def _orthogonalised(p: jax.Array) -> jax.Array:
         before = jnp.linalg.norm(column)
         for _ in range(2):  # once leaves the rounding of large projections behind
             for other in columns:
-                column = column - jnp.dot(other, column) * other
+                column = column - _product(other, column) * other
         length = jnp.linalg.norm(column)
         columns.append(jnp.where(length <= _EPSILON * before, 0, column / length))
     return jnp.stack(columns, axis=1)

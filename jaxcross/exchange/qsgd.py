@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number
+from jaxcross.exchange.parameters import check_real, whole_number
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -22,7 +21,7 @@ class QSGDState(NamedTuple):
     step: jax.Array
 
 
-def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int = 0) -> optax.GradientTransformation:
+def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.GradientTransformation:
     """The mean over ranks of leaves rounded to `norm * i / levels`, i a whole number, at random and without bias.
 
     The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
@@ -41,7 +40,8 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
         seed: Of the rounding.
 
     Raises:
-        ValueError: `levels` is no whole number that fits one byte with its sign.
+        ValueError: `levels` is no whole number that fits one byte with its sign; (when traced) a leaf is not real
+            floating-point.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -51,31 +51,34 @@ def qsgd(levels: int, axis_name: Hashable | tuple[Hashable, ...], *, seed: int =
     if levels > 127:
         raise ValueError(f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127.")
 
+    names = hops.axis_names(axis_name)
+
     def init(params: optax.Params) -> QSGDState:
         del params
         return QSGDState(step=jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: QSGDState, params: optax.Params | None = None) -> tuple[Any, QSGDState]:
         del params
+        check_real(updates, "the levels of `qsgd`")
         leaves, treedef = jax.tree.flatten(updates)
         new = QSGDState(step=jnp.asarray(optax.safe_increment(state.step)))
         if not leaves:
             return updates, new
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        rank = jax.lax.axis_index(axis_name)
+        rank = jax.lax.axis_index(names)
         coded = [
             _quantise(x, levels, jax.random.fold_in(jax.random.fold_in(key, leaf), rank))
             for leaf, x in enumerate(leaves)
         ]
-        every_unit = hops.gather(jnp.stack([unit for _, unit in coded]), axis_name)  # [P, leaves]
-        every_code = [hops.gather(code, axis_name) for code, _ in coded]
+        every_unit = hops.gather(jnp.stack([unit for _, unit in coded]), names)  # [P, leaves]
+        every_code = [hops.gather(code, names) for code, _ in coded]
         out = [
             _mean(code, every_unit[:, leaf]).reshape(x.shape).astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new
 
-    return once("qsgd", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return once("qsgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:

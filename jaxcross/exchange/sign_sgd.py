@@ -11,6 +11,7 @@ import optax
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import layout
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import check_real
 
 
 def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
@@ -30,7 +31,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         axis_name: One axis.
 
     Raises:
-        ValueError: Several axes.
+        ValueError: Several axes; (when traced) a leaf is not real floating-point.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -40,6 +41,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
 
     def elect(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
+        check_real(updates, "the votes of `sign_sgd`")
         leaves, treedef = jax.tree.flatten(updates)
         size = jax.lax.axis_size(axis)
         where = layout(updates, multiple=8 * size, dtype=jnp.float32)

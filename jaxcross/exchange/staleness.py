@@ -61,8 +61,9 @@ def bounded_stale(
     section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
     bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
+    names = hops.axis_names(axis_name)
     inner = optax.with_extra_args_support(optimizer)
-    exchange = mean(axis_name)
+    exchange = mean(names)
 
     def init(params: optax.Params) -> StaleState:
         return StaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
@@ -73,7 +74,7 @@ def bounded_stale(
         everybody, _ = exchange.update(updates, optax.EmptyState(), params)
         queue, step = state.queue, state.step
         if bound:
-            ranks = jax.lax.psum(1, axis_name)
+            ranks = jax.lax.psum(1, names)
             late = jax.tree.map(lambda q: q[step], queue)
             own = jax.tree.map(lambda g, q: g.astype(q.dtype) / ranks, updates, late)
             others = jax.tree.map(lambda x, mine: x.astype(mine.dtype) - mine, everybody, own)
@@ -83,7 +84,7 @@ def bounded_stale(
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return once("bounded_stale", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return once("bounded_stale", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def asynchronous(
@@ -162,7 +163,8 @@ def _table(delays: Any) -> np.ndarray:
     rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else [list(row) for row in rows]
     flat = [d for row in rows for d in row]
     ragged = len({len(row) for row in rows}) != 1
-    if ragged or not flat or not all(isinstance(d, int | np.integer) and d >= 0 for d in flat):
+    counts = all(isinstance(d, int | np.integer) and not isinstance(d, bool) and d >= 0 for d in flat)
+    if ragged or not flat or not counts:
         raise ValueError(
             f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 on, one for all,"
             " one a rank, or rows of one a rank."

@@ -33,7 +33,7 @@ class TopKState(NamedTuple):
 
 def top_k(
     density: float,
-    axis_name: Hashable | tuple[Hashable, ...],
+    axis_name: hops.AxisName,
     *,
     selection: Selection = "auto",
     error_feedback: bool = True,
@@ -99,6 +99,11 @@ def top_k(
             ' before any axis is bound, so name two axes and the inner one\'s ranks: `axis_name=("node", "local"),'
             " local_size=8`."
         )
+    if not hierarchical and local_size is not None:
+        raise ValueError(
+            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: every rank would send to'
+            ' every other one. Write `pattern="hierarchical"`, or leave `local_size` out.'
+        )
     inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
     across = names[:1] if hierarchical else names
 
@@ -154,7 +159,7 @@ def top_k(
         out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
         return out, list(rests) if error_feedback else []
 
-    return once("top_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

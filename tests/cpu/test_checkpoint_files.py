@@ -120,6 +120,14 @@ def test_plain_states_hold_nothing_of_one_rank_s_own():
     assert own_leaves({"residual": jnp.zeros(3), "dense": jnp.zeros(3)}) == []
 
 
+@pytest.mark.parametrize("name", ["residual", "queue", "worker_residual", "server_residual"])
+def test_a_user_s_only_parameter_may_be_called_as_an_exchange_calls_its_own(name):
+    params = {name: {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}}
+    assert own_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
+    model = nnx.Dict(**{name: nnx.Linear(3, 2, rngs=nnx.Rngs(0))})
+    assert own_leaves(nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]) == []
+
+
 def test_every_exchange_that_keeps_residuals_is_known():
     kinds: list[Any] = [
         kind

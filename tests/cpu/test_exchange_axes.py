@@ -49,6 +49,7 @@ def test_two_axes_as_one(row: Row) -> None:
     "make",
     [
         lambda: exchange.mean(("a", "a")),
+        lambda: exchange.mean(["a", "b", "a"]),
         lambda: exchange.mean(("a", "a"), pattern="hierarchical"),
         lambda: exchange.top_k(0.1, ("a", "a"), pattern="hierarchical", local_size=2),
         lambda: exchange.local_sgd(optax.sgd(0.1), ("a", "b", "a"), every=2),

@@ -12,6 +12,7 @@ import optax
 import pytest
 from exchange_ranks import RANKS, normal, on_ranks, states
 
+from jaxcross import _jax_compat as compat
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
@@ -93,6 +94,24 @@ def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: flo
     assert not jnp.any(updates) and not jnp.any(state.residual)
     updates, _ = step(grads, state)
     np.testing.assert_allclose(updates[0] / scale, one / scale, rtol=1e-3)
+
+
+def precisions(jaxpr: Any) -> list[Any]:
+    """Of all products, also in what a jaxpr calls."""
+    found = []
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        found += [eqn.params["precision"]] if eqn.primitive.name == "dot_general" else []
+        for sub in compat.sub_jaxprs(eqn):
+            found += precisions(sub)
+    return found
+
+
+def test_power_sgd_makes_all_products_in_full_float32() -> None:
+    """As GPUs do not unless they are told to."""
+    tx = power_sgd(3, "batch")
+    made = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g)), axis_env=[("batch", RANKS)])(jnp.ones((30, 20)))
+    # The four of a step, and two for each pair of columns.
+    assert precisions(made) == [(jax.lax.Precision.HIGHEST,) * 2] * (4 + 2 * 3)
 
 
 def test_power_sgd_refuses() -> None:

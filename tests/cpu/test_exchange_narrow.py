@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from exchange_row import Row
 from exchange_table import TABLE, params
 
 from jaxcross import _jax_compat as compat
 from jaxcross.exchange import hops
+from jaxcross.exchange.federated_average import federated_average
 
 # The plain mean sends what it rounds and does not read it again.
 ROWS = [row for row in TABLE if "bfloat16" in row.name and row.name != "mean, bfloat16"]
@@ -60,6 +62,21 @@ def test_what_is_not_narrower_is_left_alone() -> None:
     for x, dtype in ((jnp.ones(2), jnp.float32), (jnp.arange(2), jnp.int32), (jnp.ones(2, jnp.bfloat16), jnp.float32)):
         found = str(jax.make_jaxpr(lambda v, d=dtype: hops.narrow(v, d))(x))
         assert "reduce_precision" not in found
+
+
+@pytest.mark.parametrize(("ranks", "weights"), [(3, None), (3, [1, 2, 4]), (7, None)])
+def test_parameters_of_sixteen_bits_that_all_ranks_share_are_their_average(ranks: int, weights: Any) -> None:
+    """Parts of the average are not rounded to 16 bits before they are added."""
+    tx = federated_average(optax.identity(), "batch", every=1, weights=weights)
+    # As many as there are from 2 to 4, and one of another size.
+    for dtype, bits in ((jnp.bfloat16, 7), (jnp.float16, 10)):
+        params = jnp.append(2 + jnp.arange(1 << bits) / (1 << (bits - 1)), 0.00302).astype(dtype)
+
+        def step(p: Any) -> Any:
+            return optax.apply_updates(p, tx.update(jnp.zeros_like(p), tx.init(p), p)[0])
+
+        many = jnp.stack([params] * ranks)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(step, axis_name="batch"))(many), many)
 
 
 def conversions(jaxpr: Any) -> Iterator[str]:

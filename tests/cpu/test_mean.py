@@ -54,6 +54,16 @@ def test_several_axes():
     assert (jax.vmap(step, axis_name="a")(grads) == grads.mean()).all()
 
 
+@pytest.mark.parametrize("pattern", ["auto", "ring", "tree"])
+def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
+    grads = jnp.full((8, 16), 1e4)
+    assert jnp.isinf(over_ranks(mean("batch", jnp.float16, pattern=pattern), grads)).all()
+    assert jnp.allclose(over_ranks(mean("batch", jnp.bfloat16, pattern=pattern), grads), 1e4, rtol=1e-2)
+    # That is the price of keeping what is small: divided by 8 before it is rounded, this would be 0.
+    small = jnp.full((8, 16), 2.0**-24)
+    assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
+
+
 def test_a_wire_type_must_be_a_float():
     with pytest.raises(ValueError, match=r"^`wire_dtype` is int8: gradients need a floating-point type on the wire"):
         mean("batch", jnp.int8)
