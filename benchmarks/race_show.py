@@ -73,7 +73,7 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     rows = [{**row, "over_reference": over_reference(row, rows) or 0.0} for row in rows]
     rates = list(dict.fromkeys(row["rate"] for row in sorted(rows, key=lambda row: row["rate_bits_per_s"])))
     shown = {rate: _shown([row for row in rows if row["rate"] == rate], result["runs"]) for rate in rates}
-    rivals = list(dict.fromkeys(row["rival"] for row in rows if row["rival"] in shown[row["rate"]]))
+    rivals = [name for name in RIVALS if any(name in shown[rate] for rate in rates)]
     panels = (
         ("s_per_job_step", 1.0, "s a job-step"), ("over_reference", 1.0, "T / jaxcross's T"),
         ("efficiency", 1.0, "bound / T"), ("hidden_share", 1.0, "hidden share"), ("cpu_s", 1.0, "CPU s a job-step"),
@@ -100,7 +100,7 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
             axis.axhline(1.0, color="black", lw=0.8, linestyle="dashed")
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(rates))
     axes[0].set_title(f"case `{case}`: bounds as lines, with the exchange's tax dotted")
     axes[-1].set_xticks(range(len(rivals)), rivals, rotation=30, ha="right")
     figure.savefig(path, dpi=110)

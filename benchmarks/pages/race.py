@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from race_show import over_reference
-from rivals.cases import RIVALS
+from rivals.cases import RIVALS, rivals_of
 
 from pages import Read, Table
 
@@ -39,39 +40,59 @@ def race(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
 def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
     """Of `CASE[:N],...`: jaxcross's ways against their bounds and the best of the others, a row a rate and way.
 
-    *Over* is how many times as fast it is as the one of them with the least T, and in brackets that of each repeat.
+    Of all the case's runs with as many steps as the latest: the median over their repeats, and the least and the most.
+    A repeat is held against the fastest of its own run, where all of a kind took part.
     """
-    yield ("jobs", "rate", "way", "bound / T", "with tax", "over `fused`", "over the best of JAX's",
+    yield ("jobs", "rate", "way", "repeats", "bound / T", "with tax", "over `fused`", "over the best of JAX's",
            "over the best DDP", "the same of T / own c")  # fmt: skip
     for argument in arguments.split(","):
-        for rate in dict.fromkeys(row["rate"] for row in _rows(read, argument)):
-            rows = {row["rival"]: row for row in _rows(read, argument, rate)}
-            others = [row for name, row in rows.items() if RIVALS[name].team != "crossed"]
-            for name in [name for name in WAYS if name in rows]:
-                row, alike = rows[name], [row for row in others if RIVALS[row["rival"]].wire == RIVALS[name].wire]
-                jax, torch = (
-                    [row for row in alike if RIVALS[row["rival"]].framework == each] for each in ("jax", "torch")
-                )
-                yield (
-                    argument.split(":")[0], rate, name, f"{row['efficiency']:.2f}", f"{row['efficiency_with_tax']:.2f}",
-                    _over(row, [row for row in jax if row["rival"] == "fused"]), _over(row, jax), _over(row, torch),
-                    _over(row, torch, own=True),
-                )  # fmt: skip
+        case, found = argument.split(":")[0], raced_alike(read, argument)
+        for rate, name in itertools.product(RATES, WAYS):
+            at_rate = [row for row in found if row["rate"] == rate]
+            own = [row for row in at_rate if row["rival"] == name]
+            if not own:
+                continue
+            alike = [r for r in rivals_of(case) if r.team != "crossed" and r.wire == RIVALS[name].wire]
+            jax, torch = ({r.name for r in alike if r.framework == each} for each in ("jax", "torch"))
+            yield (
+                case, rate, name, str(sum(len(row["raw"]) for row in own)),
+                *(_middle([row[key] for row in own]) for key in ("efficiency", "efficiency_with_tax")),
+                *(_middle(_over(at_rate, name, others)) for others in ({"fused"} & jax, jax, torch)),
+                _middle(_over(at_rate, name, torch, own_c=True)),
+            )  # fmt: skip
 
 
-def _over(row: dict[str, Any], others: list[dict[str, Any]], *, own: bool = False) -> str:
-    """The least T of others over the row's; with `own`, both over what their framework computes in that repeat."""
-    if not others:
-        return ""
+def raced_alike(read: Read, argument: str) -> list[dict[str, Any]]:
+    """Rows of the case's runs, or of its N-th alone, that have as many steps as the latest of them."""
+    runs, rows = read("race")["runs"], _rows(read, argument)
+    steps = runs[max(row["run"] for row in rows)]["steps"]
+    return [row for row in rows if runs[row["run"]]["steps"] == steps]
+
+
+def _over(rows: list[dict[str, Any]], name: str, others: set[str], *, own_c: bool = False) -> list[float]:
+    """T of the fastest of others over that of `name`, in each repeat of the runs that have all of them; with `own_c`
+    both over what their framework computes in that repeat.
+    """
 
     def took(row: dict[str, Any]) -> list[float]:
-        return [raw["s_per_job_step"] / (statistics.fmean(raw["c_s"]) if own else 1) for raw in row["raw"]]
+        return [raw["s_per_job_step"] / (statistics.fmean(raw["c_s"]) if own_c else 1) for raw in row["raw"]]
 
-    best = min(map(took, others), key=statistics.median)
-    each = [theirs / ours for theirs, ours in zip(best, took(row), strict=False)]  # who failed later has fewer
-    low, high = f"{min(each):.2f}", f"{max(each):.2f}"
-    whole = statistics.median(best) / statistics.median(took(row))
-    return f"{whole:.2f}" + (f" ({low} to {high})" if low < high else "")
+    found: list[float] = []
+    for run in dict.fromkeys(row["run"] for row in rows):
+        seconds = {row["rival"]: took(row) for row in rows if row["run"] == run}
+        if others and others | {name} <= seconds.keys():
+            best = min((seconds[other] for other in others), key=statistics.median)
+            # who failed in a later repeat has fewer
+            found += [theirs / ours for theirs, ours in zip(best, seconds[name], strict=False)]
+    return found
+
+
+def _middle(values: list[float]) -> str:
+    """Median, and the smallest and largest of several."""
+    if not values:
+        return ""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return f"{statistics.median(values):.2f}" + (f" ({low} to {high})" if low < high else "")
 
 
 def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import pages.race
 import tables as tables_script
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,8 @@ def test_a_table_whose_result_is_not_kept_yet_is_left_out(tmp_path: Path) -> Non
 
 
 def test_every_kept_result_has_its_place() -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    marks = set(tables_script.MARK.findall(pages))
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    marks = set(tables_script.MARK.findall(text))
     shown = set()
 
     def read(name: str) -> dict[str, Any]:
@@ -44,13 +45,15 @@ def test_every_kept_result_has_its_place() -> None:
     for name, argument in marks:
         tables_script.table(read, name, argument)
     elsewhere = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} - shown
-    named = {name for name in elsewhere if f"results/{name}.json" in pages}
+    named = {name for name in elsewhere if f"results/{name}.json" in text}
     assert elsewhere == named, "neither a table shows it nor a page names it"
     kept = json.loads((ROOT / "benchmarks" / "results" / "race.json").read_text())["rows"]
     runs = {case: sorted({r["run"] for r in kept if r["case"] == case}) for case in {r["case"] for r in kept}}
     tables = set()
     for case, rate, *nth in (argument.split(":") for name, argument in marks if name == "race"):
         tables |= {(case, rate, run) for run in ([runs[case][int(nth[0]) - 1]] if nth else runs[case])}
+    for argument in ",".join(argument for name, argument in marks if name == "race-verdicts").split(","):
+        tables |= {(r["case"], r["rate"], r["run"]) for r in pages.race.raced_alike(read, argument)}
     assert tables >= {(r["case"], r["rate"], r["run"]) for r in kept}
 
 
@@ -73,3 +76,25 @@ def test_the_choice_of_an_exchange_is_by_what_was_measured() -> None:
     _, *rows = tables_script.TABLES["choose"](read, "")
     lacking = {row[0] for row in rows if "-" in (*row[2].split(", "), *row[3].split(", "))}
     assert lacking == {"`ParameterServer`"}, "of which no accuracy is measured"
+
+
+def test_a_repeat_is_held_against_the_fastest_of_its_own_run() -> None:
+    """And only where all of a kind took part; of the runs that have as many steps as the latest."""
+
+    def row(run: int, rival: str, *seconds: float, c: float = 1.0) -> dict[str, Any]:
+        raw = [{"s_per_job_step": s, "c_s": [c, c]} for s in seconds]
+        facts = {"case": "two", "rate": "balanced", "efficiency": 0.5 + run / 10, "efficiency_with_tax": 0.9}
+        return {**facts, "run": run, "rival": rival, "raw": raw}
+
+    everybody = {"fused": (4.0, 4.0), "fused-k": (3.0, 3.2), "gloo": (5.0, 5.0), "gloo-k": (3.5, 2.8)}
+    rows = [row(0, "crossover", 9.0), row(0, "fused", 1.0)]  # of fewer steps
+    rows += [row(1, "crossover", 2.0, 2.0), *(row(1, name, *seconds) for name, seconds in everybody.items())]
+    rows += [row(1, "ddp", 2.2, 2.0, c=0.5), row(1, "ddp-k", 2.4, 2.4, c=0.5)]
+    rows += [row(2, "crossover", 1.0), row(2, "fused", 3.0)]
+    found = {"rows": rows, "runs": [{"steps": 4}, {"steps": 8}, {"steps": 8}]}
+    _, verdict = pages.race.race_verdicts(lambda _: found, "two")
+    # 3.0 and 3.2 in the first run (3.15 of gloo-k's is more), 4.0 of 2.0, twice, and 3.0 of 1.0
+    assert verdict == (
+        "two", "balanced", "crossover", "3", "0.65 (0.60 to 0.70)", "0.90", "2.00 (2.00 to 3.00)",
+        "1.55 (1.50 to 1.60)", "1.05 (1.00 to 1.10)", "2.10 (2.00 to 2.20)",
+    )  # fmt: skip
