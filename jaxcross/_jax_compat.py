@@ -6,6 +6,7 @@ else builds and reads jaxprs through the functions below and never asks for a cl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.extend import core as _excore
+from jax.extend import random as _exrandom
 from jax.interpreters import partial_eval
 
 Var = _excore.Var
@@ -30,6 +32,8 @@ Literal = _excore.Literal
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
+_PRNGImpl = type(_exrandom.threefry_prng_impl)
+_generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs  # whose module has moved between versions
 
 
 def compilation_cache_dir() -> Path | None:
@@ -200,6 +204,15 @@ def weakly_typed(array: jax.Array) -> jax.Array:
     """The array as JAX makes it of Python numbers: beside another type it gives way."""
     weak: Any = _lax._convert_element_type(array, weak_type=True)
     return weak
+
+
+def generator_name(value: Any) -> str | None:
+    """The name by which JAX knows a generator of random bits, in every process; None for anything else.
+
+    One that was handed to JAX (`jax.extend.random.define_prng_impl`) has none: others may be called the same.
+    """
+    known = isinstance(value, _PRNGImpl) and _generators.get(value.name) is value
+    return value.name if known else None
 
 
 def is_jaxpr(value: Any) -> bool:

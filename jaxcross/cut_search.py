@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,6 +35,52 @@ _WORTH = 0.99  # a finer cut must save more than measurements scatter
 Together = Callable[[str, Callable[[Any], Any]], Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """What is known of how a step is to be cut, before it runs; all but `key` the same on every rank.
+
+    Attributes:
+        key: Of the step, on this rank.
+        ran: Into how many pieces this job cut it before a restart. Another cut may round otherwise, and a run that is
+            resumed goes on bit for bit. None if that is not known, or not the same on all ranks.
+        before: Likewise, what ran first in this process.
+        first: Nothing did, on no rank.
+        kept: What JAX's folder of compiled programs tells: a number of pieces, and the seconds of an uncut step.
+    """
+
+    key: str
+    ran: int | None
+    before: int | None
+    first: bool
+    kept: tuple[int, float] | None
+
+
+def key_of(program: Program, world: World) -> str:
+    """What tells this rank's step, its machine and its neighbours from others, also in later runs."""
+    return f"{program.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
+
+
+def recall(key: str, *, together: Together, ran: int | None = None, before: int | None = None) -> Recalled:
+    """Brings together what the ranks know: their shapes, neighbours and files may differ. Waits for all ranks.
+
+    Args:
+        key: See `key_of`.
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
+        ran: As this rank knows it; see `Recalled`.
+        before: Likewise.
+    """
+    if ran is not None and not 0 <= ran <= max(PIECES):
+        ran = None
+    own = json.dumps([ran, before, _Book(key).read()])
+    told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
+    (ran, before, kept), first = told[0], all(each[1] is None for each in told)
+    if any(each[0] != ran for each in told):
+        ran = None
+    if any(each[1] != before for each in told):
+        before = None
+    return Recalled(key=key, ran=ran, before=before, first=first, kept=None if kept is None else (kept[0], kept[1]))
+
+
 def search(
     traced: Traced,
     leaves: Sequence[Any],
@@ -42,7 +89,7 @@ def search(
     cut: Callable[[int], Program],
     build: Callable[[Program], Compiled],
     together: Together,
-    found: dict[str, int],
+    recalled: Recalled,
 ) -> tuple[int, Compiled]:
     """The number of pieces and the executables of the fastest of a few cuts.
 
@@ -61,28 +108,21 @@ def search(
         world: All ranks.
         cut: Number of pieces -> program.
         build: Program -> executables, once all ranks have agreed on it.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
-        found: What the job found before, by program, as its checkpoints tell; the same on every rank. Added to. Such a
-            cut is taken untimed: another one may round otherwise, and a run that is resumed goes on bit for bit.
+        together: As for `recall`; called once for every step that is tried.
+        recalled: What `recall` says.
     """
     whole = cut(1)
-    key = f"{whole.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
-    book = _Book(key)
-    if 1 <= found.get(key, 0) <= max(PIECES):
-        return found[key], build(cut(found[key]))
 
     def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
-        return together(f"cut {n}", lambda control: _race((best, rival), traced, leaves, world, control))
+        return _race((best, rival), traced, leaves, world, together, f"cut {n}")
 
-    known = together("cut", lambda control: json.loads(control.allgather_text(json.dumps(book.read()))[0]))
     best = build(whole)
-    if known is not None:
-        pieces, before = known
+    if recalled.kept is not None:
+        pieces, before = recalled.kept
         kept = best if pieces == 1 else build(cut(pieces))
         old, new = race(pieces, best, kept)
         alike = max(old, before) <= _ALIKE * min(old, before)
         if alike and (kept is best or new <= old):
-            found[key] = pieces
             return pieces, kept
         _log.warning(
             "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s, and"
@@ -110,9 +150,8 @@ def search(
         gain = first / new
         if gain < 1:
             best, pieces, gain = uncut, 1, 1.0
-    found[key] = pieces
     if world.rank == 0 and first is not None:
-        book.write(pieces, first)
+        _Book(recalled.key).write(pieces, first)
         _log.warning(
             "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
             " %.0f s).",
@@ -123,22 +162,32 @@ def search(
 
 
 def _race(
-    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, control: Any
-) -> tuple[float, float]:
-    """Seconds a step of both, in turn: the best of each, on the slowest rank."""
+    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
+    label: str,
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds a step of both, in turn: the best of each, on the slowest rank.
+
+    The ranks meet for each step anew: the watchdog has as much patience with each as with any other wait.
+    """
     times: list[list[int]] = [[], []]
     for turn in range(_WARM_UP + _STEPS):
         for compiled, found in zip(rivals, times, strict=True):
-            own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
-            jax.block_until_ready(own)
-            control.allreduce_min(np.zeros(1, np.int64))  # all begin together
-            start = time.perf_counter_ns()
-            jax.block_until_ready(run_alone(world, compiled, own, 0))
-            elapsed = time.perf_counter_ns() - start
+            elapsed = together(label, lambda control, its=compiled: _time(its, traced, leaves, world, control))
             if turn >= _WARM_UP:
                 found.append(elapsed)
-    slowest = -control.allreduce_min(np.array([-min(found) for found in times], np.int64))
+    best = np.array([-min(found) for found in times], np.int64)
+    slowest = -together(label, lambda control: control.allreduce_min(best))
     return float(slowest[0]) / 1e9, float(slowest[1]) / 1e9
+
+
+def _time(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Any) -> int:
+    """Nanoseconds of one step on copies."""
+    own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
+    jax.block_until_ready(own)
+    control.allreduce_min(np.zeros(1, np.int64))  # all begin together
+    start = time.perf_counter_ns()
+    jax.block_until_ready(run_alone(world, compiled, own, 0))
+    return time.perf_counter_ns() - start
 
 
 class _Book:

@@ -52,8 +52,9 @@ def crossover(
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
             the number that takes least time, tried on copies at the first call and told; beside other jobs, which hide
-            the exchange anyway, one segment per 25 MB, 8 at most. The cut decides the last bits of results: to repeat a
-            run, write the number that was found, or keep it (`jax_compilation_cache_dir`).
+            the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the
+            last bits of results: to repeat a run, write the number that was found. What is kept from run to run
+            (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
         bucket_bytes: Exchanges smaller than this share buffers up to this size.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
             numbers count from the last positional argument of a call, here as below.

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jaxcross.cut_search import search
+from jaxcross.cut_search import Recalled, Together, key_of, recall, search
 from jaxcross.errors import ExchangeError
-from jaxcross.program.agreement import disagreement
+from jaxcross.program.agreement import different_calls, disagreement
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
@@ -32,16 +33,23 @@ _log = logging.getLogger("jaxcross")
 
 @dataclass(slots=True)
 class Variant:
-    """A traced step, its program and its executables; with a `cond` that the host decides, one child a branch.
+    """A traced step, its programs and their executables; with a `cond` that the host decides, one child a branch.
+
+    Under `cut="auto"` jobs may run it cut in unlike ways, each in one way for good. Their threads come here in an order
+    of each rank's own: how a job's is cut follows from what all ranks say of that job, not from what another one left.
 
     Attributes:
         traced: The step for one set of argument types.
         cut, bucket_bytes: As given to `crossover`.
         told: Loops whose exchanges were spoken of; shared by all variants of a step.
-        pieces: What `cut="auto"` found without a job, by `signature`: a number and its program's signature. Shared by
-            all variants of a step, since shapes may change on one rank alone, and the others would not come to search.
-        leaves: Arguments to compile for; dropped then.
+        pieces: Into how many `cut="auto"` cut the step first in this process, 0 for `default`, and that program's
+            signature; by `signature`. Shared by all variants of a step, since shapes may change on one rank alone, and
+            the others would not come to search.
+        leaves: Arguments to try cuts on; dropped once one was chosen.
         world: Whose communicators and executables.
+        program: What the latest call ran; `default` before that.
+        default: As `cut` says, under `"auto"` beside other jobs.
+        compiled: By number of pieces; 0: `default`.
     """
 
     traced: Traced
@@ -49,22 +57,32 @@ class Variant:
     bucket_bytes: int
     told: set[str]
     pieces: dict[int, tuple[int, int]]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...] | None
     world: World
     children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
-    compiled: Compiled | None = None
-    signature: int | None = field(init=False, default=None)  # of the program before `auto` has searched
+    default: Program = field(init=False, repr=False, compare=False)
+    signature: int = field(init=False, repr=False, compare=False)  # of `default`
+    kinds: tuple[Any, ...] = field(init=False, default=())  # to compile for: `leaves` without their values
+    chooses: bool = field(init=False, default=False)  # whether there is a cut to choose
+    compiled: dict[int, Compiled] = field(init=False, default_factory=dict)
+    alone: Compiled | None = field(init=False, default=None)  # chosen outside a runner
+    of_job: WeakKeyDictionary[runtime.JobContext, Compiled] = field(init=False, default_factory=WeakKeyDictionary)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        leaves, self.leaves = self.leaves or (), None
         if self.traced.undecided is not None:
-            self.predicate, self.leaves = _on_host(self.traced.undecided), ()
+            self.predicate = _on_host(self.traced.undecided)
             return
-        self.program = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
-        self.signature = self.program.exchange_hash()
-        _advise(self.program, self.told)
+        program = self.program = self.default = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
+        self.signature = program.exchange_hash()
+        self.kinds = _without_values(self.traced, leaves)
+        self.chooses = self.cut == "auto" and any(not program.silent(s) for s in program.collectives)
+        if self.chooses:
+            self.leaves = leaves
+        _advise(program, self.told)
 
     def choose(self, leaves: Sequence[Any]) -> Variant:
         """The node whose program these arguments run."""
@@ -86,9 +104,8 @@ class Variant:
         Raises:
             ExchangeError: They are not; on every rank.
         """
-        assert self.program is not None
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
-        agree_alone(self.world, self.program, call, by_call=bool(self.traced.choices))
+        agree_alone(self.world, self.default, call, by_call=bool(self.traced.choices))
 
     def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
         """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
@@ -96,29 +113,76 @@ class Variant:
         The ranks agree (without a job: by `agree`) before anything is compiled. Jobs agree each for themselves, making
         their communicators: which of two like jobs compiles first may differ between ranks.
         """
-        program = self.program
-        assert program is not None
-        if job is not None:
-            self._agree_in(job, program)
-        if self.compiled is not None:
-            return self.compiled
-        if self.cut == "auto" and (job is None or job.sole) and any(not program.silent(s) for s in program.collectives):
-            if job is not None or (known := self._known()) is None:
-                return self._search(job)
-            self.program = program = known
-        with self._compiling(job, program.name), self.lock:
-            compiled = self.compiled or program.compile(self.leaves, cache=self.world.executables)
-            self.compiled, self.leaves = compiled, ()
+        if not self.chooses:
+            if job is not None:
+                self._agree_in(job, self.default)
+            compiled = self.compiled.get(0) or self._compile(job, 0, self.default)
+        elif job is None:
+            compiled = self.alone = self.alone or self._choose_alone()
+        elif (known := self.of_job.get(job)) is not None:
+            compiled = known
+        else:
+            compiled = self.of_job[job] = self._choose_in(job)
+        self.program = compiled.program
         return compiled
 
-    def _known(self) -> Program | None:
-        """The cut that was found for other shapes, if the exchanges are the same."""
-        assert self.signature is not None
+    def _choose_alone(self) -> Compiled:
+        """What runs outside a runner, for good. Waits for all ranks, unless they know."""
+        known = self._known()
+        if known is not None or self.leaves is None:
+            compiled = self._compile(None, *(known or (0, self.default)))
+        else:
+            together: Together = lambda _, work: work(self.world.control)  # noqa: E731
+            recalled = recall(key_of(self.default, self.world), together=together)
+            pieces, compiled = self._search(None, self.leaves, together, recalled)
+            self.pieces[self.signature] = pieces, compiled.program.exchange_hash()
+        self.leaves = None
+        return compiled
+
+    def _known(self) -> tuple[int, Program] | None:
+        """The cut that was chosen before, perhaps for other shapes, if the exchanges are the same."""
         if (found := self.pieces.get(self.signature)) is None:
             return None
         pieces, signature = found
-        program = self.traced.cut(pieces, bucket_bytes=self.bucket_bytes)
-        return program if program.exchange_hash() == signature else None
+        program = self._program(pieces)
+        return (pieces, program) if program.exchange_hash() == signature else None
+
+    def _choose_in(self, job: runtime.JobContext) -> Compiled:
+        """What a job runs for all of its steps: the same cut on every rank. Waits for all ranks."""
+        self._agree_in(job, self.default)
+        # Before they meet again: a job that joins in that meeting may be here before this one goes on.
+        leaves, (before, _) = self.leaves or (), self.pieces.get(self.signature, (None, 0))
+        key = key_of(self.default, self.world)
+        recalled = recall(key, together=job.together, ran=job.cuts.get(key), before=before)
+        sole = job.sole  # in that meeting, hence the same on all ranks
+        pieces = recalled.ran if recalled.ran is not None else recalled.before if sole else 0
+        if pieces is None and recalled.first:
+            pieces, compiled = self._search(job, leaves, job.together, recalled)
+        else:
+            pieces = pieces or 0
+            program = self._program(pieces)
+            self._agree_in(job, program)
+            compiled = self._compile(job, pieces, program)
+        # At most one job of a run is sole and the first. So what stays here is the same on ranks where jobs come in
+        # unlike orders.
+        if sole and recalled.first:
+            self.pieces[self.signature] = pieces, compiled.program.exchange_hash()
+        else:
+            self.pieces.setdefault(self.signature, (0, self.signature))
+        job.cuts[key], self.leaves = pieces, None
+        return compiled
+
+    def _program(self, pieces: int) -> Program:
+        if pieces == 0:
+            return self.default
+        known = self.compiled.get(pieces)
+        return known.program if known else self.traced.cut(pieces, bucket_bytes=self.bucket_bytes)
+
+    def _compile(self, job: runtime.JobContext | None, pieces: int, program: Program) -> Compiled:
+        with self._compiling(job, program.name), self.lock:
+            if (compiled := self.compiled.get(pieces)) is None:
+                compiled = self.compiled[pieces] = program.compile(self.kinds, cache=self.world.executables)
+        return compiled
 
     @contextmanager
     def _compiling(self, job: runtime.JobContext | None, name: str) -> Iterator[None]:
@@ -141,8 +205,10 @@ class Variant:
 
             job.together(label, agree)
 
-    def _search(self, job: runtime.JobContext | None) -> Compiled:
-        """The fastest cut: measured, where nothing else runs beside this step."""
+    def _search(
+        self, job: runtime.JobContext | None, leaves: Sequence[Any], together: Together, recalled: Recalled
+    ) -> tuple[int, Compiled]:
+        """The fastest cut: measured. Nothing else runs beside this step as that begins."""
         world = self.world
 
         def build(program: Program) -> Compiled:
@@ -151,19 +217,12 @@ class Variant:
             else:
                 agree_alone(world, program, call=0)
             with self._compiling(job, program.name):
-                return program.compile(self.leaves, cache=world.executables)
+                return program.compile(self.kinds, cache=world.executables)
 
-        pieces, self.compiled = search(
-            self.traced, self.leaves, world=world, build=build,
-            cut=lambda pieces: self.traced.cut(pieces, bucket_bytes=self.bucket_bytes),
-            together=(lambda _, work: work(world.control)) if job is None else job.together,
-            found={} if job is None else job.cuts,
-        )  # fmt: skip
-        self.program, self.leaves = self.compiled.program, ()
-        if job is None:
-            assert self.signature is not None
-            self.pieces[self.signature] = pieces, self.program.exchange_hash()
-        return self.compiled
+        pieces, compiled = search(
+            self.traced, leaves, world=world, cut=self._program, build=build, together=together, recalled=recalled
+        )
+        return pieces, self.compiled.setdefault(pieces, compiled)
 
 
 def agree_alone(world: World, program: Program, call: int, *, by_call: bool = False) -> None:
@@ -187,11 +246,7 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
             told = [t.partition("\n") for t in world.control.allgather_text(f"{call}\n{program.exchange_signature()}")]
             texts = [text for *_, text in told]
             if len(set(texts)) == 1:
-                calls = ", ".join(f"rank {rank} in call {number}" for rank, (number, *_) in enumerate(told))
-                raise ExchangeError(
-                    f"`{program.name}` takes a branch with exchanges at different calls: {calls}. What decides it must"
-                    " be the same on every rank: look at counters in the states that ranks started from."
-                )
+                raise ExchangeError(different_calls(program.name, [f"call {number}" for number, *_ in told]))
             raise ExchangeError(disagreement(program.name, texts))
 
 
@@ -206,6 +261,14 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[Any]], int]:
         return min(max(int(index), 0), undecided.branches - 1)
 
     return predicate
+
+
+def _without_values(traced: Traced, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a program is compiled for. It may be so long after the arrays themselves were donated."""
+    places = [x.sharding if isinstance(x, jax.Array) and x.committed else None for x in leaves]
+    return tuple(
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p) for a, p in zip(traced.in_avals, places, strict=True)
+    )
 
 
 def _advise(program: Program, told: set[str]) -> None:

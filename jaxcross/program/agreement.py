@@ -36,3 +36,17 @@ def disagreement(name: str, signatures: Sequence[str]) -> str:
         f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
         "All ranks must trace the same step with the same shapes; look for a branch on the rank, or unequal batches."
     )
+
+
+def different_calls(name: str, calls: Sequence[str]) -> str:
+    """The message of an `ExchangeError` for ranks that make the same exchanges, but in different steps.
+
+    Args:
+        name: The step, or its job.
+        calls: Of each rank, which call it is: `call 3`.
+    """
+    said = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
+    return (
+        f"`{name}` takes a branch with exchanges at different calls: {said}. What decides it must be the same on every"
+        " rank: look at counters in the states that ranks started from."
+    )

@@ -17,7 +17,9 @@ from jaxcross.program.segments import Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})  # hold rules of derivatives that have been taken already
+# They hold functions for derivatives that have been taken already: rules, and what to save for them. What they compute
+# is in their jaxprs.
+_DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +63,11 @@ def _unprinted(value: Any) -> Iterator[Any]:
         yield from map(_content, consts)
         for eqn in inner.eqns:
             yield from (_content(a.val) for a in eqn.invars if isinstance(a, compat.Literal) and np.ndim(a.val))
-            known = compat.sub_jaxprs(eqn) if eqn.primitive.name in _CUSTOM else eqn.params.values()
+            known = compat.sub_jaxprs(eqn) if eqn.primitive.name in _DERIVED else eqn.params.values()
             for param in known:
                 yield from _unprinted(param)
+    elif (name := compat.generator_name(value)) is not None:  # a tuple of functions, printed as a tag of a few letters
+        yield name.encode()
     elif isinstance(value, tuple | list | set | frozenset):
         for item in value:
             yield from _unprinted(item)

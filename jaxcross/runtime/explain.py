@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.program.agreement import disagreement
+from jaxcross.program.agreement import different_calls, disagreement
 
 _LONGEST = 4000  # of what one rank tells all others of an exception
 
@@ -38,15 +38,15 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "
                 "them committed; other jobs go on."
             )
-    if all(kind == "step" for kind, _ in parts):
-        signatures = [body.partition("\n")[2] for _, body in parts]
+    kinds = {kind for kind, _ in parts}
+    heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
+    alike = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
+    if alike and len(set(signatures)) > 1:
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
-    if all(kind == "sync" for kind, _ in parts) and len({body.partition("\n")[0] for _, body in parts}) == 1:
-        signatures = [body.partition("\n")[2] for _, body in parts]
-        return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
+    if kinds == {"step"}:
+        return ExchangeError(f"Job {different_calls(job, [head.removeprefix('called ') for head in heads])}")
     lines = [body.splitlines()[0] if body else "was busy" for _, body in parts]
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
-    kinds = {kind for kind, _ in parts}
     shapes = (
         " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "
         "its first call with them is agreed on anew: change them on all ranks at once."

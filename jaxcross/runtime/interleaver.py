@@ -228,7 +228,10 @@ class Interleaver:
         mine.calls += 1
         mine.call = LocalCall(number=mine.calls, outline=outline)
         text = f"called step {self.step(job) + 1}\n{outline.text}"
-        point = Point("step", point_hash("step", outline.signature), text) if outline.collectives else None
+        point = None
+        if outline.collectives:
+            # With the steps since the last common one: ranks that exchange alike at unlike calls would mix their steps.
+            point = Point("step", point_hash("step", outline.signature, mine.ahead), text)
         self._wait_at(job, point)
 
     def _wait_at(self, job: int, point: Point | None) -> None:

@@ -1,9 +1,14 @@
-"""The search for the fastest cut: what it tries, when it stops, what it keeps. Times are given, not measured."""
+"""The search for the fastest cut: what it tries, when it stops, what it keeps. Times are given, not measured.
+
+And who runs which cut: jobs beside one another, after a restart, on ranks that know unlike things.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcross import cut_search
+from jaxcross import cut_search, variant
+from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing import FakeControl
+from jaxcross.testing import FakeControl, run_ranks
 from jaxcross.testing_wire import LocalRanks
+from jaxcross.variant import Variant
 
 Search = Callable[..., int]
 
@@ -30,36 +37,97 @@ def step(params: list[jax.Array], x: jax.Array) -> Any:
     return [w - jax.lax.pmean(g, "batch") for w, g in zip(params, grads, strict=True)]
 
 
-@pytest.fixture
+ARGUMENTS = ([jnp.eye(4)] * 16, jnp.ones((2, 4)))
+
+
+@functools.cache
 def traced() -> Traced:
-    return trace(step, ([jnp.eye(4)] * 16, jnp.ones((2, 4))), axes={"batch": 2}, wire=LocalRanks())
+    return trace(step, ARGUMENTS, axes={"batch": 2}, wire=LocalRanks())
+
+
+class Job:
+    """What a variant asks of a job."""
+
+    name, step = "a", 0
+
+    def __init__(self, control: FakeControl, cuts: dict[str, int] | None = None, *, sole: bool = True) -> None:
+        self.control, self.cuts, self.sole = control, {} if cuts is None else cuts, sole
+        self.labels: list[str] = []
+        self._programs: list[Program] = []
+
+    def first_use(self, program: Program) -> bool:
+        new = not any(program is other for other in self._programs)
+        self._programs.append(program)
+        return new
+
+    def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+        self.labels.append(label.partition("\n")[0])
+        return work(self.control)
+
+    def check_alike(self, control: FakeControl) -> None:
+        control.allgather_text("alike")
+
+    def measure(self, *_: str) -> Any:
+        return nullcontext()
+
+
+def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
+    """The step's on one rank, which has not been called."""
+    world: Any = SimpleNamespace(
+        rank=control.rank, size=2, local_size=local_size, control=control, executables=None,
+        flight=SimpleNamespace(during=lambda *_, **__: nullcontext()),
+        watching=lambda **_: nullcontext(),
+        wire=lambda: SimpleNamespace(meet=lambda *_: None),
+    )  # fmt: skip
+    return Variant(
+        traced=traced(), cut="auto", bucket_bytes=0, told=set(), pieces={}, leaves=tuple(jax.tree.leaves(ARGUMENTS)),
+        world=world,
+    )  # fmt: skip
+
+
+def pieces_of(compiled: Any) -> int:
+    return len(compiled.program.collectives)
 
 
 @pytest.fixture
-def search(monkeypatch: pytest.MonkeyPatch, traced: Traced) -> Search:
-    """Seconds a step of each number of pieces -> the number that is chosen. `asked` lists what was built."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Into how many pieces that was cut which was to be compiled; nothing is."""
+    asked: list[int] = []
+
+    def compiled(program: Program, inputs: Any, **_: Any) -> Any:
+        assert len(inputs) == len(jax.tree.leaves(ARGUMENTS))
+        asked.append(len(program.collectives))
+        return SimpleNamespace(program=program)
+
+    monkeypatch.setattr(Program, "compile", compiled)
+    return asked
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Seconds a step of each number of pieces."""
+    seconds: dict[int, float] = {}
+    monkeypatch.setattr(cut_search, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals))
+    return seconds
+
+
+@pytest.fixture
+def search(asked: list[int], times: dict[int, float]) -> Search:
+    """Seconds a step of each number of pieces -> the number that is chosen for a job that runs alone."""
     (control,) = FakeControl.group(1)
-    world = SimpleNamespace(rank=0, size=2, local_size=2)
 
-    def run(
-        seconds: dict[int, float], asked: list[int] | None = None, found: dict[str, int] | None = None
-    ) -> int:  # fmt: skip
-        def race(rivals: Any, *_: Any) -> tuple[float, ...]:
-            return tuple(seconds[r.pieces] for r in rivals)
-
-        def build(program: Any) -> Any:
-            pieces = sum(s.kind == "collective" for s in program.segments)
-            if asked is not None:
-                asked.append(pieces)
-            return SimpleNamespace(program=program, pieces=pieces)
-
-        monkeypatch.setattr(cut_search, "_race", race)
-        pieces, compiled = cut_search.search(
-            traced, [], world=world, cut=lambda n: traced.cut(n, bucket_bytes=0), build=build,
-            together=lambda _, work: work(control), found={} if found is None else found,
-        )  # fmt: skip
-        assert compiled.pieces == pieces
-        return pieces
+    def run(seconds: dict[int, float], into: list[int] | None = None, found: dict[str, int] | None = None) -> int:
+        asked.clear()
+        times.clear()
+        times.update(seconds)
+        job, node = Job(control, found), variant_of(control)
+        compiled = node.compiled_for(job)
+        assert node.compiled_for(job) is compiled
+        assert node.program is compiled.program
+        assert list(job.cuts.values()) == [pieces_of(compiled)]
+        if into is not None:
+            into.extend(asked)
+        return pieces_of(compiled)
 
     return run
 
@@ -113,3 +181,99 @@ def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_pat
         assert search({1: 1.0, 2: 2.0, 4: 2.0}) == 1, "a damaged file is measured again"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_job_that_comes_during_a_search_changes_nothing(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (control,) = FakeControl.group(1)
+    node, first, second = variant_of(control), Job(control), Job(control, sole=False)
+    others: list[Any] = []
+
+    def search(_: Traced, leaves: Any, *, cut: Any, build: Any, **__: Any) -> Any:
+        build(cut(1))
+        others.append(node.compiled_for(second))
+        assert not any(x.is_deleted() for x in leaves)
+        return 2, build(cut(2))
+
+    monkeypatch.setattr(variant, "search", search)
+    mine = node.compiled_for(first)
+    assert (pieces_of(mine), pieces_of(others[0])) == (2, 1)
+    assert asked == [1, 1, 2]
+    for _ in range(2):  # each keeps its own, whatever ran last
+        assert node.compiled_for(second) is others[0]
+        assert node.program is others[0].program
+        assert node.compiled_for(first) is mine
+        assert node.program is mine.program
+    assert (list(first.cuts.values()), list(second.cuts.values())) == ([2], [0])
+    assert node.compiled_for(Job(control, sole=False)) is others[0], "one that comes later"
+    assert node.compiled_for(Job(control)) is mine, "the only one of a later run"
+    assert node.compiled_for(None) is mine
+    assert asked == [1, 1, 2], "compiled once"
+
+
+def test_a_job_goes_on_with_its_cut_whoever_runs_beside_it(search: Search, asked: list[int]) -> None:
+    (control,) = FakeControl.group(1)
+    found: dict[str, int] = {}
+    assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
+    asked.clear()
+    assert pieces_of(variant_of(control).compiled_for(Job(control, found, sole=False))) == 2 and asked == [2]
+    asked.clear()
+    beside = Job(control, sole=False)
+    assert pieces_of(variant_of(control).compiled_for(beside)) == 1 and asked == [1]
+    alone = Job(control, beside.cuts)
+    assert pieces_of(variant_of(control).compiled_for(alone)) == 1 and asked == [1, 1], "not searched"
+
+
+@pytest.mark.parametrize(
+    ("knows", "sole", "expected"),
+    [({0, 1}, False, 4), ({0, 1}, True, 4), ({1}, False, 1), ({1}, True, 2)],
+    ids=["both", "both, alone", "one", "one, alone"],
+)
+def test_a_cut_that_not_all_ranks_know_is_not_taken(
+    knows: set[int], sole: bool, expected: int, asked: list[int], times: dict[int, float]
+) -> None:
+    times.update({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5})
+
+    def work(world: Any) -> tuple[int, list[int]]:
+        node = variant_of(world.control, local_size=2 - world.rank)  # hosts of unlike numbers of ranks
+        key = cut_search.key_of(node.default, node.world)
+        job = Job(world.control, {key: 4} if world.rank in knows else {}, sole=sole)
+        return pieces_of(node.compiled_for(job)), list(job.cuts.values())
+
+    number = expected if sole or len(knows) == 2 else 0
+    assert run_ranks(2, work) == [(expected, [number])] * 2
+    assert len(asked) == (2 * 4 if expected == 2 else 2), "all search, or none"
+
+
+def test_what_ran_on_one_rank_only_decides_nothing(asked: list[int]) -> None:
+    def work(world: Any) -> int:
+        node = variant_of(world.control)
+        if world.rank == 1:
+            node.pieces[node.signature] = 4, 0
+        return pieces_of(node.compiled_for(Job(world.control)))
+
+    assert run_ranks(2, work) == [1, 1]
+    assert asked == [1, 1]
+
+
+def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog has patience with one at a time."""
+    (control,) = FakeControl.group(1)
+    runs: list[Any] = []
+    monkeypatch.setattr(cut_search, "run_alone", lambda *_: runs.append(_))
+
+    class Counting(Job):
+        most = 0
+
+        def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+            before = len(runs)
+            result = super().together(label, work)
+            self.most = max(self.most, len(runs) - before)
+            return result
+
+    job = Counting(control)
+    variant_of(control).compiled_for(job)
+    assert job.most == 1
+    assert len(runs) >= 16 and len(runs) % 8 == 0, "two cuts or more against the best, four steps of both"
+    assert len(asked) > 2

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +18,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.extend.random import define_prng_impl, threefry_prng_impl
 
-from jaxcross.program.digest import segment_key
+from jaxcross.program.digest import _Same, segment_key
+from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
 
@@ -93,3 +99,75 @@ def test_a_key_keeps_what_it_tells_apart() -> None:
     jax.clear_caches()
     gc.collect()
     assert alive() is not None and kept, "another object could get its place in memory, hence its identity"
+
+
+def noisy(impl: Any = None) -> Program:
+    """A step whose key is an array of words, as `jax.random.PRNGKey` makes it."""
+
+    def step(words: Any, x: Any) -> Any:
+        key = words if impl is None else jax.random.wrap_key_data(words, impl=impl)
+        return lax.pmean(x + jax.random.normal(key, x.shape), "batch")
+
+    return trace(step, (jax.random.PRNGKey(0), X), axes={"batch": 2}, wire=LocalRanks()).cut()
+
+
+def rematerialised(by: float = 1.0) -> Program:
+    """A step whose backward pass says, by functions made here and now, what it had saved."""
+
+    def saves_nothing(*_: Any, **__: Any) -> bool:
+        return False
+
+    @functools.partial(jax.checkpoint, policy=saves_nothing)
+    def inner(w: Any) -> Any:
+        return jnp.sin(jnp.sin(w) * by)
+
+    outer = jax.checkpoint(lambda w: jnp.cos(inner(w)), policy=jax.checkpoint_policies.save_only_these_names("y"))
+    grad = jax.grad(lambda w: outer(w).sum())
+    return trace(lambda w: lax.pmean(grad(w), "batch"), (X,), axes={"batch": 2}, wire=LocalRanks()).cut()
+
+
+STEPS = (noisy, rematerialised)
+
+
+@pytest.mark.parametrize("make", STEPS)
+def test_what_jax_makes_of_functions_is_known_by_what_it_computes(make: Any) -> None:
+    program = make()
+    assert any(f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")), "it is there"
+    assert not any(isinstance(part, _Same) for s in program.segments for part in segment_key(s))
+    assert make().digest() == program.digest(), "with functions of its own"
+
+
+def test_what_a_checkpoint_recomputes_counts() -> None:
+    assert rematerialised(1.0).digest() != rematerialised(2.0).digest()
+
+
+def test_steps_are_known_again_in_other_processes() -> None:
+    script = "import test_program_digest as t; print(*(make().digest() for make in t.STEPS))"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2)
+    ]
+    said = [other.communicate(timeout=240)[0] for other in others]
+    assert said[0] == said[1] and len(said[0].split()) == len(STEPS)
+
+
+def test_generators_that_are_called_alike_share_nothing() -> None:
+    impl: Any = threefry_prng_impl
+
+    def define(bits: Any) -> Any:
+        return define_prng_impl(
+            key_shape=impl.key_shape, seed=impl.seed, split=impl.split, random_bits=bits, fold_in=impl.fold_in,
+            name=impl.name, tag=impl.tag,
+        )  # fmt: skip
+
+    def negated(*args: Any) -> Any:
+        return ~impl.random_bits(*args)
+
+    found = [segment_key(noisy(i).segments[0]) for i in (define(impl.random_bits), define(negated), None)]
+    assert len(set(found)) == 3

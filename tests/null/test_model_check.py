@@ -96,6 +96,9 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(PLAIN),), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), Sync("save")), (step(PLAIN), step(PLAIN)), {1}),
         ((step(PLAIN), step(SHORT)), (step(PLAIN), step(PLAIN)), {1}),
+        # The same exchanges, at different calls of a step that exchanges now and then.
+        ((step(BETWEEN), step(SHORT)), (step(SHORT), step(BETWEEN)), {0}),
+        ((step(SHORT), step(BETWEEN), step(SHORT)), (step(SHORT), step(SHORT), step(BETWEEN)), {1}),
     ],
 )
 def test_in_every_order_a_fault_of_one_rank_ends_the_job_on_all(bad, good, steps):

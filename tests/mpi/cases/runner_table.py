@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from unittest import mock
@@ -198,9 +199,7 @@ def unlike_exchanges():
     assert good.step == 4
 
 
-def the_cut_is_searched_for():
-    """A step that is the only one running tries cuts on copies: nothing of it shows but the speed."""
-
+def deep_step(cut):
     def deep(state, batch):
         def loss(layers):
             x = batch["x"]
@@ -211,24 +210,33 @@ def the_cut_is_searched_for():
         grads = jax.lax.pmean(jax.grad(loss)(state), "batch")
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), None
 
+    return jaxcross.crossover(deep, axes="batch", cut=cut, bucket_bytes=0, donate_argnums=0)
+
+
+def layers():
     width = init(0.1)[0]["w1"].shape[0]
-    fresh = [jnp.eye(width) * (1 + n / 10) for n in range(6)]
+    return [jnp.eye(width) * (1 + n / 10) for n in range(6)]
 
-    def by_hand(step):
-        state = jax.tree.map(jnp.copy, fresh)
-        for batch in data(4):
-            state, _ = step(state, batch)
-        return state
 
-    def in_a_runner(step):
-        job = jaxcross.Job("one", step, fresh, data(4), steps=4)
-        jaxcross.run([job], world=WORLD)
-        assert job.step == 4
-        return job.state
+def by_hand(step, n=4):
+    state = layers()
+    for batch in data(n):
+        state, _ = step(state, batch)
+    return state
 
-    expected = by_hand(jaxcross.crossover(deep, axes="batch", donate_argnums=0))
+
+def in_a_runner(step):
+    job = jaxcross.Job("one", step, layers(), data(4), steps=4)
+    jaxcross.run([job], world=WORLD)
+    assert job.step == 4
+    return job.state
+
+
+def the_cut_is_searched_for():
+    """A step that is the only one running tries cuts on copies: nothing of it shows but the speed."""
+    expected = by_hand(deep_step("whole"))
     for run in (by_hand, in_a_runner):
-        step = jaxcross.crossover(deep, axes="batch", cut="auto", bucket_bytes=0, donate_argnums=0)
+        step = deep_step("auto")
         with mock.patch.object(cut_search, "_race", wraps=cut_search._race) as race:
             got = run(step)
         for x, y in zip(got, expected, strict=True):
@@ -236,6 +244,75 @@ def the_cut_is_searched_for():
         assert race.called == (WORLD.size > 1)
         chosen = str(step.latest_program)
         assert set(WORLD.control.allgather_text(chosen)) == {chosen}
+    if WORLD.size > 1:
+        joined_while_it_is_searched_for()
+        resumed_beside_another()
+
+
+def joined_while_it_is_searched_for():
+    """The job that was there and the one that comes share a step, and each keeps the cut that it began with."""
+    step, runner, begun, measure = deep_step("auto"), Runner(WORLD), threading.Event(), cut_search._race
+    added = []
+
+    def fn(job, n, begun):
+        state = job.restore(layers())
+        for batch in job.batches(data(n)):
+            state, _ = step(state, batch)
+            begun.set()
+        return state
+
+    def race(*args):
+        if not added:
+            added.append(runner.add("b", fn, n=6, begun=begun))
+            assert begun.wait(60)
+        measure(*args)
+        return 2.0, 1.0  # the finest wins, on all ranks
+
+    a = runner.add("a", fn, n=4, begun=threading.Event())
+    with mock.patch.object(cut_search, "_race", race):
+        runner.run()
+    (b,) = added
+    (pieces,), (beside,) = a.cuts.values(), b.cuts.values()
+    assert pieces > 1 and beside == 0
+    same(a.state, by_hand(deep_step(pieces)))
+    same(b.state, by_hand(deep_step(1), 6))
+    with mock.patch.object(cut_search, "_race", never):
+        same(by_hand(step), a.state)
+
+
+def resumed_beside_another():
+    """A job whose cut was searched for goes on with it, though another one runs beside it now; and the other way."""
+    (folder, *_) = WORLD.control.allgather_text(tempfile.mkdtemp())
+
+    def fn(job, steps):
+        step, state = deep_step("auto"), job.restore(layers())
+        for batch in job.batches(data(10), steps):
+            state, _ = step(state, batch)
+        return state
+
+    def run(steps, *names):
+        runner = Runner(WORLD, checkpoints=jaxcross.Checkpoints(folder))
+        jobs = [runner.add(name, fn, steps=steps) for name in names]
+        runner.run()
+        assert all(job.step == steps for job in jobs)
+        return jobs
+
+    def race(*args):
+        return 2.0, 1.0
+
+    with mock.patch.object(cut_search, "_race", race):
+        (a,) = run(3, "a")
+    (pieces,) = a.cuts.values()
+    assert pieces > 1
+    with mock.patch.object(cut_search, "_race", never):
+        a, b = run(6, "a", "b")
+        same(a.state, by_hand(deep_step(pieces), 6))
+        (b,) = run(9, "b")
+        same(b.state, by_hand(deep_step(1), 9))
+
+
+def never(*args):
+    raise AssertionError("cuts are tried")
 
 
 def unlike_exchanges_alone():
@@ -424,11 +501,40 @@ def auto_takes_a_report():
         assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
+def a_branch_at_different_calls():
+    """Alone an error of `agree_alone`; in a job the ranks find out where they would meet."""
+    if WORLD.size == 1:
+        return
+    every_third = jaxcross.crossover(
+        lambda n, x: (n + 1, jax.lax.cond(n % 3 == 2, lambda v: jax.lax.pmean(v, "batch"), lambda v: v, x)),
+        axes="batch",
+    )
+
+    def fn(job, first):
+        n, x = jnp.int32(first), jnp.ones(3)
+        for _ in range(6):
+            n, x = every_third(n, x)
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn, first=int(WORLD.rank == 1))
+    good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
+    with pytest.raises(
+        jaxcross.ExchangeError,
+        match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank 1 in step 2",
+    ):
+        runner.run()
+    assert (bad.how, good.how, good.step) == ("failed", "ended", 4)
+    alike = Runner(WORLD)
+    job = alike.add("alike", fn, first=0)
+    alike.run()
+    assert (job.how, job.step) == ("ended", 6)
+
+
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, unlike_exchanges, unlike_exchanges_alone,
     unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads,
-    interrupt, emulated_link, auto_takes_a_report,
+    interrupt, emulated_link, auto_takes_a_report, a_branch_at_different_calls,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
