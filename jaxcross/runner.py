@@ -257,7 +257,11 @@ class Runner:
                 job.attach(driver, driver.seats[number], self._resumption(job))
         start_ns = time.monotonic_ns()
         with held_back() as held:  # whoever is told to stop while it saves does so already
-            stopped = driver.run(held)
+            try:
+                stopped = driver.run(held)
+            except BaseException:
+                self._break_off()
+                raise
             end_ns = time.monotonic_ns()
             with self._lock:  # who is adding a job gets it into the list first
                 for job in self.jobs:
@@ -282,6 +286,14 @@ class Runner:
             raise ending
         raise_errors(self.jobs, missing)
         return self.report
+
+    def _break_off(self) -> None:
+        """A lane broke: ends what no thread of a job ends. Waits for what is being written."""
+        with self._lock:
+            for job in self.jobs:
+                job.close_unbegun()
+        if self._session is not None:
+            self._session.close()
 
     def _agree(self, jobs: Sequence[JobContext]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""

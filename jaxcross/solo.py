@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from jaxcross.errors import JobError
@@ -76,12 +76,19 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
                 _exchange(world, compiled, execution, index, step, failed)
         for exchange in exchanges.values():
             exchange.result()
-    except Exception:
+    except BaseException as error:
         # This thread's next exchange must not meet another one on its communicator. Those that have not begun are made
-        # as well, since which ones these are differs between ranks.
-        wait(exchanges.values())
+        # as well, since which ones these are differs between ranks; not if a person or a batch system wants an end.
+        if not isinstance(error, Exception):
+            failed.append(error)
+        if compiled.overlaps:
+            world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
         raise
     return execution.outputs()
+
+
+def _nothing() -> None:
+    """What an idle thread does at once."""
 
 
 def _exchange(

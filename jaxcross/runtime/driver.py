@@ -113,10 +113,10 @@ class Driver:
     def _run(self) -> None:
         self._compute.start()
         self._exchange.start()
-        with self._lock:
+        with self._lock:  # who posts meanwhile comes behind: a wish for a job must not overtake its being added
             early, self._early = self._early or [], None
-        for event in (m.RunStarted(), *early):
-            self.post(event)
+            for event in (m.RunStarted(), *early):  # of none of which a text is heard: nobody is called from in here
+                self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
         if self._fatal is None:
             for thread in self._threads:
@@ -169,6 +169,8 @@ class Driver:
         if self._early is not None:
             self._early.append(event)
             return []
+        if self._fatal is not None:
+            return []  # no job begins in a run that broke
         for instruction in self._interleaver.handle(event):
             self._route(instruction)
         if not self._heard:
@@ -298,14 +300,12 @@ class Driver:
 
     def _ask(self, seat: Seat, event: m.Event) -> m.Instruction:
         self.post(event)
-        answer = seat.answers.get()
+        answer = seat.answers.get() if self._fatal is None else m.Raised(seat.number)
         if not isinstance(answer, m.Raised):
             return answer
         seat.refusals += 1
         if seat.refusals > MOST_REFUSALS:
             seat.abandon()
-        if self._fatal is not None:
-            raise JobError(f"Job `{seat.name}` cannot go on: the run broke.") from self._fatal
         if seat.error is not None:
             raise seat.error
         raise Stopped
@@ -363,12 +363,17 @@ class Driver:
 
     def die(self, error: BaseException) -> None:
         """A lane broke: nobody can be served any more. Aborts all ranks where there are others."""
-        if self._fatal is None:
-            self._fatal = error
-            if self.world.size > 1:
-                text = "".join(traceback.format_exception(error))
-                self.world.abort(f"a lane of the runner broke\n{text}")
-            for seat in tuple(self.seats.values()):
-                seat.answers.put(m.Raised(seat.number))
-                seat.left.set()
+        with self._lock:  # what is followed now is followed to its end, and nothing after it
+            if self._fatal is None:
+                self._fatal = error
+                if self.world.size > 1:
+                    text = "".join(traceback.format_exception(error))
+                    self.world.abort(f"a lane of the runner broke\n{text}")
+                for seat in (*self.seats.values(), *self._joining.values()):
+                    if seat.how is None:
+                        seat.how = "failed"
+                        seat.error = JobError(f"Job `{seat.name}` cannot go on: the run broke.")
+                        seat.error.__cause__ = error
+                    seat.answers.put(m.Raised(seat.number))
+                    seat.left.set()
         self._over.set()

@@ -55,11 +55,14 @@ class Calls:
 
     def trains(self, compiled: Compiled) -> bool:
         """Whether a call of it, which came through, is a step of the job."""
-        if not self.outline(compiled).is_step:
-            return False
-        if self.training is None:
+        leads = self.leads(compiled)
+        if leads and self.training is None:
             self.training = compiled.program.name
-        return compiled.program.name == self.training
+        return leads
+
+    def leads(self, compiled: Compiled) -> bool:
+        """Whether a call of it is a step of the job, if it comes through."""
+        return self.outline(compiled).is_step and self.training in (None, compiled.program.name)
 
     def forget(self) -> None:
         """Lets go of them, and of the constants that they hold; what the steps are called stays known."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 import numpy as np
 
 from jaxcross.checkpoint.talk import Together
-from jaxcross.errors import JobError
+from jaxcross.errors import CutError, JobError
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver
@@ -120,10 +120,13 @@ class JobLife:
 
         Raises:
             JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+            CutError: The job is to skip steps, and this one does not return its state.
         """
         driver, outline = self._running(), self._calls.outline(compiled)
         execution = compiled.execution(flat_inputs)
         if self._nonfinite != "ignore":
+            if self._nonfinite == "skip" and not execution.skippable and self._calls.leads(compiled):
+                self._refuse_to_skip(compiled)
             execution.watch()
         outputs = driver.call(self._number, outline, execution, self._nonfinite)
         if self._calls.trains(compiled):
@@ -132,6 +135,16 @@ class JobLife:
                 self._resumption.stepped(self._feeds)
         self._kept.committed(outputs, self.step)
         return outputs
+
+    def _refuse_to_skip(self, compiled: Compiled) -> None:
+        """Raises CutError if the job's steps could not be skipped; what exchanges nothing need not be."""
+        if compiled.program.speaks:
+            raise CutError(
+                f"`{compiled.program.name}` cannot skip a step: none of its results has the structure, shapes and types"
+                ' of its first argument, and it donates none. With `nonfinite="skip"` the first function with exchanges'
+                " that a job calls is its step: name by `donate_argnums` the arguments that are its state, and return"
+                " what becomes of them. Evaluate after the first step."
+            )
 
     # For `jaxcross.server`.
 
@@ -262,6 +275,12 @@ class JobLife:
         self._calls.forget()
         self._feeds = []
         self.left.set()
+
+    def close_unbegun(self) -> None:
+        """The run broke: if the job has no thread that closes it, this does."""
+        thread = None if self._seat is None else self._seat.thread
+        if thread is None or not thread.is_alive():
+            self.close()
 
     def _unfit(self) -> str:
         """Why the state cannot be resumed from, if so."""

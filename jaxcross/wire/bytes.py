@@ -50,6 +50,8 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
         return 2 * (size - 1) * -(-count // size) * item
     if exchange.op in ("pmax", "pmin") and jnp.issubdtype(jnp.dtype(exchange.dtype), jnp.complexfloating):
         return (size - 1) * count * item
+    if exchange.op in ("pmax", "pmin") and exchange.dtype.endswith("fnuz"):
+        item = _itemsize("float32")  # which they travel as
     if exchange.op == "ppermute":
         moved = any(source != dest for source, dest in params["perm"])
         return count * item if moved else 0

@@ -129,6 +129,8 @@ def _extreme(x: jax.Array, channel: Channel, *, largest: bool) -> jax.Array:
         keys = jax.lax.bitcast_convert_type(x, jnp.uint8) + jnp.uint8(not largest)  # first, where the smallest wins
         keys = messages.allreduce(keys, op, channel) - jnp.uint8(not largest)
         return jax.lax.bitcast_convert_type(keys, x.dtype)
+    if x.dtype.name.endswith("fnuz"):  # NaN lies among the numbers, and neither end is free for it
+        return _extreme(x.astype(jnp.float32), channel, largest=largest).astype(x.dtype)
     # MPI's maximum of NaN and a number depends on which comes first. Integers that are ordered as the floats are,
     # with NaN at the end that wins, give XLA's answer and the same bits on every rank.
     signed = np.dtype(f"int{wire.itemsize * 8}")

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -80,7 +80,7 @@ class FlightRecorder:
         if activity.job:
             self._last = activity
         if self._file >= 0:
-            self._write(f'{{"end":{token},"at":{time.monotonic_ns()}}}\n')
+            self._write(_ended(token, time.monotonic_ns()))
 
     @contextmanager
     def during(self, what: str, *, job: str = "", step: int = 0, segment: int = -1) -> Iterator[None]:
@@ -154,8 +154,8 @@ class FlightRecorder:
             "jaxcross": VERSION, "run": f"{first.host} {first.pid} {first.started}", "rank": self._rank,
             "size": len(self._places), "host": own.host, "pid": own.pid, "time": time.time(), "at": now_ns,
         }  # fmt: skip
-        under_way = sorted(self._open.copy().items())
-        lines = [json.dumps(header) + "\n", *(_begun(token, activity, now_ns) for token, activity in under_way)]
+        under_way = self._open.copy()
+        lines = [json.dumps(header) + "\n", *_all_begun(under_way, now_ns)]
         text = "".join(lines).encode()
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)  # of an earlier run that ended here
@@ -167,8 +167,18 @@ class FlightRecorder:
         # Another thread may write to the file that was current a moment ago: it stays open until the next change.
         stale, self._previous, self._file = self._previous, self._file, file
         self._written_bytes = len(text)
+        # What other threads began or ended meanwhile stands in the file before. To say it twice does no harm; ends come
+        # last, since what is told here to have begun may have ended by now.
+        begun = {token: activity for token, activity in self._open.copy().items() if token not in under_way}
+        os.write(file, "".join(_all_begun(begun, now_ns)).encode())
+        ended = [token for token in (*under_way, *begun) if token not in self._open]
+        os.write(file, "".join(_ended(token, time.monotonic_ns()) for token in ended).encode())
         if stale >= 0:
             os.close(stale)
+
+
+def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
+    return [_begun(token, activity, now_ns) for token, activity in sorted(activities.items())]
 
 
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
@@ -177,3 +187,7 @@ def _begun(token: int, activity: Activity, now_ns: int) -> str:
         f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.said)},"job":{_quoted(activity.job)},'
         f'"step":{activity.step},"segment":{activity.segment},"number":{activity.number}}}\n'
     )
+
+
+def _ended(token: int, now_ns: int) -> str:
+    return f'{{"end":{token},"at":{now_ns}}}\n'

@@ -7,15 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from jaxcross.errors import InternalError, JobError
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.runner import Runner
+from jaxcross.runtime import messages as m
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners, SpanLog
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.job_calls import outline_of
 from jaxcross.runtime.lanes import LaneThread, patience_s
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import RoundRobin
+from jaxcross.runtime.policy import RoundRobin, Sequential
 from jaxcross.runtime.seat import Seat
 from jaxcross.runtime.threads import JobThread, current_job
 from jaxcross.testing import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
@@ -113,6 +115,89 @@ def test_an_exchange_that_breaks_ends_the_run():
             runner_of(world, compiled=Broken(plain_program(), world, lambda i, values: sum(values))).run()
 
     run_ranks(1, work)
+
+
+class BreaksIn(Instrument):
+    """Breaks the lane that tells it of a span."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def span(self, span):
+        if span.kind == self.kind:
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("kind", ["vote", "collective", "compute"])
+def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
+    """Those that never began have no thread that would tell."""
+
+    def work(world):
+        runner = runner_of(
+            world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
+        )
+        second = runner.add("b", runner.jobs[0]._fn)
+        with pytest.raises(OSError, match="no space left"):
+            runner.run()
+        assert all(job.left.wait(60) for job in runner.jobs)
+        assert second.how == "failed"
+        assert str(second.error) == "Job `b` cannot go on: the run broke."
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            runner._session._writer.submit(lambda: None)
+
+    run_ranks(1, work)
+
+
+def test_who_waits_for_a_job_that_joins_is_told_when_a_lane_breaks():
+    """The job that adds it waits for it: nobody else can tell that one."""
+
+    def work(world):
+        heard = []
+
+        class BreaksWhileOneJoins(Instrument):
+            def span(self, span):
+                if span.kind == "vote" and runner._driver._joining:
+                    raise OSError("no space left")
+
+        def adds(job):
+            new = runner.add("new", lambda job: None)
+            heard.append((new.left.wait(60), new.how))
+
+        runner = Runner(world, instruments=[BreaksWhileOneJoins()])
+        parent = runner.add("a", adds)
+        with pytest.raises(OSError, match="no space left"):
+            runner.run()
+        assert parent.left.wait(60)
+        return heard
+
+    assert run_ranks(1, work) == [[(True, "failed")]]
+
+
+def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
+    """A job is added just as the run begins, and asked to stop while the driver hands over what came too early."""
+    found = []
+
+    class Overtaken(Driver):
+        def run(self, held):
+            found.append(self.runner.add("x", self.runner.jobs[0]._fn))
+            return super().run(held)
+
+        def post(self, event):
+            if isinstance(event, m.RunStarted):
+                found.append(threading.Thread(target=found[0].stop))
+                found[1].start()
+                found[1].join(0.2)  # it cannot come through before all is handed over
+            super().post(event)
+
+    monkeypatch.setattr("jaxcross.runner.Driver", Overtaken)
+
+    def work(world):
+        Overtaken.runner = runner = runner_of(world)
+        runner.run()
+        found[1].join()
+        return [(job.name, job.how) for job in runner.jobs]
+
+    assert run_ranks(1, work) == [[("a", "ended"), ("x", "stopped")]]
 
 
 class PoisonedInputs(FakeExecution):
@@ -213,6 +298,16 @@ def test_explanations():
         "Job `a` does different things on different ranks after step 1: "
         "rank 0 asked for batch 2 of data 1; rank 1 restore; rank 2 was busy."
     )
+
+
+def test_the_explanation_of_equal_exchanges_at_different_calls():
+    error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
+    assert isinstance(error, ExchangeError)
+    assert str(error).startswith(
+        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. What decides it"
+    )
+    unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
+    assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
 
 
 def test_the_explanation_of_shapes_that_change_on_one_rank_only():

@@ -62,6 +62,27 @@ def test_two_files_of_bounded_size_keep_what_is_under_way(flight, tmp_path, monk
     assert record.unread == 0
 
 
+def test_what_begins_and_ends_while_the_file_changes_is_known(flight, tmp_path, monkeypatch):
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    tokens, replace = [flight.begin(Activity.now("vote", number=1))], os.replace
+
+    def slow(*paths):
+        """Other threads go on meanwhile."""
+        if len(tokens) == 1:
+            flight.end(tokens[0])
+            tokens.append(flight.begin(compute(7)))
+            flight.end(tokens[1])
+            tokens.append(flight.begin(Activity.now("exchange", job="a", step=8, number=2)))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", slow)
+    while len(tokens) == 1:
+        flight.end(flight.begin(compute(6)))
+    (record,) = read(tmp_path / "events")
+    assert [(token, begun.what) for token, begun in record.under_way.items()] == [(tokens[2], "exchange")]
+    assert (record.entered, record.unread) == (2, 0)
+
+
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(flight, caplog):
     os.close(flight._file)
     with caplog.at_level(logging.WARNING):

@@ -5,7 +5,9 @@ import logging
 import queue
 import re
 import threading
+from dataclasses import replace
 from logging.handlers import QueueHandler
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -418,6 +420,34 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
     first, second = run_ranks(2, work)
     assert first == second
     assert first[0][0] >= 3
+
+
+def test_ranks_that_exchange_at_different_calls_are_told():
+    """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began apart."""
+
+    def work(world):
+        exchanges = make_step(world)
+        local = replace(plain_program(exchanges=0), traced=SimpleNamespace(choices=(0,)))
+        compiled = FakeCompiled(local, world, add)
+
+        def fn(job):
+            state = 0.0
+            for n in range(world.rank, world.rank + 6):
+                state = exchanges(state, 1.0) if n % 3 == 2 else job.call(compiled, [state, 1.0])
+
+        runner = Runner(world)
+        bad = runner.add("bad", fn)
+        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0])
+        with pytest.raises(
+            ExchangeError, match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank "
+        ) as error:
+            runner.run()
+        return str(error.value), bad.how, good.how, good.state
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert "rank 1 in step 2. What decides it must be the same on every rank: look at counters" in first[0]
+    assert first[1:] == ("failed", "ended", solo([[1.0, 2.0]] * 2))
 
 
 def test_work_without_exchanges_takes_its_turn_and_is_no_step():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -33,22 +34,60 @@ class Execution:
     wait_outputs = forget = wait_inputs
 
 
+def overlapped(execution: Execution) -> Any:
+    """A step of three computations and two exchanges between them."""
+    kinds = ["compute", "collective", "compute", "collective", "compute"]
+    psum = SimpleNamespace(op="psum")
+    segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
+    return SimpleNamespace(
+        program=SimpleNamespace(name="step", segments=segments),
+        runnables=[SimpleNamespace(segment=segment, silent=False) for segment in segments],
+        awaited=[()] * 5, overlaps=True, execution=lambda _: execution,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("fails", "ended"), [(4, [1, 3]), (1, []), (3, [1])])
 def test_after_an_error_no_exchange_is_left_under_way(fails: int, ended: list[int]) -> None:
     """The caller may catch it and go on, and what it exchanges next has the same communicator. After an exchange that
     failed none is made, since the other ranks are still in that one.
     """
-    kinds = ["compute", "collective", "compute", "collective", "compute"]
-    psum = SimpleNamespace(op="psum")
-    segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
     execution = Execution(fails)
-    compiled: Any = SimpleNamespace(
-        program=SimpleNamespace(name="step", segments=segments),
-        runnables=[SimpleNamespace(segment=segment, silent=False) for segment in segments],
-        awaited=[()] * 5, overlaps=True, execution=lambda _: execution,
-    )  # fmt: skip
+    compiled = overlapped(execution)
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
         with pytest.raises(RuntimeError, match="out of memory"):
             run_alone(world, compiled, [], 0)
         assert execution.ended == ended
+
+
+class Interrupted(Execution):
+    """Ctrl-C comes in the last segment, while the first exchange is under way and the second one waits for its turn."""
+
+    def __init__(self) -> None:
+        super().__init__(fails=-1)
+        self.begun, self.peers_came = threading.Event(), threading.Event()
+
+    def run(self, index: int) -> None:
+        if index == 1:
+            self.begun.set()
+            assert self.peers_came.wait(60)
+        if index == 4:
+            assert self.begun.wait(60)
+            threading.Timer(0.1, self.peers_came.set).start()
+            raise KeyboardInterrupt
+        if index in (1, 3):
+            self.ended.append(index)
+
+
+def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins() -> None:
+    """The caller may catch it, save its state, and exchange: not beside what was under way, nor after the rest of a
+    step that the other ranks have perhaps left as well.
+    """
+    execution = Interrupted()
+    with ThreadPoolExecutor(1) as exchanger:
+        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
+        with pytest.raises(KeyboardInterrupt):
+            run_alone(world, overlapped(execution), [], 0)
+        assert execution.ended == [1]
+        exchanger.submit(lambda: None).result()
+        assert execution.ended == [1]

@@ -76,6 +76,15 @@ def extremes_of_nan_and_signed_zero():
     assert jnp.isnan(top[0]) and jnp.isnan(low[0])
     assert (top[1:] == jnp.array([-jnp.inf, 0, 0])).all() and (low[1:] == jnp.array([-jnp.inf, 0, 1 - P])).all()
     assert not np.signbit(top[2]) and np.signbit(low[2])
+    # Of 8 bits every one is a number but NaN's, which lies between them.
+    for dtype in (jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz, jnp.float8_e4m3b11fnuz):
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.array([jnp.nan if RANK == 0 else 1.0, most if RANK else 1.0, -most if RANK else 1.0, -RANK])
+        top, low = run(lambda x: (lax.pmax(x, "r"), lax.pmin(x, "r")), x.astype(dtype))
+        assert (top.dtype, low.dtype) == (dtype, dtype)
+        top, low = top.astype(jnp.float32), low.astype(jnp.float32)
+        assert jnp.isnan(top[0]) and jnp.isnan(low[0]), (dtype, top, low)
+        assert top[1:].tolist() == [most, 1, 0] and low[1:].tolist() == [1, -most, 1 - P], (dtype, top, low)
 
 
 def extremes_of_a_type_without_a_sign():
@@ -217,6 +226,7 @@ def bytes_follow_the_formula():
     table = {
         "psum": (lambda v: lax.psum(v, "r"), x),
         "pmax": (lambda v: lax.pmax(v, "r"), x),
+        "pmax f8": (lambda v: lax.pmax(v, "r"), x.astype(jnp.float8_e4m3fnuz)),
         "psum bf16": (lambda v: lax.psum(v, "r"), half),
         "psum bf16 odd": (lambda v: lax.psum(v, "r"), jnp.ones(50_003, jnp.bfloat16)),
         "psum bf16 small": (lambda v: lax.psum(v, "r"), half[:3]),

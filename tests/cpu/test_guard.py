@@ -1,0 +1,161 @@
+"""`nonfinite="skip"`: which parts of a step's results are its state, and which steps are refused."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcross
+from jaxcross.errors import CutError, JobError
+from jaxcross.guard import guarded
+from jaxcross.runner import Runner
+
+
+class Out(NamedTuple):
+    loss: Any
+    train: Any
+
+
+PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
+OPT = {"mu": PARAMS, "count": jnp.int32(7)}  # parts of it are like the parameters
+BATCH = jnp.ones((4, 3))
+LOSS = jnp.float32(0.5)
+
+
+def new(tree):
+    return jax.tree.map(lambda x: x + 1, tree)
+
+
+def skipped(results, *args, state=(0,), donated=True):
+    """What a step that returns `results` returns where it is skipped."""
+    return guarded(lambda *_: results, "step", state, donated=donated)(*args, jnp.asarray(False))
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+BOTH = {"state": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("returns", "options"),
+    [
+        (lambda params, opt: (params, {"opt": opt}), BOTH),
+        (lambda params, opt: {"opt": opt, "params": params, "loss": LOSS}, BOTH),
+        (lambda params, opt: Out(loss=LOSS, train=(params, opt)), BOTH),
+        (lambda params, opt: ({"opt": opt}, [LOSS, ({"all": {"params": params}},)]), BOTH),
+        (lambda params, opt: ((params, opt), LOSS), BOTH),
+    ],
+)
+def test_state_is_kept_wherever_it_stands(returns, options):
+    got = skipped(returns(new(PARAMS), new(OPT)), PARAMS, OPT, BATCH, **options)
+    same(got, returns(PARAMS, OPT))
+
+
+@pytest.mark.parametrize("returns", [lambda s: {"state": s, "loss": LOSS}, lambda s: Out(loss=LOSS, train=s)])
+@pytest.mark.parametrize("donated", [True, False])
+def test_a_state_in_a_dict_or_a_named_tuple_is_kept(returns, donated):
+    same(skipped(returns(new(PARAMS)), PARAMS, BATCH, donated=donated), returns(PARAMS))
+
+
+def test_metrics_are_what_the_step_made_of_them():
+    """An argument that is one array is a result of its own, or none: metrics have its shape, too."""
+    rate = jnp.float32(0.1)
+    got = skipped((new(PARAMS), {"loss": LOSS, "seen": BATCH[0]}), PARAMS, rate, BATCH[1], state=(0, 1))
+    same(got, (PARAMS, {"loss": LOSS, "seen": BATCH[0]}))
+
+
+@pytest.mark.parametrize(
+    ("results", "args", "options", "message"),
+    [
+        (
+            (new(PARAMS), (new(OPT["mu"]), OPT["count"])),
+            (PARAMS, {"mu": OPT["mu"], "n": OPT["count"]}),
+            BOTH,
+            "it donates argument 1 and returns arrays of the same shapes and types in another structure",
+        ),
+        (
+            (new(PARAMS), (jnp.ones(5), jnp.ones(6))),
+            (PARAMS, {"m": jnp.zeros(5), "v": jnp.zeros(6)}),
+            BOTH,
+            "it donates argument 1 and returns arrays of the same shapes and types in another structure",
+        ),
+        (
+            {"now": new(PARAMS), "ema": new(PARAMS)},
+            (PARAMS,),
+            {"donated": False},
+            "2 of its results have the structure, shapes and types of 1 argument",
+        ),
+        (
+            (new(PARAMS), new(OPT), LOSS),
+            (PARAMS, OPT, BATCH),
+            {"donated": False},
+            "its first argument is its state, as it donates none, but argument 1 comes back in its structure as well",
+        ),
+    ],
+)
+def test_a_step_that_would_keep_a_part_of_its_state_is_refused(results, args, options, message):
+    with pytest.raises(CutError, match=rf"^`step` cannot skip a step: {message}"):
+        skipped(results, *args, **options)
+
+
+def test_a_batch_may_be_donated_as_well():
+    got = skipped((new(PARAMS), {"loss": LOSS}), PARAMS, {"x": BATCH}, state=(0, 1))
+    same(got, (PARAMS, {"loss": LOSS}))
+
+
+def in_a_job(fn, batches):
+    runner = Runner(jaxcross.initialize())
+
+    def skips(job):
+        job.nonfinite = "skip"
+        return fn(job, job.batches(batches))
+
+    job = runner.add("a", skips)
+    runner.run()
+    return job
+
+
+def test_a_step_whose_state_is_nowhere_is_refused_at_its_first_call():
+    """It would commit not-a-number without a word."""
+
+    @jaxcross.crossover(axes="batch")
+    def step(batch, state):
+        return state + jax.lax.pmean(batch.sum(), "batch"), None
+
+    def fn(job, batches):
+        state = job.restore(jnp.ones(3))
+        for batch in batches:
+            state, _ = step(batch, state)
+
+    with pytest.raises(
+        JobError, match="CutError: `step` cannot skip a step: none of its results has the structure.* of its first arg"
+    ):
+        in_a_job(fn, [np.ones(4, np.float32)])
+
+
+def test_an_evaluation_after_the_step_is_left_alone():
+    @jaxcross.crossover(axes="batch")
+    def step(state, batch):
+        return {"state": {"w": state["w"] + jax.lax.pmean(batch.sum(), "batch")}}
+
+    @jaxcross.crossover(axes="batch")
+    def evaluate(state, batch):
+        return jax.lax.pmean(state["w"].sum() * batch.mean(), "batch")
+
+    def fn(job, batches):
+        state = job.restore({"w": jnp.zeros(3)})
+        for batch in batches:
+            state = step(state, batch)["state"]
+            job.log({"value": evaluate(state, batch)})
+        return state
+
+    job = in_a_job(fn, [np.full(4, value, np.float32) for value in (1.0, np.nan, 2.0)])
+    assert (job.how, job.step, job.skipped) == ("ended", 3, 1)
+    assert job.state["w"].tolist() == [12.0] * 3
+    assert [bool(np.isfinite(values["value"])) for _, values in job.history] == [True, False, True]
