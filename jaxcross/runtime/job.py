@@ -44,7 +44,7 @@ class JobContext(JobLife):
         error: Why, if it failed, was ejected or left out.
         left: An event, set once it has left and `state` and `history` are final: `job.left.wait()`.
         skipped: How many of its steps kept the state; see `nonfinite`.
-        cuts: Which number of pieces `cut="auto"` found for which program, for a restart to find the same.
+        cuts: Into how many pieces `cut="auto"` cut which program, 0 as beside other jobs, for a restart to do the same.
     """
 
     # For the job's function.
