@@ -27,7 +27,7 @@ def ask_for_short_slices(slice_ns: int = _SLICE_NS) -> bool:
     MPI waits by polling and yields the core after each poll. A yield forfeits the thread's slice, 3 ms by default, and
     where a computation shares the core, the thread polls but once in that time: the link runs dry meanwhile. With
     slices of 0.25 ms an exchange of 102 MB beside a computation takes 1.07 s instead of 1.25 (alone 1.05), and
-    the computation no longer. Needs no privilege; kernels before 6.12 ignore it. The thread keeps its niceness.
+    the computation hardly longer. Needs no privilege; kernels before 6.12 ignore it. The thread keeps its niceness.
     """
     number = _SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
