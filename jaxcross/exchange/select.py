@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 Selection = Literal["auto", "exact", "threshold"]
 
-# Backend -> the longest vector and the largest k of which `lax.top_k` was the faster way in `benchmarks/selection.py`:
-# its time grows with k, a threshold's many small operations cost the same for any. Others are taken for a CPU.
-_EXACT_UP_TO = {"cpu": (1 << 20, 1 << 10)}
+# Backend -> the longest vector and the largest k, up to a power of two, of which `lax.top_k` was the faster way in
+# `benchmarks/selection.py`: its time grows with both, a threshold's many small operations cost the same for any k.
+# Others are taken for a CPU.
+_EXACT_UP_TO = {"cpu": (1 << 18, 1 << 10)}
 SAMPLE = 1 << 17
 """At most so many elements tell the threshold search where to begin."""
 _KEY_BITS = 31
