@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross import _jax_compat as compat
 from jaxcross.exchange import hops
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.parameters import whole_number
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
+from jaxcross.program.cut import cut
+from jaxcross.program.trace import Traced, trace
+from jaxcross.testing_wire import LocalRanks
+from jaxcross.wire.bytes import wire_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +74,8 @@ def auto(
     In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c: compressing further buys
     nothing and costs accuracy. All jobs begin with the first rung. While sum m exceeds `target` times sum c, the job
     that stands lowest climbs to its next rung that sends less (of several the one that saves most); at the end every
-    job steps back as far as the target allows. A job's m is taken to shrink as its bytes do: latency, what the
-    compression computes, and that sums of a few kB in 16 bits travel by a gather are not foreseen. Measure the run that
-    comes of it.
+    job steps back as far as the target allows. A job's m is taken to shrink as its bytes do, those of a step cut as by
+    default: latency and what the compression computes are not foreseen. Measure the run that comes of it.
 
     Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
     rank has alike.
@@ -116,33 +118,26 @@ def auto(
     return tuple(made[rung] for rung in at)
 
 
-def received_bytes(tx: optax.GradientTransformation, params: Any, axis_name: Hashable, ranks: int) -> float:
-    """Bytes that one rank receives in an update of `tx`: from its jaxpr, by the formulas of MPI's algorithms.
+def received_bytes(tx: optax.GradientTransformation, params: Any, axis_name: Hashable, ranks: int) -> int:
+    """Bytes that one rank receives in an update of `tx`, cut as a step is by default, by the wire's formulas.
 
     Of an exchange whose steps differ, in the one that sends most, whichever it is: in a warm-up's densest stage, at the
     end of a round of local steps.
     """
-
-    def update(grads: Any, params: Any) -> Any:
-        return tx.update(grads, tx.init(params), params)
-
+    axes: dict[Any, int] = {axis_name: ranks}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    return _received(jax.make_jaxpr(update, axis_env=[(axis_name, ranks)])(shapes, shapes), ranks)
+    args = (shapes, jax.eval_shape(tx.init, shapes), shapes)
+    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes=axes, wire=LocalRanks())
+    return max(sum(wire_bytes(x, axes) for x in cut(way).exchanges) for way in _ways(traced))
 
 
-def _received(jaxpr: Any, ranks: int) -> float:
-    factors = {"psum": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1, "all_to_all": (ranks - 1) / ranks,
-               "reduce_scatter": (ranks - 1) / ranks, "ppermute": min(ranks - 1, 1)}  # fmt: skip
-    factors["pmax"] = factors["pmin"] = factors["psum"]
-    total = 0.0
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        inner = [_received(sub, ranks) for sub in compat.sub_jaxprs(eqn)]
-        if inner:
-            # Of branches one is run; a loop's length may be unknown, then it counts once.
-            total += max(inner) if eqn.primitive.name == "cond" else sum(inner) * eqn.params.get("length", 1)
-        elif (factor := factors.get(eqn.primitive.name.removesuffix("_invariant"))) is not None:
-            total += factor * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
-    return total
+def _ways(traced: Traced) -> Iterator[Traced]:
+    """Every variant of a step, whatever its conditions of counters say."""
+    if traced.undecided is None:
+        yield traced
+    else:
+        for branch in range(traced.undecided.branches):
+            yield from _ways(traced.decide(branch))
 
 
 def _seconds(job: Load, nbytes: Sequence[float]) -> list[float]:

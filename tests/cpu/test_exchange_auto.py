@@ -1,6 +1,7 @@
 """The least compression that hides: never more than is needed, and what it foresees is what travels."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,16 +93,40 @@ def test_the_ladder_descends():
     assert sent == sorted(sent, reverse=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 5, 8, 16])
 def test_what_is_foreseen_is_what_travels(ranks):
-    """The wire's bytes, of which the table of exchanges is the measure. A warm-up counts as its first stage.
-
-    But small sums in 16 bits travel by a gather, which beyond two ranks is more than `auto` foresees.
-    """
+    """The wire's bytes, of which the table of exchanges is the measure. Steps that differ count as the largest one."""
     rows = {row.name: row for row in TABLE}
-    names = ["mean", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "power_sgd", "qsgd", "sign_sgd"]
-    for name in [*names, "mean, bfloat16"] if ranks == 2 else names:
-        promised = rows[name].bytes([x.shape for x in params().values()], ranks)
-        assert received_bytes(rows[name].made(ranks), params(), "batch", ranks) == pytest.approx(promised, abs=ranks), (
-            name
-        )
+    names = ["mean", "mean, bfloat16", "mean, ring", "mean, tree", "top_k", "top_k, bfloat16", "top_k, warm-up",
+             "power_sgd", "qsgd", "sign_sgd", "local_sgd"]  # fmt: skip
+    shapes = [x.shape for x in params().values()]
+    for row in map(rows.__getitem__, names):
+        promised = max(row.bytes(shapes, ranks), row.later[1](shapes, ranks) if row.later else 0)
+        found = received_bytes(row.made(ranks), params(), "batch", ranks)
+        assert found == pytest.approx(promised, abs=ranks), row.name
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_sums_in_16_bits_are_counted_as_they_travel(ranks):
+    def received(count, leaves=1, **options):
+        layers = [jax.ShapeDtypeStruct((count,), jnp.float32)] * leaves
+        return received_bytes(exchange.mean("batch", **options), layers, "batch", ranks)
+
+    half = partial(received, wire_dtype=jnp.bfloat16)
+    # Up to 64 KiB on all ranks together every rank gathers everything.
+    count = 64 * 1024 // (2 * ranks)
+    assert half(count) == (ranks - 1) * 2 * count == ranks / 4 * received(count)
+    assert half(2 * count) == received(2 * count) / 2
+    # Small layers of a step share a buffer, and count as one.
+    assert half(count, leaves=16) == received(count, leaves=16) / 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [(2, "mean, bfloat16"), (4, "qsgd, 127 levels"), (8, "power_sgd, rank 8"), (16, "power_sgd, rank 8")],
+)
+def test_nothing_is_chosen_that_sends_no_less(ranks, expected):
+    small = Load(name="small", compute_s=1.0, exchange_s=1.5, params=jax.ShapeDtypeStruct((64, 32), jnp.float32))
+    told = []
+    exchange.auto(1.0, [small], "batch", ranks=ranks, say=told.append)
+    assert names(told[0]) == [expected]

@@ -25,6 +25,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
+    "jaxcross.exchange.auto": (  # counts what would travel
+        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.report",
+        "jaxcross.data", "mpi4py", "mpi4jax",
+    ),
     "jaxcross.tensor": (
         "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
