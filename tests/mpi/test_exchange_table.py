@@ -10,8 +10,8 @@ import pytest
 TABLE = str(Path(__file__).parent.parent / "cpu")
 
 
-# Sums over two axes in 16 bits; state and two phases, of a sum and of bits.
-QUICK = ("mean, hierarchical, bfloat16", "one_bit_adam")
+# A sum in 16 bits, a selection and dot products over two axes; state and two phases, of a sum and of bits.
+QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarchical", "one_bit_adam")
 
 REFUSED = """
 import jax.numpy as jnp, optax, jaxcross
@@ -51,8 +51,8 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
         assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
 
 
-def test_one_exchange_of_each_kind(mpirun: Any, quick_compiler: dict[str, str]) -> None:
-    check(mpirun, 2, *QUICK, env=quick_compiler)
+def test_one_exchange_of_each_kind_on_two_nodes_of_two(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    check(mpirun, 4, *QUICK, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
