@@ -27,8 +27,9 @@ def once(
 ) -> optax.GradientTransformationExtraArgs:
     """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes.
 
-    That is two strategies in a chain whose masks overlap. What was computed with in between is not recognised: the
-    difference is between a mistake and a wish that nobody can see. Costs nothing at run time.
+    That is two strategies in a chain whose masks overlap. Neither what was computed with in between is recognised nor a
+    mean that the step makes itself: the difference is between a mistake and a wish that nobody can see. Costs nothing
+    at run time.
 
     Raises:
         ValueError: When traced, before the first step, and on every rank.

@@ -22,6 +22,7 @@ def scale_by_trust_ratio(
     After an exchange all ranks hold the same updates and parameters, and would all compute the same norms. Here each
     layer (leaf) belongs to one rank, shared out by elements. Stateless, the same bits on every rank, deterministic.
     Updates and parameters must already be equal on all ranks: put it behind `mean` or another exchange whose result is.
+    It averages nothing. Without one, each rank scales its own updates by ratios of other ranks', and nothing tells.
     It pays where reading (P-1)/P of two arrays takes longer than waiting once more. On two ranks it took 4% from a
     Transformer's step, and added 2% to ResNet-50's (docs/exchanges.md): it is for many ranks and large models.
 
@@ -92,8 +93,9 @@ def lars(
 
     Of each layer `w` with gradient `g`: `u = g + weight_decay w`, `ratio = trust_coefficient |w| / (|u| + eps)` (1
     where a norm is 0), `m <- momentum m - learning_rate ratio u`, and `w <- w + m`, or by Nesterov
-    `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every rank. For where it stands, what it
-    sends and when it pays see `scale_by_trust_ratio`.
+    `w <- w + momentum m - learning_rate ratio u`. The momentum is the same on every rank. It averages no gradients: put
+    it behind `mean`, or ranks drift apart, their layers scaled by ratios of other ranks' gradients, and nothing tells.
+    For where it stands, what it sends and when it pays see `scale_by_trust_ratio`.
 
     Args:
         axis_name: One axis, on which gradients and parameters are equal.
@@ -137,7 +139,8 @@ def lamb(
 
     Of each layer `w` with Adam's corrected moments `m` and `v`: `u = m / (sqrt(v + eps_root) + eps) + weight_decay w`,
     `w <- w - learning_rate |w| / |u| u` (the ratio 1 where a norm is 0). The moments are the same on every rank. For
-    where it stands, what it sends and when it pays see `scale_by_trust_ratio`.
+    where it stands, what it sends and when it pays see `scale_by_trust_ratio`. It averages no gradients: put it behind
+    `mean`, or ranks drift apart, their layers scaled by ratios of other ranks' gradients, and nothing tells.
 
     Args:
         axis_name: One axis, on which gradients and parameters are equal.
