@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import hops
-from jaxcross.exchange.flat import layout
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import floats
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
@@ -35,7 +35,8 @@ def mean(
     - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
     - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is no power of two); for few bytes.
 
-    All but `"auto"` copy the updates into one vector, padded to a multiple of the ranks, and back.
+    All but `"auto"` copy the updates into one vector a type, padded to a multiple of the ranks, and back; whole numbers
+    go the way of `"auto"`, and their mean is a float.
 
     Args:
         axis_name: One axis or several.
@@ -73,9 +74,11 @@ def mean(
 
     def average(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        if pattern == "auto" or not jax.tree.leaves(updates):
+        if pattern == "auto":
             return jax.tree.map(_mean, updates)
-        return _mean_of_vector(updates)
+        vectors, back = floats(updates, multiple=jax.lax.psum(1, names))
+        out = back([_mean_of_vector(x) for x in vectors])
+        return jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else _mean(x), out)
 
     def _mean(x: jax.Array) -> jax.Array:
         if wire_dtype is None or not _narrows(jnp.asarray(x).dtype, wire_dtype):
@@ -83,13 +86,11 @@ def mean(
         total = jax.lax.psum(x.astype(wire_dtype), names).astype(x.dtype)
         return total / jax.lax.psum(1, names)
 
-    def _mean_of_vector(updates: optax.Updates) -> optax.Updates:
-        size = jax.lax.psum(1, names)
-        where = layout(updates, multiple=size)
-        wire = where.dtype if wire_dtype is None or not _narrows(where.dtype, wire_dtype) else wire_dtype
+    def _mean_of_vector(x: jax.Array) -> jax.Array:
+        wire = x.dtype if wire_dtype is None or not _narrows(x.dtype, wire_dtype) else wire_dtype
         # Sums in float32 at least: a 16-bit type is only what travels.
-        x = where.ravel(updates).astype(jnp.promote_types(where.dtype, jnp.float32))
-        return where.unravel(_SUMS[pattern](x, names, wire).astype(where.dtype) / size)
+        total = _SUMS[pattern](x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire)
+        return total.astype(x.dtype) / jax.lax.psum(1, names)
 
     return once("mean", names, optax.stateless(average))
 

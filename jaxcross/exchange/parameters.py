@@ -65,14 +65,19 @@ def add(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
 
 
-def floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
+def floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Any], Any]]:
     """The floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
 
-    One message a type instead of one a leaf: hops between neighbours are mostly latency.
+    One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors are padded with zeros
+    to a multiple. Types without elements have none.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    groups = [members for members in by_type(leaves).values() if _moves(leaves[members[0]])]
-    layouts = [flat.layout([leaves[i] for i in members]) for members in groups]
+    groups = [
+        members
+        for members in by_type(leaves).values()
+        if _moves(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
+    ]
+    layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
 
     def back(changed: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import hops, sparse
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import whole_number
 
@@ -95,17 +95,21 @@ def power_sgd(
         factors, residuals = treedef.flatten_up_to(state.factor), treedef.flatten_up_to(state.residual)
         out: list[Any] = [None] * len(leaves)
         for i, (leaf, q, e) in enumerate(zip(leaves, factors, residuals, strict=True)):
-            found = shape_of(leaf)
-            if found is None:
+            shape = shape_of(leaf)
+            if shape is None:
                 out[i] = jax.lax.pmean(leaf, names)
                 continue
-            matrix = leaf.reshape(found[:2]).astype(jnp.float32) + e
+            matrix = leaf.reshape(shape[:2]).astype(jnp.float32) + e
             p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
             mine = _product(matrix.T, p)
             factors[i] = jax.lax.pmean(mine, names)
-            out[i] = _product(p, factors[i].T).reshape(leaf.shape).astype(leaf.dtype)
+            found = _product(p, factors[i].T)
+            sent = sparse.within(found, leaf.dtype)
+            out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
             residuals[i] = matrix - _product(p, mine.T)
+            if sent is not found:
+                residuals[i] += found - sent
         factors = [
             new if isinstance(new, optax.MaskedNode) else _directions(new, old)
             for new, old in zip(factors, treedef.flatten_up_to(state.factor), strict=True)

@@ -66,6 +66,22 @@ def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None
         assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-4).all()
 
 
+def test_power_sgd_sends_bit_by_bit_what_has_become_too_large_for_the_update() -> None:
+    tx = power_sgd(1, "batch")
+    # Of rank two: the larger part goes out first, and the rest has grown by then.
+    grads = jnp.zeros((RANKS, 20, 10), jnp.float16).at[:, 0, 0].set(40000).at[:, 1, 1].set(39000)
+    step, state = on_ranks(tx), states(tx, grads)
+    total = np.zeros((20, 10))
+    for n in range(12):
+        updates, state = step(grads if n < 6 else jnp.zeros_like(grads), state)
+        assert np.isfinite(updates).all() and np.isfinite(state.residual).all(), f"step {n}"
+        total += np.asarray(updates[0], np.float64)
+    waiting = np.asarray(state.residual, np.float64).mean(0)
+    np.testing.assert_allclose(total + waiting, 6 * np.asarray(grads[0], np.float64), atol=300)
+    updates, _ = step(grads.at[1, 0, 0].set(jnp.inf), state)
+    assert not np.isfinite(updates[0]).all()
+
+
 def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
     tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
     updates, state = on_ranks(tx)(grads, states(tx, grads))

@@ -43,6 +43,18 @@ def test_every_rank_has_its_part_in_it() -> None:
         assert np.abs(updates[name][0]).max() > 10 * level(g, 127)
 
 
+def test_a_level_beyond_float16_is_its_largest_number() -> None:
+    grads = jnp.full((RANKS, 100), 10000, jnp.float16)  # of norm 100,000, which is the only level
+    tx = qsgd(1, "batch")
+    step, state = on_ranks(tx), states(tx, grads)
+    every = []
+    for _ in range(20):
+        updates, state = step(grads, state)
+        assert np.isfinite(updates).all()
+        every.append(np.asarray(updates[0]))
+    assert np.max(every) == np.finfo(np.float16).max
+
+
 @pytest.mark.exhaustive
 def test_on_average_it_is_the_mean() -> None:
     draws, tx = 2000, qsgd(3, "batch")

@@ -75,6 +75,36 @@ def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
     assert first[0, 3, 4] == jnp.inf
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: top_k(0.01, "batch"), lambda: top_k(0.01, "batch", bucket=True), lambda: gtop_k(0.01, "batch"),
+        lambda: top_k(0.01, "batch", selection="threshold"), lambda: top_k(0.01, "batch", values_dtype=jnp.bfloat16),
+    ],
+    ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
+)  # fmt: skip
+def test_what_waits_until_it_is_too_large_for_the_update_is_sent_bit_by_bit(make: Any) -> None:
+    tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
+    step, state = on_ranks(tx), states(make(), zero)
+    grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of them is sent in a step
+    total = np.zeros((10, 10))
+    for n in range(8):
+        updates, state = step(grads if n < 3 else zero, state)
+        assert np.isfinite(updates).all() and np.isfinite(state.residual).all(), f"step {n}"
+        total += np.asarray(updates[0], np.float64)
+    np.testing.assert_allclose(total, 3 * np.asarray(grads[0], np.float64), rtol=2e-3)
+    updates, _ = step(zero.at[1, 3, 4].set(jnp.inf), state)
+    assert updates[0, 3, 4] == jnp.inf, "what is not finite is not hidden"
+
+
+def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
+    axes = {"node": 2, "local": 3}
+    tx = top_k(1.0, ("node", "local"), pattern="hierarchical", local_size=3)
+    grads = jnp.full((2, 3, 7, 4), 60000, jnp.float16)
+    updates, state = on_ranks(tx, axes)(grads, states(tx, grads, axes=2))
+    assert (updates == grads).all() and not state.residual.any()
+
+
 def test_a_step_that_is_not_taken_keeps_what_was_not_sent() -> None:
     """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old state."""
     tx = top_k(0.1, "batch")

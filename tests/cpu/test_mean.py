@@ -1,5 +1,7 @@
 """The mean exchange as an optax transformation, several ranks in one process."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -62,6 +64,31 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     # That is the price of keeping what is small: divided by 8 before it is rounded, this would be 0.
     small = jnp.full((8, 16), 2.0**-24)
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
+
+
+@pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
+def test_types_travel_apart_and_whole_numbers_have_a_mean(pattern):
+    ranks = jnp.arange(4).reshape(2, 2)
+    grads = {
+        "i": jnp.stack([ranks, 300 + ranks], -1),
+        "h": jnp.ones((2, 2, 24), jnp.bfloat16),
+        "w": ranks[..., None] + jnp.full(3, 2.0**-20),
+        "e": jnp.zeros((2, 2, 0), jnp.float16),
+    }
+    axes = ("node", "local")
+    if pattern in ("ring", "tree"):
+        axes, grads = ("local",), jax.tree.map(lambda x: x[0], grads)
+    step = lambda g: mean(axes, pattern=pattern).update(g, optax.EmptyState())[0]  # noqa: E731
+    got = step
+    for axis in reversed(axes):
+        got = jax.vmap(got, axis_name=axis)
+    for name, x in got(grads).items():
+        over = tuple(range(len(axes)))
+        assert (x == grads[name].astype(jnp.float32).mean(over)).all(), name
+    one = jax.tree.map(lambda x: x[(0,) * len(axes)], grads)
+    jaxpr = str(jax.make_jaxpr(step, axis_env=[(axis, 2) for axis in axes])(one))
+    sent = [line for line in jaxpr.splitlines() if re.search(r"= (psum|ppermute|all_to_all|all_gather)\w*\[", line)]
+    assert any("bf16[" in line for line in sent) and not any("f32[28]" in line for line in sent), jaxpr
 
 
 def test_a_wire_type_must_be_a_float():
