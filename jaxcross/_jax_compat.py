@@ -103,7 +103,9 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
     """The equation with `function` applied to every jaxpr among its parameters (open ones stay open)."""
 
     def convert(item: Any) -> Any:
-        if type(item) in (tuple, list):  # named tuples hold no jaxprs, and are built otherwise
+        if hasattr(item, "_fields"):  # a named tuple, as `custom_linear_solve` has
+            return type(item)(*map(convert, item))
+        if type(item) in (tuple, list):
             return type(item)(convert(x) for x in item)
         if not is_jaxpr(item):
             return item

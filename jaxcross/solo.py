@@ -5,28 +5,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from jaxcross.errors import JobError
+from jaxcross.errors import ExchangeError, JobError
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.world import World
 
 
 class OnlyThread:
-    """Lets one thread at a time make exchanges outside a runner: `with only_thread.calling(step):`. Never waits."""
+    """Lets one thread at a time make exchanges outside a runner: `with only_thread.calling(step):`. Never waits.
 
-    __slots__ = ("_at_work", "_lock")
+    Attributes:
+        broken: The step, if any, that failed before it had made all of its exchanges: other ranks may be in the rest.
+    """
+
+    __slots__ = ("_at_work", "_lock", "broken")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._at_work = (0, "")
+        self._at_work, self.broken = (0, ""), ""
 
     def calling(self, step: str) -> OnlyThread:
         """Takes the turn for this thread, until the `with` block ends.
 
         Raises:
-            JobError: Another thread has it.
+            ExchangeError: A step has failed halfway on this rank.
+            JobError: Another thread has the turn.
         """
+        if self.broken:
+            raise ExchangeError(
+                f"`{step}` cannot exchange: `{self.broken}` failed halfway on this rank. Other ranks may be in the rest"
+                " of its exchanges, and what comes now would be mixed with them. Start all ranks anew. A job of a"
+                " `jaxcross.Runner` that fails leaves on all ranks at once."
+            )
         if not self._lock.acquire(blocking=False):
             ident, theirs = self._at_work
             other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
@@ -51,15 +63,21 @@ ONLY_THREAD = OnlyThread()
 
 
 def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
-    """One step of one job. Waits for its exchanges, not for the computation behind them.
+    """One step of one job. Waits for its exchanges, not for the computation behind them."""
+    return run_execution(world, compiled, compiled.execution(leaves), step)
+
+
+def run_execution(world: World, compiled: Compiled, execution: Execution, step: int) -> Any:
+    """Like `run_alone`, for an execution of `compiled` that has not begun.
 
     The caller's thread dispatches all that computes, in program order; exchanges follow one another in a thread of
     their own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was
     dispatched before it (wait-free backpropagation: Zhang et al., Poseidon, 2017, section 3).
     """
-    execution = compiled.execution(leaves)
     exchanges: dict[int, Future[None]] = {}
     failed: list[BaseException] = []
+    made: list[int] = []
+    exchange = partial(_exchange, world, compiled, execution, step, failed, made)
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
@@ -71,18 +89,23 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
                 execution.forget(index)
             elif compiled.overlaps:
                 # What it reads was dispatched before it, or stands before it in the same queue.
-                exchanges[index] = world.exchanger.submit(_exchange, world, compiled, execution, index, step, failed)
+                exchanges[index] = world.exchanger.submit(exchange, index)
             else:
-                _exchange(world, compiled, execution, index, step, failed)
-        for exchange in exchanges.values():
-            exchange.result()
+                exchange(index)
+        for begun in exchanges.values():
+            begun.result()
     except BaseException as error:
         # This thread's next exchange must not meet another one on its communicator. Those that have not begun are made
         # as well, since which ones these are differs between ranks; not if a person or a batch system wants an end.
         if not isinstance(error, Exception):
             failed.append(error)
-        if compiled.overlaps:
-            world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
+        try:
+            if compiled.overlaps:
+                world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
+        finally:
+            due = [r for r in compiled.runnables if r.segment.kind == "collective" and not r.silent]
+            if len(made) < len(due):
+                ONLY_THREAD.broken = compiled.program.name
         raise
     return execution.outputs()
 
@@ -92,8 +115,9 @@ def _nothing() -> None:
 
 
 def _exchange(
-    world: World, compiled: Compiled, execution: Execution, index: int, step: int, failed: list[BaseException]
-) -> None:
+    world: World, compiled: Compiled, execution: Execution, step: int, failed: list[BaseException], made: list[int],
+    index: int,
+) -> None:  # fmt: skip
     if failed:
         raise failed[0]  # the other ranks are in the one that failed: what comes next must not be summed with it
     program = compiled.program
@@ -103,6 +127,7 @@ def _exchange(
         with world.watching(job=program.name, step=step, segment=index, what=what):
             execution.run(index)
             execution.wait_outputs(index)
+        made.append(index)
     except BaseException as error:
         failed.append(error)
         raise

@@ -62,7 +62,7 @@ def crossover(
 
     Raises:
         CutError: (when called) the step cannot be traced or cut.
-        ExchangeError: (when called) ranks disagree about the step's exchanges.
+        ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
         JobError: (when called) two threads call steps at once, outside a runner.
 
     Example:

@@ -18,15 +18,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program.flatten import INLINED
 from jaxcross.program.segments import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
 from jaxcross.world.mesh import Mesh, make_mesh
 
-_CALLS = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_lin", "shard_map",
-})  # fmt: skip
+_CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}
 
 

@@ -162,12 +162,9 @@ def compile_program(
             overlaps = overlaps or bool(spoken & ~bits)
         elif not program.silent(segment):
             spoken |= 1 << segment.index
-    # Copies, and made by now: an array that JAX has of NumPy's may be that very memory, or may still be read from it,
-    # and the user may write there.
-    constants = jax.block_until_ready(tuple(map(jnp.array, traced.consts)))
     return Compiled(
         program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=tuple(awaited),
-        overlaps=overlaps, constants=constants,
+        overlaps=overlaps, constants=traced.own_consts(),
         out_tree=traced.out_tree,
     )  # fmt: skip
 

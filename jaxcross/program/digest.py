@@ -55,12 +55,14 @@ def segment_digest(segment: Segment) -> str:
 
 
 def _unprinted(value: Any) -> Iterator[Any]:
-    """What text may leave out of a jaxpr or a parameter: constants, and which function a callback calls. Hashable."""
+    """What text leaves out of a jaxpr or a parameter: constants, contexts, whom a callback calls. Hashable."""
     if isinstance(value, _PRINTED):
         return
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
         yield from map(_content, consts)
+        # Contexts decide how an equation is lowered (of `threefry_partitionable` which bits are drawn).
+        yield hashlib.sha256("\n".join(repr(eqn.ctx) for eqn in inner.eqns).encode()).digest()
         for eqn in inner.eqns:
             yield from (_content(a.val) for a in eqn.invars if isinstance(a, compat.Literal) and np.ndim(a.val))
             known = compat.sub_jaxprs(eqn) if eqn.primitive.name in _DERIVED else eqn.params.values()

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
@@ -22,7 +23,7 @@ from jaxcross.program.segments import Wire
 # Which branch of a `cond` is taken, or None where the host cannot know. Gets the equations of the predicate.
 Choose = Callable[["Predicate"], int | None]
 
-_INLINED = frozenset({
+INLINED = frozenset({
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "custom_lin",
 })  # fmt: skip
@@ -110,6 +111,11 @@ class Flattener:
 
     def _emit(self, eqn: Any, args: list[Any]) -> list[Any]:
         name = eqn.primitive.name
+        if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
+            raise CutError(
+                f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the segments of a step pass on"
+                " values. Use `jax.new_ref` inside a `jax.jit` without exchanges, or inside a loop."
+            )
         if name in _NO_OPS:
             return args
         if _is_shard_map(eqn, self.axes):
@@ -117,7 +123,7 @@ class Flattener:
             self._check_shard_map(eqn, body, args)
             return self._inline(compat.without_mesh(body), args)
         inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
-        if name in _INLINED:
+        if name in INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
                 return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
@@ -156,7 +162,7 @@ class Flattener:
         """Whether what a jaxpr exchanges depends on no condition: a `cond` in an unrolled loop would send more."""
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
-            if inside and not (eqn.primitive.name in (*_INLINED, "scan") and all(map(self._is_straight, inside))):
+            if inside and not (eqn.primitive.name in (*INLINED, "scan") and all(map(self._is_straight, inside))):
                 return False
         return True
 
@@ -252,6 +258,13 @@ class Flattener:
             self._has_exchange(j) for j in compat.sub_jaxprs(eqn)
         )
 
+    def _acts(self, eqn: Any) -> bool:
+        """Whether an equation does more than to compute and to exchange: it calls back."""
+        if self.wire.recognise(eqn, self.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
+            return False
+        inside = [e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns]
+        return not inside or any(map(self._acts, inside))
+
     def _flat_branch(self, branch: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
@@ -286,6 +299,12 @@ class Flattener:
                     f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
                     " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
                     " `lax.scan`, or a predicate made of counters alone."
+                )
+            if self._acts(exchange):
+                raise CutError(
+                    f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
+                    f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
+                    " call back. Move the callback out of the loop, or use a predicate made of counters alone."
                 )
             made = {v for e in pre for v in e.outvars}
             sent = [a for a in exchange.invars if not isinstance(a, compat.Literal)]

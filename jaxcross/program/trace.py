@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
@@ -49,10 +50,22 @@ class Traced:
     undecided: Predicate | None = None
     choices: tuple[int, ...] = ()
     whole: Any = field(default=None, repr=False)
+    _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # of all variants
 
     def decide(self, choice: int) -> Traced:
         """The variant of the step in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
+
+    def own_consts(self) -> tuple[Any, ...]:
+        """Copies of `consts`, made once for all cuts and variants. Waits for them.
+
+        An array that JAX has of NumPy's may be that very memory, or may still be read from it, and the user may write
+        there.
+        """
+        for x in self.consts:
+            if id(x) not in self._own:
+                self._own[id(x)] = x, jnp.array(x)
+        return jax.block_until_ready(tuple(self._own[id(x)][1] for x in self.consts))
 
     def cut(self, cut: Any = "whole", **options: Any) -> Program:
         """The step as a program; see `jaxcross.program.cut.cut`."""
@@ -181,7 +194,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     return Traced(
         name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
         in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
-        late=base.late, undecided=found[0] if found else None, choices=choices, whole=base.whole,
+        late=base.late, undecided=found[0] if found else None, choices=choices, whole=base.whole, _own=base._own,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
+from jaxcross.program.flatten import INLINED
 from jaxcross.program.segments import Exchange
 from jaxcross.wire import collectives, region, together
 from jaxcross.wire.messages import Channel, is_narrow_float
@@ -74,18 +75,16 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
     if name in LOCAL and speaks_of(eqn, mesh.sizes):
         return values
-    subs = list(compat.sub_jaxprs(eqn))
-    if any(touches(s, mesh.sizes) for s in subs):
-        if name in _LOOPS:
-            params = _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect))
-            return compat.bind_equation(eqn, values, params)
-        called = [s for s in subs if len(compat.open_jaxpr(s)[0].invars) == len(values)]
-        if not called:
-            raise ExchangeError(
-                f"An exchange inside `{name}` cannot be reached, at {compat.source_of(eqn)}. "
-                "Move it out of that transformation."
-            )
-        return _evaluate(called[0], values, mesh, connect)
+    inside = [j for j in compat.sub_jaxprs(eqn) if touches(j, mesh.sizes)]
+    if inside and name in _LOOPS:
+        return compat.bind_equation(eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect)))
+    if inside and name not in INLINED:
+        raise ExchangeError(
+            f"An exchange inside `{name}` cannot be reached, at {compat.source_of(eqn)}. "
+            "Move it out of that transformation."
+        )
+    if inside:
+        return _evaluate(inside[0], values, mesh, connect)
     return compat.bind_equation(eqn, values, eqn.params)
 
 
@@ -117,7 +116,7 @@ def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
 
 def _map_closed(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     def convert(value: Any) -> Any:
-        if type(value) in (tuple, list):  # named tuples hold no jaxprs, and are built otherwise
+        if type(value) in (tuple, list):  # named tuples of loops hold no jaxprs, and are built otherwise
             return type(value)(convert(v) for v in value)
         return function(value) if compat.is_closed_jaxpr(value) else value
 

@@ -29,7 +29,7 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
     """The equations, in an order in which each follows those that it reads; sums of one list may be one message.
 
     What only computes (a shared buffer that is filled or emptied) does not part the sums before it from those behind:
-    it comes before all of them, or behind them where it reads one.
+    it comes before all of them, or behind them where it reads one. Callbacks of `ordered=True` do part them.
     """
     run: list[tuple[Any, Exchange]] = []
     behind: list[list[Any]] = []
@@ -37,7 +37,8 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
     for eqn in eqns:
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
-        if run and not (exchange and not reads) and concerns(eqn, axes):
+        ordered = any(map(compat.is_ordered_effect, eqn.effects))
+        if run and not (exchange and not reads) and (ordered or concerns(eqn, axes)):
             yield from (*_parted(run, axes), *behind)
             run, behind, written, reads = [], [], set(), False
         if exchange:

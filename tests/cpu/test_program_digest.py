@@ -157,6 +157,24 @@ def test_steps_are_known_again_in_other_processes() -> None:
     assert said[0] == said[1] and len(said[0].split()) == len(STEPS)
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_contexts_count(loop: bool) -> None:
+    def make(partitionable: bool) -> Program:
+        def noise(key: Any) -> Any:
+            with jax.threefry_partitionable(partitionable):
+                return jax.random.normal(key, X.shape)
+
+        def step(key: Any, x: Any) -> Any:
+            if loop:
+                return lax.pmean(lax.scan(lambda c, _: (c + noise(key), None), x, None, length=2)[0], "batch")
+            return lax.pmean(x + noise(key), "batch")
+
+        return trace(step, (jax.random.key(0), X), axes={"batch": 2}, wire=LocalRanks()).cut()
+
+    assert make(True).digest() != make(False).digest()
+    assert make(True).digest() == make(True).digest()
+
+
 def test_generators_that_are_called_alike_share_nothing() -> None:
     impl: Any = threefry_prng_impl
 

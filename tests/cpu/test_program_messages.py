@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 from jaxcross.errors import CutError
 from jaxcross.program.flatten import UNROLLED
@@ -68,6 +70,52 @@ def test_while_with_exchange_behind_a_predicate_that_the_host_cannot_know() -> N
 
     with pytest.raises(CutError, match="^an exchange inside `while` inside `cond` cannot be cut at .*test_program"):
         traced(train_step, X)
+
+
+@pytest.mark.parametrize("acts", [io_callback, jax.pure_callback])
+def test_callback_beside_an_exchange_in_a_loop_that_may_not_be_meant(acts) -> None:
+    def train_step(x):
+        def body(c, _):
+            return lax.pmean(c, "batch") + jax.jit(lambda v: acts(lambda v: v, v, v))(c), None
+
+        def branch(v):
+            return lax.scan(body, v, None, length=3)[0]
+
+        return lax.cond(lax.pmax(x.max(), "batch") > 0, branch, lambda v: v, x)
+
+    if acts is jax.pure_callback:
+        traced(train_step, X)
+        return
+    with pytest.raises(CutError, match="^an exchange and a callback inside one loop inside `cond` cannot be cut at "):
+        traced(train_step, X)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_mutable_array(given) -> None:
+    def train_step(x):
+        ref = jax.new_ref(x)
+        total = lax.psum(ref[...], "batch")
+        if given:
+            jax.jit(lambda r: r.set(total))(ref)
+        else:
+            ref[...] = total
+        return ref[...]
+
+    with pytest.raises(CutError, match="^`new_ref` on a mutable array cannot be cut at .*test_program_messages"):
+        traced(train_step, X)
+
+
+def test_mutable_array_inside_a_jit_or_a_loop() -> None:
+    def counted(x):
+        ref = jax.new_ref(x)
+        ref[...] += 1
+        return ref[...]
+
+    def train_step(x):
+        y = lax.psum(jax.jit(counted)(x), "batch")
+        return lax.scan(lambda c, _: (lax.psum(counted(c), "batch"), None), y, None, length=UNROLLED + 1)[0]
+
+    traced(train_step, X)
 
 
 @pytest.mark.parametrize("cut", ["x", 0, -1, 1.5, None, True])

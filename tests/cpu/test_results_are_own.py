@@ -84,6 +84,18 @@ def test_a_numpy_constant_is_as_it_was_when_the_step_was_compiled() -> None:
         assert np.array_equal(run(done, (x,)), np.ones(count))
 
 
+def test_all_cuts_and_variants_share_one_copy_of_a_constant() -> None:
+    def step(n: Any, x: Any) -> Any:
+        return lax.cond(n % 2 == 0, lambda x: lax.pmean(x, "batch"), lambda x: x, x * FIRST) + FIRST
+
+    args = (jnp.int32(0), jnp.ones(4))
+    traced = trace(step, args, axes=AXES, wire=LocalRanks())
+    programs = [traced.decide(choice).cut(cut) for choice in (0, 1) for cut in ("whole", 2)]
+    copies = [program.compile().constants for program in programs]
+    assert len({place(x) for constants in copies for x in constants} - {place(FIRST)}) == 1
+    assert all(np.array_equal(run(p.compile(), args), done) for p, done in zip(programs, [2 * FIRST] * 4, strict=True))
+
+
 def test_inputs_that_come_back_are_copies() -> None:
     def step(state: Any, x: Any) -> Any:
         return state, {"again": state["a"], "sum": lax.psum(x, "batch")}

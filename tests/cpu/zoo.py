@@ -404,6 +404,14 @@ def custom_derivatives(state: Any, batch: Any, ranks: int) -> Any:
     return state + lax.pmax(jax.grad(inner)(state), "batch"), inner(state + 1)
 
 
+def solver(state: Any, batch: Any, ranks: int) -> Any:
+    """A rank's index inside an equation that is solved."""
+    solved = lax.custom_linear_solve(
+        lambda x: x * 2.0 ** lax.axis_index("batch"), batch * 1.0, lambda _, b: b / 2.0 ** lax.axis_index("batch")
+    )
+    return state + lax.psum(solved, "batch"), ()
+
+
 def grouped(state: Any, batch: Any, ranks: int) -> Any:
     """`axis_index_groups`, and a permutation that leaves a rank out: `vmap` can run neither."""
     half = max(ranks // 2, 1)
@@ -458,6 +466,7 @@ ZOO: tuple[Row, ...] = (
     _exact("vmap inside", local_axis_too),
     _exact("gradient through collectives", tensor_parallel, lambda: jnp.zeros((12, 12)), steps=1),
     _exact("custom derivatives", custom_derivatives, lambda: jnp.ones((12, 12))),
+    _exact("an index inside a solver", solver, lambda: jnp.zeros((12, 12))),
     _exact("groups, and a partial permutation", grouped, vmap=False),
 )  # fmt: skip
 

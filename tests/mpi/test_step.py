@@ -101,6 +101,46 @@ except jaxcross.ExchangeError as error:
     print("end", flush=True)
 """
 
+HALFWAY = """
+import warnings
+import jax, jax.numpy as jnp
+import jaxcross
+from jax import lax
+
+warnings.simplefilter("ignore")
+world = jaxcross.initialize(watchdog_s=30)
+calls = []
+
+
+def host():
+    calls.append(1)
+    if world.rank == 0 and len(calls) == 2:
+        raise ValueError("a bad read")
+    return jnp.float32(1)
+
+
+def step(x):
+    s = lax.psum(x, "batch")
+    y = jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32))
+    return s, lax.psum(jnp.sin(y * s), "batch")
+
+
+alone = jaxcross.crossover(lambda x: x + 1, axes="batch")
+step = jaxcross.crossover(step, axes="batch")
+for n in range(3):
+    try:
+        print("sum", float(step(jnp.float32(n))[0]), flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        assert n == 1 and alone(n) == 2, "without exchanges it may go on"
+"""
+
+
+def test_after_a_step_that_failed_halfway_its_rank_exchanges_no_more(mpirun) -> None:
+    done = mpirun(2, HALFWAY)
+    assert done.returncode != 0
+    assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
+    assert "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest" in done.stderr
+
 
 def test_threads_and_agreements(mpirun) -> None:
     finished = mpirun(2, SCRIPT)

@@ -6,6 +6,7 @@ import pytest
 
 NAMES = [
     "a_shard_map_body_runs_on_each_rank",
+    "an_exchange_that_is_no_part_of_a_loop_is_refused",
     "bytes_follow_the_formula",
     "compiled_many_times_and_called_again",
     "eight_bit_floats",
@@ -19,6 +20,7 @@ NAMES = [
     "mpi4jax_equations_are_exchanges_too",
     "nothing_to_return",
     "order_is_the_equations_order",
+    "ordered_callbacks_in_a_loop_keep_their_order",
     "sixteen_bit_sums_travel_together",
     "sixteen_bits_round_once",
     "small_sums_travel_together",

@@ -10,7 +10,7 @@ import pytest
 ZOO = str(Path(__file__).parent.parent / "cpu")
 QUICK = (
     "linen pmap-style", "batch norm, synchronised", "cond by data", "scan", "while", "all collectives", "two axes",
-    "gradient through collectives", "groups", "nnx in place",
+    "gradient through collectives", "an index", "groups", "nnx in place",
 )  # fmt: skip
 
 

@@ -11,7 +11,23 @@ from typing import Any
 
 import pytest
 
+from jaxcross import solo
+from jaxcross.errors import ExchangeError
 from jaxcross.solo import run_alone
+
+
+@pytest.fixture(autouse=True)
+def only(monkeypatch: pytest.MonkeyPatch) -> solo.OnlyThread:
+    """What a step leaves behind is this test's own."""
+    monkeypatch.setattr(solo, "ONLY_THREAD", solo.OnlyThread())
+    return solo.ONLY_THREAD
+
+
+def check_goes_on(only: solo.OnlyThread, *, expected: bool) -> None:
+    """Whether this rank may still exchange."""
+    refused = pytest.raises(ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank.")
+    with nullcontext() if expected else refused, only.calling("next"):
+        pass
 
 
 class Execution:
@@ -34,22 +50,22 @@ class Execution:
     wait_outputs = forget = wait_inputs
 
 
-def overlapped(execution: Execution) -> Any:
-    """A step of three computations and two exchanges between them."""
+def overlapped(execution: Execution, *, silent: bool = False) -> Any:
+    """A step of three computations and two exchanges between them, with nobody if `silent`."""
     kinds = ["compute", "collective", "compute", "collective", "compute"]
     psum = SimpleNamespace(op="psum")
     segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
     return SimpleNamespace(
         program=SimpleNamespace(name="step", segments=segments),
-        runnables=[SimpleNamespace(segment=segment, silent=False) for segment in segments],
-        awaited=[()] * 5, overlaps=True, execution=lambda _: execution,
+        runnables=[SimpleNamespace(segment=segment, silent=silent) for segment in segments],
+        awaited=[()] * 5, overlaps=not silent, execution=lambda _: execution,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("fails", "ended"), [(4, [1, 3]), (1, []), (3, [1])])
-def test_after_an_error_no_exchange_is_left_under_way(fails: int, ended: list[int]) -> None:
-    """The caller may catch it and go on, and what it exchanges next has the same communicator. After an exchange that
-    failed none is made, since the other ranks are still in that one.
+def test_after_an_error_no_exchange_is_left_under_way(only: solo.OnlyThread, fails: int, ended: list[int]) -> None:
+    """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. After an
+    exchange that failed none is made, since the other ranks are still in that one.
     """
     execution = Execution(fails)
     compiled = overlapped(execution)
@@ -58,6 +74,15 @@ def test_after_an_error_no_exchange_is_left_under_way(fails: int, ended: list[in
         with pytest.raises(RuntimeError, match="out of memory"):
             run_alone(world, compiled, [], 0)
         assert execution.ended == ended
+        check_goes_on(only, expected=ended == [1, 3])
+
+
+@pytest.mark.parametrize("fails", range(5))
+def test_who_speaks_to_nobody_goes_on_after_any_error(only: solo.OnlyThread, fails: int) -> None:
+    world: Any = SimpleNamespace()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_alone(world, overlapped(Execution(fails), silent=True), [], 0)
+    check_goes_on(only, expected=True)
 
 
 class Interrupted(Execution):
@@ -79,9 +104,9 @@ class Interrupted(Execution):
             self.ended.append(index)
 
 
-def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins() -> None:
-    """The caller may catch it, save its state, and exchange: not beside what was under way, nor after the rest of a
-    step that the other ranks have perhaps left as well.
+def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(only: solo.OnlyThread) -> None:
+    """The caller may catch it and save its state: not beside what was under way. The other ranks have perhaps left the
+    step elsewhere.
     """
     execution = Interrupted()
     with ThreadPoolExecutor(1) as exchanger:
@@ -91,3 +116,4 @@ def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins() -> N
         assert execution.ended == [1]
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]
+        check_goes_on(only, expected=False)

@@ -12,6 +12,7 @@ from jax import lax
 from mpi4py import MPI
 
 from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
 from jaxcross.wire import MpiWire, issued_bytes, wire_bytes
 from jaxcross.wire.messages import split_counts
 from jaxcross.wire.recognise import recognise
@@ -281,6 +282,31 @@ def a_shard_map_body_runs_on_each_rank():
     function = WIRE.lower(jax.extend.core.ClosedJaxpr(*compat.open_jaxpr(body)), AXES)
     (gradient,) = jax.jit(function)(jnp.ones(3), jnp.full(3, RANK + 1.0))
     assert jnp.allclose(gradient, sum((r + 1) * jnp.cos(r + 1.0) for r in range(P)), atol=1e-6), gradient
+
+
+def an_exchange_that_is_no_part_of_a_loop_is_refused():
+    def body(c, _):
+        return lax.custom_linear_solve(lambda v: 2 * lax.pmean(v, "r"), c, lambda _, b: b / 2), None
+
+    try:
+        lowered(lambda x: lax.scan(body, x, None, length=3)[0], jnp.ones(3))
+    except ExchangeError as error:
+        assert str(error).startswith("An exchange inside `custom_linear_solve` cannot be reached, at "), error
+    else:
+        raise AssertionError("its solution would be the sum")
+
+
+def ordered_callbacks_in_a_loop_keep_their_order():
+    said = []
+
+    def body(c, _):
+        total = lax.psum(c, "r")
+        jax.debug.callback(lambda _: said.append("total"), total, ordered=True)
+        jax.debug.callback(lambda _: said.append("carry"), c, ordered=True)
+        return total / P, None
+
+    jax.block_until_ready(run(lambda x: lax.scan(body, x, None, length=2)[0], jnp.ones(3)))
+    assert said == ["total", "carry"] * 2, said
 
 
 def mean_halves_the_bytes():
