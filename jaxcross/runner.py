@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +35,29 @@ from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
 
 _log = logging.getLogger("jaxcross")
+
+
+_RUNS: dict[int, object] = {}  # by world, until the last word to other ranks is said
+
+
+@contextmanager
+def _only_run(world: World) -> Iterator[None]:
+    """The turn for one run in `world`, from before its first word to other ranks on. Never waits.
+
+    Raises:
+        JobError: Another run has it, or one that broke has left a lane.
+    """
+    run = object()
+    try:
+        if _RUNS.setdefault(id(world), run) is not run or runner_active(world):
+            raise JobError(
+                "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
+                "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
+            )
+        yield
+    finally:
+        if _RUNS.get(id(world)) is run:
+            del _RUNS[id(world)]
 
 
 class Runner:
@@ -228,22 +251,22 @@ class Runner:
                 `KeyboardInterrupt` on the others.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
+        with _only_run(self.world):
+            return self._run()
+
+    def _run(self) -> Report:
         if not self.jobs:
             raise ValueError(
                 "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
             )
-        if self._used:
-            raise JobError("This runner has run. Make a new Runner for another run.")
-        if runner_active(self.world):
-            raise JobError(
-                "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
-                "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
-            )
-        if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(self.jobs):
-            raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(self.jobs)} jobs")
         link = self.link if isinstance(self.link, Link) else None
         with self._lock:  # who adds a job meanwhile waits until it can join
-            self._used, jobs = True, tuple(self.jobs)
+            if self._used:
+                raise JobError("This runner has run. Make a new Runner for another run.")
+            jobs = tuple(self.jobs)
+            if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(jobs):
+                raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(jobs)} jobs")
+            self._used = True
             self._agree(jobs)
             self._session = self._open(jobs)
             if self._session is not None:

@@ -350,6 +350,35 @@ def test_a_run_in_a_run_is_refused_and_possible_afterwards():
     assert run_ranks(2, work) == [(solo([[1.0, 1.0]] * 2), 7.0)] * 2
 
 
+@pytest.mark.parametrize("at", ["the first word", "the last words"])
+def test_a_run_is_refused_in_another_thread_also_where_one_has_no_lanes(at):
+    def work(world):
+        meet, begun, go_on = world.control.meet, threading.Event(), threading.Event()
+        runners = [Runner(world) for _ in range(2)]
+        jobs = [runner.add("a", lambda job: 7.0) for runner in runners]
+
+        def late(what, value):
+            if not runner_active(world) and (at == "the first word") == (jobs[0].how is None):
+                begun.set()
+                assert go_on.wait(60)
+            return meet(what, value)
+
+        world.control.meet = late
+        thread = threading.Thread(target=runners[0].run)
+        thread.start()
+        assert begun.wait(60)
+        for runner in runners:
+            with pytest.raises(JobError, match=r"^A run is in progress in this process"):
+                runner.run()
+        go_on.set()
+        thread.join(60)
+        assert runners[0].report is not None
+        runners[1].run()
+        return [job.state for job in jobs]
+
+    assert run_ranks(2, work) == [[7.0, 7.0]] * 2
+
+
 def test_listeners_hear_how_a_job_ended():
     def fail(job):
         raise RuntimeError("boom")
