@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,11 +84,11 @@ def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setti
     return lambda s: optax.chain(make(), s.optimizer)
 
 
-def _one_bit(s: Setting) -> optax.GradientTransformation:
+def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
     # Not the defaults, as docs/exchanges.md says. Fewer elements a scale: these models' layers are small. With `eps` at
     # 1e-8, elements of a tiny second moment that share a scale with larger ones overflow as soon as signs are sent.
     return optax.chain(
-        exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=1e-4),
+        exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=eps),
         optax.scale_by_learning_rate(s.adam_rate),
     )
 
@@ -167,8 +168,14 @@ GENTLER = (
 )  # fmt: skip
 
 
+# What the settings above are for: the same without them.
+CONTROLS = (
+    Strategy(name="one_bit_adam, eps 1e-8", make=partial(_one_bit, eps=1e-8), begins=lambda s: (s.freeze_step,)),
+)  # fmt: skip
+
+
 def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str, int], step: int = 0) -> int:
-    """Bytes that one rank receives in step number `step`: what a cut program's exchanges bring, by their formulas.
+    """Bytes that one rank receives in step number `step`, cut as by default, by its exchanges' formulas.
 
     Args:
         tx: With its exchanges over `axes`.
@@ -183,5 +190,5 @@ def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str
 
     args = (types, jax.tree.map(counter, jax.eval_shape(tx.init, types)), types)
     traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes=axes, wire=LocalRanks())
-    program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
+    program = cut(decide(traced, jax.tree.leaves(args)))
     return sum(wire_bytes(x, axes) for x in program.exchanges)

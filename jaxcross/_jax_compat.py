@@ -37,9 +37,11 @@ _generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs  # whose m
 
 
 def compilation_cache_dir() -> Path | None:
-    """Where JAX keeps compiled programs from run to run, if the user told it to."""
+    """Where JAX keeps compiled programs from run to run, if the user told it to, and on a local file system."""
     folder = jax.config.values["jax_compilation_cache_dir"]
-    return None if folder is None else Path(folder)
+    if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    return Path(folder)
 
 
 def jit_disabled() -> bool:

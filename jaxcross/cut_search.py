@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 
 from jaxcross._jax_compat import compilation_cache_dir
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
-from jaxcross.solo import run_alone
+from jaxcross.trial import failures, first_line, time_step
 from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
@@ -71,8 +72,12 @@ def recall(key: str, *, together: Together, ran: int | None = None, before: int 
     """
     if ran is not None and not 0 <= ran <= max(PIECES):
         ran = None
-    own = json.dumps([ran, before, _Book(key).read()])
-    told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
+
+    def tell(control: Any) -> list[str]:
+        kept = _Book(key).read() if control.rank == 0 else None  # only its own count
+        return control.allgather_text(json.dumps([ran, before, kept]))
+
+    told = [json.loads(text) for text in together("cut", tell)]
     (ran, before, kept), first = told[0], all(each[1] is None for each in told)
     if any(each[0] != ran for each in told):
         ran = None
@@ -95,7 +100,8 @@ def search(
 
     Each is twice as fine as the one before, until two finer ones in a row do not pay.
 
-    A cut that is slower than uncut in a last race of the two is not taken.
+    A cut that is slower than uncut in a last race of the two is not taken, nor one that fails on some rank, compiled or
+    tried. If uncut steps cannot be tried, as where copies do not fit, none is.
 
     Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
     choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them with
@@ -113,22 +119,35 @@ def search(
     """
     whole = cut(1)
 
-    def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
-        return _race((best, rival), traced, leaves, world, together, f"cut {n}")
+    def built(n: int, program: Program) -> Compiled | None:
+        compiled, why = None, ""
+        try:
+            compiled = build(program)
+        except JaxRuntimeError as error:  # not of what ranks say to each other before
+            why = first_line(error)
+        if failed := together(f"cut={n}", lambda control: failures(control, why)):
+            _tell(world, f"`{traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}")
+            return None
+        return compiled
 
-    best = build(whole)
+    def race(n: int, best: Compiled, rival: Compiled | None) -> tuple[float, float]:
+        return _race((best, rival), traced, leaves, world, together, f"cut={n}")
+
+    best = uncut = build(whole)
     if recalled.kept is not None:
         pieces, before = recalled.kept
-        kept = best if pieces == 1 else build(cut(pieces))
+        kept = best if pieces == 1 else built(pieces, cut(pieces))
         old, new = race(pieces, best, kept)
+        if math.isinf(old):
+            return 1, uncut
         alike = max(old, before) <= _ALIKE * min(old, before)
-        if alike and (kept is best or new <= old):
+        if alike and kept is not None and (kept is best or new <= old):
             return pieces, kept
         _log.warning(
             "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s, and"
             " cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, old, new,
         )  # fmt: skip
-    uncut, begin = best, time.perf_counter()
+    begin = time.perf_counter()
     pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.collectives), False
     for n in PIECES[1:]:
         program = cut(n)
@@ -136,10 +155,12 @@ def search(
             continue  # exchanges that depend on one another leave little to cut
         finest = len(program.collectives)
         tried.append(n)
-        rival = build(program)
+        rival = built(n, program)
         old, new = race(n, best, rival)
+        if math.isinf(old):
+            return 1, uncut
         first = old if first is None else first
-        if new <= _WORTH * old:
+        if rival is not None and new <= _WORTH * old:
             best, pieces, missed = rival, n, False
         elif missed:
             break
@@ -147,6 +168,8 @@ def search(
             missed = True
     if best is not uncut:  # it won step by step; with steps of their own it must win once more, and by how much?
         first, new = race(pieces, uncut, best)
+        if math.isinf(first):
+            return 1, uncut
         gain = first / new
         if gain < 1:
             best, pieces, gain = uncut, 1, 1.0
@@ -162,32 +185,38 @@ def search(
 
 
 def _race(
-    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
+    rivals: tuple[Compiled, Compiled | None], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
     label: str,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds a step of both, in turn: the best of each, on the slowest rank.
 
+    Infinitely many for the second one if it fails on some rank, or is None; for both if the first one fails.
+
     The ranks meet for each step anew: the watchdog has as much patience with each as with any other wait.
     """
-    times: list[list[int]] = [[], []]
+    left, times = list(rivals), ([], [])
     for turn in range(_WARM_UP + _STEPS):
-        for compiled, found in zip(rivals, times, strict=True):
-            elapsed = together(label, lambda control, its=compiled: _time(its, traced, leaves, world, control))
-            if turn >= _WARM_UP:
-                found.append(elapsed)
-    best = np.array([-min(found) for found in times], np.int64)
+        for place, compiled in enumerate(left):
+            if compiled is None:
+                continue
+            elapsed = together(label, lambda control, its=compiled: time_step(its, traced, leaves, world, control))
+            if isinstance(elapsed, int):
+                if turn >= _WARM_UP:
+                    times[place].append(elapsed)
+            elif place == 0:
+                _tell(world, f"`{traced.name}` is not cut, as no step of it can be tried on copies: {elapsed}")
+                return math.inf, math.inf
+            else:
+                _tell(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")
+                left[1] = None
+    best = np.array([-min(found, default=0) for found in times], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
-    return float(slowest[0]) / 1e9, float(slowest[1]) / 1e9
+    return float(slowest[0]) / 1e9, math.inf if left[1] is None else float(slowest[1]) / 1e9
 
 
-def _time(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Any) -> int:
-    """Nanoseconds of one step on copies."""
-    own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
-    jax.block_until_ready(own)
-    control.allreduce_min(np.zeros(1, np.int64))  # all begin together
-    start = time.perf_counter_ns()
-    jax.block_until_ready(run_alone(world, compiled, own, 0))
-    return time.perf_counter_ns() - start
+def _tell(world: World, text: str) -> None:
+    if world.rank == 0:
+        _log.warning("%s", text)
 
 
 class _Book:
@@ -217,12 +246,12 @@ class _Book:
             _log.warning("The cut that was found cannot be kept in `%s`: %s", self._file, error)
 
     def _all(self) -> dict[str, Any]:
-        if self._file is None or not self._file.exists():
+        if self._file is None:
             return {}
         try:
             if self._file.stat().st_size > _LARGEST_BYTES:
                 return {}
             found = json.loads(self._file.read_text())
         except (ValueError, OSError, RecursionError):
-            return {}  # damaged, or not for us: measured again
+            return {}  # not there, damaged, or not for us: measured again
         return found if isinstance(found, dict) else {}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcross import cut_search, variant
+from jaxcross import cut_search, trial, variant
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import FakeControl, run_ranks
@@ -97,7 +97,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def compiled(program: Program, inputs: Any, **_: Any) -> Any:
         assert len(inputs) == len(jax.tree.leaves(ARGUMENTS))
         asked.append(len(program.collectives))
-        return SimpleNamespace(program=program)
+        return SimpleNamespace(program=program, constants=(), shared={})
 
     monkeypatch.setattr(Program, "compile", compiled)
     return asked
@@ -261,7 +261,7 @@ def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeyp
     """A watchdog has patience with one at a time."""
     (control,) = FakeControl.group(1)
     runs: list[Any] = []
-    monkeypatch.setattr(cut_search, "run_alone", lambda *_: runs.append(_))
+    monkeypatch.setattr(trial, "run_execution", lambda *_: runs.append(_))
 
     class Counting(Job):
         most = 0

@@ -5,8 +5,8 @@ import pytest
 CASES = [
     "crossover_equals_alone", "jobs_from_one_state", "unlike_lengths_of_data", "evaluation_beside_training",
     "failure_of_one_job", "failure_of_a_job_that_saves_nothing",
-    "the_cut_is_searched_for", "unlike_exchanges", "unlike_exchanges_alone", "unlike_shapes",
-    "failure_to_compile_on_one_rank", "unlike_numbers_of_steps", "data_that_raises_on_one_rank",
+    "the_cut_is_searched_for", "a_trial_that_fails_on_one_rank", "unlike_exchanges", "unlike_exchanges_alone",
+    "unlike_shapes", "failure_to_compile_on_one_rank", "unlike_numbers_of_steps", "data_that_raises_on_one_rank",
     "stray_threads", "interrupt", "emulated_link", "auto_takes_a_report", "a_branch_at_different_calls",
 ]  # fmt: skip
 

@@ -1,11 +1,14 @@
 """Every rank: jobs over real exchanges. Prints one line a case; any rank that disagrees exits with an error."""
 
+import dataclasses
 import os
 import signal
 import sys
 import tempfile
 import threading
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -15,8 +18,9 @@ import optax
 import pytest
 
 import jaxcross
-from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search
+from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search, trial
 from jaxcross.exchange import Load
+from jaxcross.program.segments import Program
 from jaxcross.runtime.link import Link
 
 WORLD = jaxcross.initialize(watchdog_s=60)
@@ -199,10 +203,10 @@ def unlike_exchanges():
     assert good.step == 4
 
 
-def deep_step(cut):
+def deep_step(cut, seen=lambda x: x):
     def deep(state, batch):
         def loss(layers):
-            x = batch["x"]
+            x = seen(batch["x"])
             for w in layers:
                 x = jnp.tanh(x @ w)
             return jnp.mean(x**2)
@@ -313,6 +317,47 @@ def resumed_beside_another():
 
 def never(*args):
     raise AssertionError("cuts are tried")
+
+
+def a_trial_that_fails_on_one_rank():
+    """Copies, the compiler or a computation, while cuts are tried: no rank waits, and all train uncut."""
+    if WORLD.size == 1:
+        return
+    compiled_as, expected = Program.compile, by_hand(deep_step(1))
+
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    def compile_uncut(program, inputs, **kwargs):
+        return (compiled_as if len(program.collectives) == 1 else fail)(program, inputs, **kwargs)
+
+    def break_cut(program, inputs, **kwargs):
+        compiled = compiled_as(program, inputs, **kwargs)
+        if len(program.collectives) == 1:
+            return compiled
+        last = [r for r in compiled.runnables if r.segment.kind == "compute"][1]
+        runnables = [dataclasses.replace(r, call=fail) if r is last else r for r in compiled.runnables]
+        return dataclasses.replace(compiled, runnables=tuple(runnables))
+
+    for target, name, broken in (
+        (trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut), (Program, "compile", break_cut)
+    ):  # fmt: skip
+        for run in (by_hand, in_a_runner):
+            with mock.patch.object(target, name, broken) if WORLD.rank == WORLD.size - 1 else nullcontext():
+                same(run(deep_step("auto")), expected)
+
+    seen = []
+
+    def once(x):  # XLA says so where the device has come to it, behind the dispatch
+        seen.append(x)
+        if len(seen) == 1 and WORLD.rank == WORLD.size - 1:
+            raise ValueError("the first time")
+        return x
+
+    def by_callback(x):
+        return jax.pure_callback(once, jax.typeof(x), x)
+
+    same(by_hand(deep_step("auto", by_callback)), by_hand(deep_step(1, by_callback)))
 
 
 def unlike_exchanges_alone():
@@ -532,9 +577,10 @@ def a_branch_at_different_calls():
 
 CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
-    failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, unlike_exchanges, unlike_exchanges_alone,
-    unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps, data_that_raises_on_one_rank, stray_threads,
-    interrupt, emulated_link, auto_takes_a_report, a_branch_at_different_calls,
+    failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, a_trial_that_fails_on_one_rank, unlike_exchanges,
+    unlike_exchanges_alone, unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps,
+    data_that_raises_on_one_rank, stray_threads, interrupt, emulated_link, auto_takes_a_report,
+    a_branch_at_different_calls,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
