@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 import tasks
 from convergence_show import draw
-from strategies import AXIS, GENTLER, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
+from strategies import AXIS, CONTROLS, GENTLER, ROUTES, STRATEGIES, Setting, Strategy, one_axis, received_bytes
 from workloads import parser, write_json
 
 from jaxcross import exchange
@@ -221,7 +221,7 @@ def main() -> int:
     for name in ("images", "text"):
         made = plan(name, ranks, seeds, smoke=args.smoke)
         result["tasks"][name] = {"batch": made.batch, "steps": made.steps, "every": made.every}
-        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER):
+        for strategy in toys(name) if args.smoke else (*STRATEGIES, *ROUTES, *GENTLER, *CONTROLS):
             if (name, strategy.name) not in known:
                 result["rows"].append(strategy_row(name, strategy, made))
                 print(f"{name}: {strategy.name}, {result['rows'][-1]['wall_s']} s", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -22,11 +23,15 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         with suppress(FileNotFoundError):
             measured[-1] = read(name)["models"][model]["strategies"]
     *flat, nodes = measured
+
+    def time(rows: dict[str, Any], name: str) -> str:
+        return f"{statistics.median(ratios(rows, name, 'total')):.2f}"
+
     yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source (arXiv)"
     for member in FAMILY:
         name = member.measured
-        times = [f"{rows[name]['total_over_mean']:.2f}" for rows in flat if name in rows]
-        times = times or [f"{nodes[name]['total_over_mean']:.2f} on nodes" if name in nodes else "-"]
+        times = [time(rows, name) for rows in flat if name in rows]
+        times = times or [f"{time(nodes, name)} on nodes" if name in nodes else "-"]
         lost = [
             f"{accuracy[task, name] - accuracy[task, 'mean']:+.3f}" if (task, name) in accuracy else "-"
             for task in ("images", "text")
@@ -74,20 +79,32 @@ def _steps(count: float | None) -> str:
     return "never" if count is None else f"{count:.0f}"
 
 
+def ratios(rows: dict[str, Any], name: str, key: str) -> list[float]:
+    """A strategy's time over the mean's, in each repeat."""
+    return [own / mean for own, mean in zip(rows[name][key]["raw"], rows["mean"][key]["raw"], strict=True)]
+
+
 def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:
     """Each exchange of a model's gradients over the mean's: a step of exchange and SGD, the wire alone, bytes."""
     models = read(name)["models"]
     heads = [f"{model}: {what}" for model in models for what in ("s", "over the mean's", "wire", "bytes")]
     yield "exchange", *heads
-    for strategy in dict.fromkeys(s for rows in models.values() for s in rows["strategies"]):
-        rows = [model["strategies"].get(strategy) for model in models.values()]
-        cells = [
-            ("", "", "", "") if row is None else
-            (f"{row['total']['median']:.3f}", f"{row['total_over_mean']:.2f}", f"{row['wire_over_mean']:.3f}",
-             f"{row['bytes_over_mean']:.3f}")
-            for row in rows
-        ]  # fmt: skip
-        yield strategy, *(cell for row in cells for cell in row)
+
+    def over(rows: dict[str, Any], strategy: str, key: str, digits: int) -> str:
+        found = ratios(rows, strategy, key)
+        low, high = (f"{end(found):.{digits}f}" for end in (min, max))
+        return f"{statistics.median(found):.{digits}f}" + ("" if low == high else f" ({low} to {high})")
+
+    def cells(rows: dict[str, Any], strategy: str) -> tuple[str, ...]:
+        if strategy not in rows:
+            return "", "", "", ""
+        row = rows[strategy]
+        times = over(rows, strategy, "total", 2), over(rows, strategy, "wire", 3)
+        return f"{row['total']['median']:.3f}", *times, f"{row['bytes_over_mean']:.3f}"
+
+    every = [model["strategies"] for model in models.values()]
+    for strategy in dict.fromkeys(s for rows in every for s in rows):
+        yield strategy, *(cell for rows in every for cell in cells(rows, strategy))
 
 
 def selection(read: Read, _: str) -> Iterator[tuple[str, ...]]:

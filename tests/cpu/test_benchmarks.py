@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import exchanges
 import strategies
 from convergence_show import looks_of
 
 from jaxcross.commands.launch import find_mpirun
+from jaxcross.exchange import mean
 from jaxcross.lab import available
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -101,7 +105,7 @@ def test_selection(smoke):
 
 
 def test_every_declared_strategy_has_a_look_of_its_own_in_the_picture():
-    names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER)]
+    names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER, *strategies.CONTROLS)]
     looks = looks_of(names)
     assert list(looks) == names and len(set(looks.values())) == len(names) > 30
 
@@ -219,3 +223,29 @@ def test_exchanges(smoke):
     assert [found["what"] for found in result["targets"]] == [
         "top-k at 1%, wire", "top-k at 1%, selection and wire", "bfloat16, wire",
     ]  # fmt: skip
+
+
+def test_a_target_is_judged_by_every_repeat():
+    """Against the mean of the same repeat: a machine that is slower for a while is slower for both."""
+
+    def judged(own, of_mean):
+        raw = {"mean": of_mean, "adasum of gradients": own}
+        rows = {name: {key: {"raw": values} for key in ("total", "wire")} for name, values in raw.items()}
+        (found,) = exchanges.judge("model", {"strategies": rows})
+        return found
+
+    assert judged([1.2, 2.5], [1.0, 2.0])["verdict"] == "met"
+    assert judged([1.4, 3.0], [1.0, 2.0])["verdict"] == "missed"
+    assert judged([1.2, 3.0], [1.0, 2.0]) == {
+        "model": "model", "what": "Adasum", "of": "adasum of gradients", "over": "mean", "ratio": 1.35,
+        "ratios": [1.2, 1.5], "target": 1.3, "verdict": "undecided",
+    }  # fmt: skip
+
+
+def test_bytes_are_those_of_a_step_as_it_is_cut():
+    """Layers too small to travel in halves on four ranks share a buffer, which does."""
+    layers = [jax.ShapeDtypeStruct((4096,), jnp.float32)] * 8
+    wide, half = (
+        strategies.received_bytes(mean("batch", wire_dtype=wire), layers, {"batch": 4}) for wire in (None, jnp.float16)
+    )
+    assert wide == 6 * 4096 * 8 == 2 * half
