@@ -11,6 +11,7 @@ import optax
 
 from jaxcross.exchange import hops, sparse
 from jaxcross.exchange.once import once
+from jaxcross.exchange.parameters import check_float32
 from jaxcross.exchange.select import Selection, check_selection, select
 
 
@@ -49,8 +50,8 @@ def gtop_k(
             any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the ranks are no power of two, or a leaf has 2^31
-            elements or more.
+        ValueError: An argument is out of range; (when traced) the ranks are no power of two, or a leaf that is
+            compressed has 2^31 elements or more, or is float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -75,7 +76,9 @@ def gtop_k(
         chosen = sparse.choose(found, skip)
         residual = treedef.flatten_up_to(state.residual)
         out, kept = [], []
-        for (_, x), e, c in zip(found, residual, chosen, strict=True):
+        for (path, x), e, c in zip(found, residual, chosen, strict=True):
+            if c:
+                check_float32(path, x, "the values of `gtop_k`")
             update_, rest = exchange(x, e) if c else (jax.lax.pmean(x, axis), e)
             out.append(update_)
             kept.append(rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def one_bit_adam(
 
     Raises:
         ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks, or a leaf is not real
-            floating-point.
+            floating-point, or float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -78,6 +79,11 @@ def one_bit_adam(
     freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")  # signs need a second moment
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"`{name}` of `one_bit_adam` is `{decay}`: it is a moment's decay, from 0 to below 1.")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"`eps` of `one_bit_adam` is `{eps}`: it keeps a division finite and must be above 0.")
     if block % 8:
         raise ValueError(f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8.")
 
@@ -95,7 +101,7 @@ def one_bit_adam(
 
     def update(updates: Any, state: OneBitAdamState, params: optax.Params | None = None) -> tuple[Any, OneBitAdamState]:
         del params
-        check_real(updates, "the moments of `one_bit_adam`")
+        check_real(updates, "the moments of `one_bit_adam`", float64=False)
         size = jax.lax.axis_size(axis)
         if size != ranks:
             raise ValueError(

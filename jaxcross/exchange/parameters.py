@@ -37,13 +37,28 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
     return int(value)
 
 
-def check_real(updates: optax.Updates, what: str) -> None:
-    """Refuses leaves that are no real floats, of which `what` can make nothing.
+def check_float32(path: Any, leaf: Any, what: str) -> None:
+    """Refuses a float64 leaf, which `what`, in float32, would cut: a finite number may be infinite there.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if jnp.result_type(leaf) == jnp.float64:
+        raise ValueError(
+            f"the update `{jax.tree_util.keystr(path)}` is float64: {what} are float32 and would cut it. Cast gradients"
+            " to float32 in front, or take it out with `optax.masked`."
+        )
+
+
+def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> None:
+    """Refuses leaves that are no real floats, of which `what` can make nothing, and on request float64.
 
     Raises:
         ValueError: There is one.
     """
     for path, leaf in jax.tree.leaves_with_path(updates):
+        if not float64:
+            check_float32(path, leaf, what)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: {what} need real"

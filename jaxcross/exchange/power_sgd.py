@@ -11,7 +11,7 @@ import optax
 
 from jaxcross.exchange import hops, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number
+from jaxcross.exchange.parameters import check_float32, whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
 _EPSILON = 1e-5
@@ -53,7 +53,8 @@ def power_sgd(
         seed: Of the first right factors.
 
     Raises:
-        ValueError: `rank` is no whole number from 1 on.
+        ValueError: `rank` is no whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
+            that is compressed is float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -61,6 +62,11 @@ def power_sgd(
     and one that depends on earlier ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
+    if not 0 <= min_ratio < math.inf:
+        raise ValueError(
+            f"`min_ratio` of `power_sgd` is `{min_ratio}`: it is the least factor by which a compressed matrix shrinks,"
+            " a number from 0 on."
+        )
     names = hops.axis_names(axis_name)
 
     def shape_of(leaf: Any) -> tuple[int, int, int] | None:
@@ -91,14 +97,15 @@ def power_sgd(
 
     def update(updates: Any, state: PowerSGDState, params: optax.Params | None = None) -> tuple[Any, PowerSGDState]:
         del params
-        leaves, treedef = jax.tree.flatten(updates)
+        paths, treedef = jax.tree.flatten_with_path(updates)
         factors, residuals = treedef.flatten_up_to(state.factor), treedef.flatten_up_to(state.residual)
-        out: list[Any] = [None] * len(leaves)
-        for i, (leaf, q, e) in enumerate(zip(leaves, factors, residuals, strict=True)):
+        out: list[Any] = [None] * len(paths)
+        for i, ((path, leaf), q, e) in enumerate(zip(paths, factors, residuals, strict=True)):
             shape = shape_of(leaf)
             if shape is None:
                 out[i] = jax.lax.pmean(leaf, names)
                 continue
+            check_float32(path, leaf, "the factors of `power_sgd`")
             matrix = leaf.reshape(shape[:2]).astype(jnp.float32) + e
             p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
             mine = _product(matrix.T, p)

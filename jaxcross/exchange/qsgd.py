@@ -27,8 +27,8 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
     The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
     own, made from (seed, step, leaf, rank). The variance of one rank's leaf of D elements is at most
     `min(D / levels^2, sqrt(D) / levels)` times its squared norm: `levels` near sqrt(D) costs about as much as the
-    gradient's own noise. A rank receives `(P-1) (D + 4)` bytes a leaf of D elements: less than
-    `mean` on fewer than 8 ranks.
+    gradient's own noise. Like `pmean` it divides the sum by the ranks: beyond float32's range that is infinite. A rank
+    receives `(P-1) (D + 4)` bytes a leaf of D elements: less than `mean` on fewer than 8 ranks.
 
     ```python
     tx = optax.chain(jaxcross.exchange.qsgd(127, "batch"), optax.sgd(0.1))
@@ -41,7 +41,7 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
 
     Raises:
         ValueError: `levels` is no whole number that fits one byte with its sign; (when traced) a leaf is not real
-            floating-point.
+            floating-point, or float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -59,7 +59,7 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
 
     def update(updates: Any, state: QSGDState, params: optax.Params | None = None) -> tuple[Any, QSGDState]:
         del params
-        check_real(updates, "the levels of `qsgd`")
+        check_real(updates, "the levels of `qsgd`", float64=False)
         leaves, treedef = jax.tree.flatten(updates)
         new = QSGDState(step=jnp.asarray(optax.safe_increment(state.step)))
         if not leaves:

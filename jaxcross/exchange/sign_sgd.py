@@ -44,10 +44,10 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         check_real(updates, "the votes of `sign_sgd`")
         leaves, treedef = jax.tree.flatten(updates)
         size = jax.lax.axis_size(axis)
-        where = layout(updates, multiple=8 * size, dtype=jnp.float32)
+        where = layout(updates, multiple=8 * size, dtype=bool)
         if where.size == 0:
             return updates
-        ballots = bits.pack((where.ravel(updates) >= 0).reshape(size, -1))
+        ballots = bits.pack(where.ravel(jax.tree.map(lambda x: x >= 0, updates)).reshape(size, -1))
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(hops.gather(bits.pack(majority), axis)).reshape(-1)

@@ -33,7 +33,7 @@ def check_density(density: float, name: str = "density") -> None:
     Raises:
         ValueError: `density` is not in (0, 1].
     """
-    if not 0 < density <= 1:
+    if isinstance(density, bool) or not 0 < density <= 1:
         raise ValueError(
             f"`{name}` is {density!r}: it is the share of elements that are sent and must lie in (0, 1], for example"
             " 0.01. To send everything, use `jaxcross.exchange.mean`."

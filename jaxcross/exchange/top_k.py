@@ -13,7 +13,7 @@ import optax
 
 from jaxcross.exchange import blocks, hops, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number
+from jaxcross.exchange.parameters import check_float32, whole_number
 from jaxcross.exchange.select import Selection, check_selection, select
 
 Pattern = Literal["flat", "hierarchical"]
@@ -78,7 +78,7 @@ def top_k(
 
     Raises:
         ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, or a leaf or
-            bucket has 2^31 elements or more.
+            bucket that is compressed has 2^31 elements or more, or is float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -119,6 +119,9 @@ def top_k(
         residual: list[Any] = []
         if error_feedback:
             residual = [r for r, c in zip(treedef.flatten_up_to(state.residual), chosen, strict=True) if c]
+        for (path, x), c in zip(found, chosen, strict=True):
+            if c:
+                check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
             branches = [partial(exchange, d) for _, d in stages]

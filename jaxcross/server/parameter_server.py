@@ -82,7 +82,8 @@ class ParameterServer:
     def __init__(
         self, params: Any, optimizer: optax.GradientTransformation, *, staleness: float, world: World | None = None
     ) -> None:
-        if not (staleness == math.inf or (staleness >= 0 and staleness == int(staleness))):
+        counts = not isinstance(staleness, bool) and staleness >= 0
+        if not (counts and (staleness == math.inf or staleness == int(staleness))):
             raise ValueError(
                 f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., or is `math.inf`."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,57 @@ def test_nodes_that_a_flat_top_k_would_not_see_are_refused(axes: Any) -> None:
 def test_a_delay_is_not_a_yes(delays: Any) -> None:
     with pytest.raises(ValueError, match=r"^`delays` of `asynchronous` are `.*True.*`: they are whole numbers"):
         exchange.asynchronous(SGD, "batch", delays=delays)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1=1.0),
+            r"^`b1` of `one_bit_adam` is `1.0`: it is a moment",
+        ),
+        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=-0.1), r"^`b2` of `one_bit_adam` is `-0.1`: it is a"),
+        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b2=math.nan), r"^`b2` of `one_bit_adam` is `nan`: it is a"),
+        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, eps=0), r"^`eps` of `one_bit_adam` is `0`: it keeps a"),
+        (lambda: exchange.power_sgd(1, "batch", min_ratio=math.nan), r"^`min_ratio` of `power_sgd` is `nan`: it is"),
+        (lambda: exchange.power_sgd(1, "batch", min_ratio=-1), r"^`min_ratio` of `power_sgd` is `-1`: it is"),
+        (lambda: exchange.top_k(True, "batch"), r"^`density` is True: it is the share of elements"),
+        (lambda: exchange.gtop_k(True, "batch"), r"^`density` is True: it is the share of elements"),
+        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_when_it_is_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {
+    "top_k": ("the values of `top_k`", exchange.top_k(0.5, "batch")),
+    "gtop_k": ("the values of `gtop_k`", exchange.gtop_k(0.5, "batch")),
+    "power_sgd": ("the factors of `power_sgd`", exchange.power_sgd(1, "batch")),
+    "qsgd": ("the levels of `qsgd`", exchange.qsgd(7, "batch")),
+    "one_bit_adam": ("the moments of `one_bit_adam`", exchange.one_bit_adam(5, "batch", ranks=2)),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float64_is_not_cut(name: str) -> None:
+    what, tx = FLOAT32[name]
+    step = vmapped(lambda g: tx.update(g, tx.init(g))[0], {"batch": 2})
+    with jax.enable_x64(True):
+        grads = {"w": jnp.ones((2, 4, 6), jnp.float64)}
+        with pytest.raises(ValueError, match=rf"^the update `\['w'\]` is float64: {what} are float32 and would cut it"):
+            jax.eval_shape(step, grads)
+        narrow = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        assert jax.eval_shape(step, narrow)["w"].dtype == jnp.float32
+
+
+def test_votes_of_float64_are_its_signs() -> None:
+    tx = exchange.sign_sgd("batch")
+    with jax.enable_x64(True):
+        grads = jnp.asarray([[-1e-300, 1e300, -0.0], [-1.0, 1.0, 1.0]], jnp.float64)
+        updates = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="batch")(grads)
+        assert updates.dtype == jnp.float64 and updates.tolist() == [[-1, 1, 1]] * 2
 
 
 REAL: dict[str, tuple[str, optax.GradientTransformation]] = {

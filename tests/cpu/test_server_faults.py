@@ -168,6 +168,8 @@ def test_bad_arguments():
             ParameterServer(parameters(), optax.sgd(0.1), staleness=-1, world=world)
         with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `0.5`"):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=0.5, world=world)
+        with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `True`"):
+            ParameterServer(parameters(), optax.sgd(0.1), staleness=True, world=world)
         with pytest.raises(TypeError, match=r"^`\['n'\]` of the parameters is of type int32: a parameter server"):
             ParameterServer({"n": jnp.arange(3)}, optax.sgd(0.1), staleness=0, world=world)
         server = ParameterServer(parameters(), optax.sgd(0.1), staleness=0, world=world)
