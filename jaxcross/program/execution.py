@@ -174,7 +174,8 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
                 " it cannot know how often the others will exchange."
             )
-        with jax.default_device(device):  # random keys included, which NumPy cannot make
+        # Random keys included, which NumPy cannot make; 64 bits where the step has them: its contexts do not hold here.
+        with jax.default_device(device), jax.enable_x64(True):
             zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
         self._zeros[index] = jax.device_put(zeros, device)
 

@@ -78,7 +78,8 @@ class Feed(Iterator[Any]):
         self._error: BaseException | None = None
         self._wanted = False
         self.closed = False
-        self._thread = threading.Thread(target=self._fill, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
+        self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
+        self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Any:
@@ -103,6 +104,10 @@ class Feed(Iterator[Any]):
         self.closed = True
         self._batches.clear()
         self._free.release()
+
+    def _run(self) -> None:
+        with jax.enable_x64(self._x64):
+            self._fill()
 
     def _fill(self) -> None:
         data, self._data = self._data, None  # nothing here keeps it alive any longer than the loop

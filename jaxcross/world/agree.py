@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross.checkpoint.leaves import forms_of, rebuild
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30
@@ -29,7 +30,7 @@ def check_equal(state: Any, comm: Any) -> Any:
 
 
 def broadcast(state: Any, comm: Any) -> Any:
-    """Rank 0's values in this rank's tree, each leaf where it was (device, sharding). Waits for every rank.
+    """Rank 0's values in this rank's tree, each leaf of this rank's type and where it was. Waits for every rank.
 
     Raises:
         ExchangeError: On every rank, if shapes, element types or the tree itself differ; or a rank cannot read its own,
@@ -140,9 +141,8 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 
 def _placed(values: np.ndarray, leaf: Any) -> Any:
     """What rank 0 sent, as what this rank's leaf is."""
-    received: Any = values
-    if _is_key(leaf):
-        received = jax.random.wrap_key_data(jnp.asarray(received), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
-        return jax.device_put(received, leaf.sharding)
-    return type(leaf)(received) if isinstance(leaf, bool | int | float | complex) else received
+        # Its type and place stand fast, whatever the caller's contexts are: a job's do not hold on the exchange lane.
+        with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):
+            return rebuild(leaf, forms_of(leaf), {"": values})
+    return type(leaf)(values) if isinstance(leaf, bool | int | float | complex) else values

@@ -1,0 +1,58 @@
+"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, and how it fails."""
+
+SCRIPT = """
+import jaxcross
+
+world = jaxcross.initialize(watchdog_s=60)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+def fails(x):
+    if world.rank == 1 and x[0] >= 2:
+        raise ValueError("boom")
+    return x
+
+
+@jaxcross.crossover(axes="batch")
+def step(state, batch):
+    seen = jax.pure_callback(fails, jax.ShapeDtypeStruct((2,), jnp.float32), batch.astype(jnp.float32))
+    return {**state, "w": state["w"] - state["lr"] * jax.lax.psum(seen + 0 * batch, "batch")}
+
+
+def wide(job, steps):
+    with jax.enable_x64(True):
+        lr = jnp.asarray(0.1 * (1 + world.rank))
+        state = job.restore({"w": jnp.ones(2) + world.rank, "lr": lr}, mode="broadcast")
+        assert state["w"].dtype == state["lr"].dtype == jnp.float64 and (state["w"] == 1).all()
+        assert state["lr"] == 0.1 and state["lr"].weak_type and not state["lr"].committed
+        for batch in job.batches([np.full(2, float(n)) for n in range(steps)]):
+            assert batch.dtype == jnp.float64
+            state = step(state, batch)
+        return state
+
+
+def narrow(job):
+    state = job.restore({"p": jnp.ones(2, jnp.bfloat16), "lr": jnp.asarray(0.1)}, mode="broadcast")
+    return state["p"] - state["lr"] * state["p"]
+
+
+runner = jaxcross.Runner(world)
+jobs = [runner.add(name, wide, steps=steps) for name, steps in (("good", 2), ("bad", 4))]
+narrow = runner.add("narrow", narrow)
+with pytest.raises(jaxcross.JobError, match="(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"):
+    runner.run()
+good, bad = jobs
+assert (good.how, good.step, bad.how, bad.step) == ("ended", 2, "failed", 2)
+assert good.state["w"].dtype == jnp.float64 and (np.asarray(good.state["w"]) == 1 - 0.1 * 2).all()
+assert narrow.state.dtype == jnp.bfloat16
+print("end", flush=True)
+"""
+
+
+def test_a_job_keeps_64_bits_and_fails_alone(mpirun) -> None:
+    finished = mpirun(2, SCRIPT)
+    assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
