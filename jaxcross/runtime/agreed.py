@@ -64,6 +64,7 @@ class SharedJob:
         held: It begins no step for now: it is paused, or the policy lets others go first.
         stop: Somebody wished that it stops.
         finished: It makes no step any more; its reasons are still to be compared.
+        streams: Of its data, by number; no slot follows from them, and a rank forgets those that it reads no more.
     """
 
     row: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -42,6 +42,7 @@ class Feed(Iterator[Any]):
         driver: Who votes.
         job: The job's number.
         stream: Which of the job's feeds this is; the job must open them in one order on all ranks.
+        beside: Those of the job's earlier ones that it may still read.
         data: This rank's batches.
         steps: Ends after so many, if given.
         prepare: Called on each batch in the feed's thread, for example to put it on the device.
@@ -50,6 +51,7 @@ class Feed(Iterator[Any]):
         resumable: Keeps note of the iterator's own state, for checkpoints.
 
     Attributes:
+        stream: As above.
         place: Behind the last batch that was handed out, whatever was prepared beyond it.
         closed: Nobody will ask for more.
     """
@@ -60,6 +62,7 @@ class Feed(Iterator[Any]):
         driver: FeedDriver,
         job: int,
         stream: int,
+        beside: Sequence[int] = (),
         data: Iterable[Any],
         steps: int | None = None,
         prepare: Callable[[Any], Any] = lambda batch: batch,
@@ -67,7 +70,7 @@ class Feed(Iterator[Any]):
         start: Place = START,
         resumable: bool = False,
     ) -> None:
-        self._driver, self._job, self._stream = driver, job, stream
+        self._driver, self._job, self.stream = driver, job, stream
         self._data: Iterable[Any] | None = data
         self._steps, self._prepare = None if steps is None else max(0, steps - start.taken), prepare
         self.place, self._resumable = start, resumable
@@ -80,6 +83,7 @@ class Feed(Iterator[Any]):
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
         self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
+        driver.post(m.StreamBegun(job, tuple(beside)))
         self._thread.start()
 
     def __next__(self) -> Any:
@@ -87,7 +91,7 @@ class Feed(Iterator[Any]):
             if self._error is not None and not self._batches:
                 raise self._error
             self._wanted = True
-        more = self._driver.want_batch(self._job, self._stream, self._taken)
+        more = self._driver.want_batch(self._job, self.stream, self._taken)
         with self._lock:
             self._wanted = False
         if not more:
@@ -128,9 +132,9 @@ class Feed(Iterator[Any]):
                 self._batches.append((self._prepare(batch), state_of(source) if self._resumable else None))
                 del batch
                 count += 1
-                self._driver.post(m.BatchPrepared(self._job, self._stream, count))
+                self._driver.post(m.BatchPrepared(self._job, self.stream, count))
             if not self.closed:
-                self._driver.post(m.StreamEnded(self._job, self._stream, count))
+                self._driver.post(m.StreamEnded(self._job, self.stream, count))
             while not self.closed:
                 self._free.acquire()
             if self._steps is None or self._taken < self._steps:

@@ -158,6 +158,11 @@ class Interleaver:
                 self._grant_batch(job)
             case m.BatchDropped(job):
                 self._jobs[job].replayed += 1
+            case m.StreamBegun(job, beside):
+                mine, shared = self._jobs[job], self.agreed.jobs[job]
+                for known in (mine.prepared, mine.limits, shared.streams):
+                    for stream in known.keys() - {*beside, mine.stream}:  # of the last one, ballots still speak
+                        del known[stream]
             case m.BatchPrepared(job, stream, count):
                 self._jobs[job].prepared[stream] = count
             case m.StreamEnded(job, stream, count):

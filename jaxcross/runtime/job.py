@@ -100,11 +100,15 @@ class JobContext(JobLife):
         driver = self._running()
         if self._stray_loop():
             return iter(())
+        # Here and not where a loop ends: what is left early, a garbage collector may end in any thread.
+        self._feeds = [feed for feed in self._feeds if not feed.closed]
         feed = Feed(
-            driver=driver, job=self._number, stream=len(self._feeds), data=data, steps=steps, prepare=to_device,
+            driver=driver, job=self._number, stream=self._streams, beside=[feed.stream for feed in self._feeds],
+            data=data, steps=steps, prepare=to_device,
             start=START if self._resumption is None else self._resumption.next_place(),
             resumable=self._resumption is not None,
         )  # fmt: skip
+        self._streams += 1
         self._feeds.append(feed)
         return self._measured(feed)
 

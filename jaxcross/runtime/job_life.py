@@ -51,7 +51,8 @@ class JobLife:
         self._nonfinite: NonFinite = "ignore"
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
         self._kept, self._calls = Kept(), Calls()
-        self._feeds: list[Feed] = []  # of its loops over batches, in the order in which they were begun
+        self._feeds: list[Feed] = []  # of its loops over batches, in their order, but for those that are over
+        self._streams = 0  # how many such loops there were
         self._driver: Driver | None = None  # of the run in which it is; None before that, and once it is over
         self._seat: Seat | None = None  # what that run holds for it; None before that
         self._resumption: Resumption | None = None  # if there are checkpoints
@@ -112,7 +113,7 @@ class JobLife:
             )
 
     def first_use(self, program: Program) -> bool:
-        """Whether this job has not asked about `program` before. The same on every rank."""
+        """Whether this job has not asked about `program`, or one like it, before. The same on every rank."""
         return self._calls.first_use(program)
 
     def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:

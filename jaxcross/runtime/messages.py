@@ -102,6 +102,14 @@ class BatchDropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StreamBegun(Event):
+    """A job's thread begins another stream. Of the earlier ones it may still read those `beside` it."""
+
+    job: int
+    beside: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPrepared(Event):
     """`count` batches of a stream are or were ready on this rank."""
 
