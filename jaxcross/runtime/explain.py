@@ -49,7 +49,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (
         " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "
-        "its first call with them is agreed on anew: change them on all ranks at once."
+        'other exchanges, or the cut under `cut="auto"`, are agreed on anew: change them on all ranks at once.'
     )
     return JobError(
         f"Job `{job}` does different things on different ranks after step {step}: {said}. All ranks must run the same "

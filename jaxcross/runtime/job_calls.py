@@ -27,12 +27,13 @@ class Calls:
         training: Name of the function whose calls are the job's steps: the first step that it called. None before that.
     """
 
-    __slots__ = ("_outlines", "_programs", "training")
+    __slots__ = ("_agreed", "_outlines", "_programs", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
         self._programs: dict[int, Program] = {}
+        self._agreed: set[tuple[str, str]] = set()
 
     @property
     def any(self) -> bool:
@@ -40,9 +41,15 @@ class Calls:
         return bool(self._outlines)
 
     def first_use(self, program: Program) -> bool:
-        """Whether the job has not asked about `program` before. The same on every rank."""
-        new = id(program) not in self._programs
+        """Whether the job has asked about no program before that is called and exchanges as this one does. The same on
+        every rank: shapes may change on one alone, and the others would not come to agree on what they know.
+        """
+        if id(program) in self._programs:
+            return False
         self._programs[id(program)] = program  # keeps it alive, hence its id unique
+        agreed = (program.name, program.exchange_signature())
+        new = agreed not in self._agreed
+        self._agreed.add(agreed)
         return new
 
     def outline(self, compiled: Compiled) -> Outline:
@@ -66,4 +73,4 @@ class Calls:
 
     def forget(self) -> None:
         """Lets go of them, and of the constants that they hold; what the steps are called stays known."""
-        self._outlines, self._programs = {}, {}
+        self._outlines, self._programs, self._agreed = {}, {}, set()

@@ -375,18 +375,27 @@ def unlike_exchanges_alone():
 
 
 def unlike_shapes():
-    """The exchange is the same, but one rank's step is another one from then on."""
+    """A shorter batch on one rank, with the same exchanges: nobody else need know, but where a cut is to be chosen."""
     if WORLD.size == 1:
         return
-    step = jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b.mean(), "batch"), axes="batch")
 
-    def fn(job):
+    def make(cut):
+        return jaxcross.crossover(lambda s, b: s + jax.lax.pmean(b.mean(), "batch"), axes="batch", cut=cut)
+
+    def fn(job, step):
         state = jnp.float32(0)
-        for n in range(4):
-            state = step(state, jnp.ones(5 if n == 2 and WORLD.rank == 1 else 8))
+        for n in range(6):
+            state = step(state, jnp.full(5 if n in (2, 5) and WORLD.rank == 1 else 8, n + WORLD.rank, jnp.float32))
+        return state
 
     runner = Runner(WORLD)
-    bad = runner.add("bad", fn)
+    jobs = [runner.add(f"cut {cut}", fn, step=make(cut)) for cut in ("whole", 2)]
+    runner.run()
+    for job in jobs:
+        assert job.state == fn(None, make("whole"))
+
+    runner = Runner(WORLD)
+    bad = runner.add("bad", fn, step=make("auto"))
     good = runner.add("good", train, step=make_step(), rate=0.2, n=4)
     with pytest.raises(
         JobError, match=r"^Job `bad` does different things on different ranks after step 2: .*Or did shapes or types"
