@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
+from jaxcross.elementwise import check_elementwise
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import by_type, whole_number, wide
@@ -25,8 +26,9 @@ def parameter_server(
     rank; the state is the rank's own part: save it per rank, and never change the number of ranks under it.
     Deterministic.
 
-    The optimizer must work element by element (SGD, momentum, Adam, AdamW, Adafactor without factors), since it sees
-    flat parts: no norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), no schedules by shape.
+    The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by value), since it sees
+    flat parts. One that takes norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise,
+    or looks at shapes (a `mask` that is a function of them; write a tree of booleans) is refused, told by its jaxpr.
 
     ```python
     tx = jaxcross.exchange.parameter_server(optax.adam(1e-3), "batch", ranks=world.size)
@@ -41,7 +43,8 @@ def parameter_server(
     Raises:
         ValueError: `ranks` is no whole number. In `init`, the axis is not bound and `ranks` is not given, or the
             optimizer's state starts from the parameters' values, whose part `init` cannot know there. At the first
-            trace, `ranks` is not the axis's size.
+            trace, `ranks` is not the axis's size, the optimizer is no element-wise one, or the state has other shapes
+            than `init` would give it: it is that of another number of ranks.
 
     Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
     type and as many of the updates'.
@@ -77,7 +80,12 @@ def parameter_server(
         leaves, treedef = jax.tree.flatten(updates)
         shapes = [x.shape for x in leaves]
         parts = None if params is None else jax.tree.map(lambda x: _part(x, size, rank), params)
-        stepped, state = inner.update(jax.tree.unflatten(treedef, _mean_parts(leaves, axis)), state, parts, **extra)
+        mean = _mean_parts(leaves, axis)
+        whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
+        mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
+        _check_state(state, jax.eval_shape(inner.init, mean if parts is None else parts), size)
+        check_elementwise(inner, (whole, params), (mean, parts), state, "`parameter_server`", **extra)
+        stepped, state = inner.update(mean, state, parts, **extra)
         return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
 
     return once("parameter_server", axis_name, optax.GradientTransformationExtraArgs(init, update))
@@ -128,6 +136,18 @@ def _agreed(ranks: int | None, bound: int | None) -> int:
             f" are cut into as many parts as there are ranks. Make both anew for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
+
+
+def _check_state(state: optax.OptState, fresh: optax.OptState, size: int) -> None:
+    if jax.tree.structure(state) != jax.tree.structure(fresh):
+        return  # the optimizer itself will say so
+    for (path, x), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True):
+        if jnp.shape(x) != new.shape:
+            raise ValueError(
+                f"the state of `parameter_server` is {list(jnp.shape(x))} at `{jax.tree_util.keystr(path)}`, but a part"
+                f" for {size} ranks is {list(new.shape)}: it was made for another number of ranks, or other parameters."
+                " Make it anew."
+            )
 
 
 def _reads_values(init: Any, params: optax.Params) -> bool:

@@ -49,6 +49,10 @@ class Layout:
         )
         *self._starts, self.nbytes = itertools.accumulate(sizes, initial=0)
 
+    def types(self) -> Any:
+        """The parameters' tree of shapes and element types."""
+        return jax.tree.unflatten(self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms])
+
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves of a tree that must be like the parameters.
 

@@ -68,7 +68,7 @@ class ParameterServer:
         clock: Gradients that this rank has pushed.
 
     Raises:
-        ValueError: `staleness` is no whole number from 0 on, and not infinite.
+        ValueError: `staleness` is no whole number from 0 on, and not infinite; the optimizer is no element-wise one.
         TypeError: A parameter is no floating-point array.
 
     Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` each of

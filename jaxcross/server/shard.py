@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from jaxcross.elementwise import check_elementwise
 from jaxcross.server.layout import Layout
 
 
@@ -17,10 +18,13 @@ class Shard:
     """Steps the optimizer on this rank's part, on the CPU device: it never occupies an accelerator.
 
     Args:
-        optimizer: Works element by element, since it sees flat parts.
+        optimizer: Works element by element, since it sees flat parts: another one is refused.
         layout: Of the parameters.
         message: This rank's part of them, at the start.
         ranks: Workers, by which sums of gradients are divided.
+
+    Raises:
+        ValueError: The optimizer is no element-wise one.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Shard:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
+        whole = layout.types()
+        check_elementwise(optimizer, (whole, whole), (grads, grads), self._state, "a parameter server")
         # Compiled here, so that what is wrong with an optimizer is raised where it was given.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 

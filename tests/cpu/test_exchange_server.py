@@ -86,10 +86,20 @@ def test_parameter_server_is_synchronous_training(name, ranks):
     assert all((x == x[:1]).all() for x in jax.tree.leaves(got))
 
 
-def test_optimizers_that_look_at_whole_layers_are_wrong_in_it():
-    (*_, got), _ = train(parameter_server(optax.lamb(0.1), "batch"), parameters(), 3)
-    (*_, want), _ = train(optax.chain(mean("batch"), optax.lamb(0.1)), parameters(), 3)
-    assert distance(got, want) > 1e-3
+def test_a_state_of_another_number_of_ranks_is_refused():
+    state = parameter_server(optax.adam(0.1), "batch", ranks=2).init(parameters())
+    state = jax.tree.map(lambda x: np.stack([x] * RANKS), state)
+    text = (
+        r"^the state of `parameter_server` is \[2\] at `\[0\]\.mu\['b'\]`, but a part for 3 ranks is \[1\]: it was made"
+    )
+    with pytest.raises(ValueError, match=text):
+        train(parameter_server(optax.adam(0.1), "batch"), parameters(), 1, state=state)
+
+
+def test_a_state_of_as_wide_parts_cannot_be_told():
+    one = {"w": jnp.ones(1)}
+    state = parameter_server(optax.adam(0.1), "batch", ranks=2).init(one)
+    train(parameter_server(optax.adam(0.1), "batch"), one, 1, state=jax.tree.map(lambda x: np.stack([x] * 3), state))
 
 
 def test_each_rank_keeps_its_part_of_the_state():

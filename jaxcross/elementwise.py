@@ -1,0 +1,119 @@
+"""Whether an optimizer works element by element, as one must that steps flat parts of leaves: told by its jaxpr."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxcross import _jax_compat as compat
+
+# What makes an element of others, and bits that each rank would draw alike for parts that are not.
+_ACROSS = re.compile(
+    r"reduce(?!_precision)|arg(max|min)|cum|dot_general|ragged_dot|conv_general|sort|(approx_)?top_k|fft|select_and_"
+    r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
+)
+_DRAWS = re.compile(r"random_bits|random_gamma|rng_")
+_CALLS = re.compile(r"p?jit|cond|remat2?|checkpoint|\w*_call")
+# They differ between a leaf and its flat part, and compute nothing.
+_SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
+_Level = tuple[int, str]
+"""0 of neither updates nor parameters, 1 of the same element's, 2 of others', and what made it so."""
+
+
+def check_elementwise(
+    optimizer: optax.GradientTransformation, whole: Any, part: Any, state: Any, what: str, **extra: Any
+) -> None:
+    """Refuses an optimizer that does something else to flat parts of leaves than to leaves. Computes nothing.
+
+    Args:
+        optimizer: Given to `what`.
+        whole: Updates and parameters, or None, in their own shapes: arrays, or what tells their types.
+        part: The same as they are stepped.
+        state: Of the optimizer on `part`.
+        what: Whose optimizer it is, for the error.
+        extra: Of `update`.
+
+    Raises:
+        ValueError: It is no element-wise one.
+    """
+
+    def traced(updates: Any, state: Any, params: Any) -> Any:
+        made = jax.make_jaxpr(lambda *args: optimizer.update(*args, **extra))(updates, state, params)
+        return compat.open_jaxpr(made)[0]
+
+    (updates, params), state, whole = _types(part), _types(state), _types(whole)
+    on_part = traced(updates, state, params)
+    level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
+    if level == 2:
+        raise ValueError(
+            f"the optimizer of {what} does not work element by element: its updates depend on {where}. Every rank steps"
+            " flat parts of the leaves, and would take a norm, for example, of its own part. Put such an optimizer"
+            " behind `jaxcross.exchange.mean`."
+        )
+    start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
+    on_whole = traced(whole[0], start, whole[1])
+    for leaf, flat in itertools.zip_longest(_operations(on_whole), _operations(on_part), fillvalue="nothing"):
+        if leaf != flat:
+            raise ValueError(
+                f"the optimizer of {what} computes `{leaf}` on leaves where it computes `{flat}` on flat parts of them,"
+                " which is what every rank steps: it looks at shapes, perhaps in a `mask` that is a function. Make a"
+                " tree of booleans of that."
+            )
+
+
+def _types(tree: Any) -> Any:
+    # Without what types hold besides, for example over which axes values vary.
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree))
+
+
+def _of_updates(jaxpr: Any, updates: Sequence[Any], state: Sequence[Any], params: Sequence[Any]) -> _Level:
+    """The highest level of the new updates, whatever came of it in earlier steps into the state."""
+    elements: _Level = (1, "")
+    levels = [(0, "") if x.ndim == 0 else elements for x in state]
+    while True:
+        out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params))
+        kept = len(out) - len(state)
+        after = [max(pair) for pair in zip(levels, out[kept:], strict=True)]
+        if after == levels:
+            return max(out[:kept], default=(0, ""))
+        levels = after
+
+
+def _levels(jaxpr: Any, given: Sequence[_Level]) -> list[_Level]:
+    """Of a jaxpr's results, from those of its arguments."""
+    known: dict[Any, _Level] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> _Level:
+        return (0, "") if isinstance(atom, compat.Literal) else known.get(atom, (0, ""))
+
+    for eqn in jaxpr.eqns:
+        operands = [of(v) for v in eqn.invars]
+        highest, name = max(operands, default=(0, "")), eqn.primitive.name
+        made = [highest] * len(eqn.outvars)
+        if _DRAWS.match(name) or (highest[0] and _ACROSS.match(name)):
+            made = [max(highest, (2, f"`{name}`"))] * len(made)
+        elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
+            if _CALLS.fullmatch(name):  # a body's arguments are the last operands
+                bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :]) for sub in inner]
+                chosen = operands[0] if name == "cond" else (0, "")
+                made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
+            else:  # in a loop anything may come of anything
+                bodies = [_levels(sub, [highest] * len(sub.invars)) for sub in inner]
+                made = [max(highest, *itertools.chain(*bodies))] * len(made)
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+    """What is computed, in order, with the numbers that stand in it."""
+    for eqn in jaxpr.eqns:
+        inner = list(compat.sub_jaxprs(eqn))
+        for sub in inner:
+            yield from _operations(compat.open_jaxpr(sub)[0])
+        if not inner and eqn.primitive.name not in _SHAPES:
+            yield " ".join([eqn.primitive.name, *(str(v.val) for v in eqn.invars if isinstance(v, compat.Literal))])

@@ -1,0 +1,116 @@
+"""Optimizers that parameter servers may step on flat parts, and those that they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxcross.exchange import parameter_server
+from jaxcross.server.layout import Layout
+from jaxcross.server.shard import Shard
+from jaxcross.testing_wire import vmapped
+
+PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "s": jnp.ones(()), "h": jnp.ones((2, 2), jnp.bfloat16)}
+MASK = {"w": True, "b": False, "s": False, "h": True}
+
+
+def matrices(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def remembers_a_norm() -> optax.GradientTransformation:
+    """A norm that the next step uses."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda u: u * state.astype(u.dtype), updates), optax.tree.norm(updates)
+
+    return optax.GradientTransformation(lambda p: jnp.zeros(()), update)
+
+
+RATE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100)
+PIECES = optax.piecewise_interpolate_schedule("cosine", 0.1, {10: 0.5, 20: 0.1})
+GOOD = {
+    "sgd": optax.sgd(0.1),
+    "nesterov": optax.sgd(RATE, momentum=0.9, nesterov=True),
+    "adam": optax.adam(PIECES),
+    "amsgrad": optax.amsgrad(0.1),
+    "adamw": optax.adamw(RATE, weight_decay=0.1),
+    "adamw, masked": optax.adamw(0.1, weight_decay=0.1, mask=MASK),
+    "rmsprop": optax.rmsprop(0.1, centered=True, momentum=0.9),
+    "adagrad": optax.adagrad(0.1),
+    "lion": optax.lion(0.1),
+    "radam": optax.radam(0.1),
+    "clip": optax.chain(optax.clip(1.0), optax.zero_nans(), optax.add_decayed_weights(1e-4), optax.sgd(0.1)),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
+    "several steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "labels": optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b", "s": "a", "h": "a"}
+    ),
+    "accumulators of 16 bits": optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "flattened": optax.flatten(optax.adam(0.1)),
+}
+ACROSS = {
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1),
+    "norm": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "block": optax.clip_by_block_rms(1.0),
+    "adafactor": optax.adafactor(0.1),
+    "adaptive": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "norm in several steps": optax.MultiSteps(optax.lamb(0.1), 2).gradient_transformation(),
+    "noise": optax.add_noise(0.1, 0.5, 0),
+    "remembered": remembers_a_norm(),
+}
+BY_SHAPE = {
+    "mask": optax.adamw(0.1, weight_decay=0.1, mask=matrices),
+    "masked": optax.masked(optax.sgd(0.1), matrices),
+    "size": optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda x: x.size > 3, p)),
+    "share": optax.stateless(lambda u, p: jax.tree.map(lambda x: x / jnp.asarray(x.size, x.dtype) * x.size, u)),
+}
+
+
+def collective(optimizer: optax.GradientTransformation) -> None:
+    tx = parameter_server(optimizer, "batch")
+    step = vmapped(lambda p: tx.update(p, tx.init(p), p), {"batch": 2})
+    jax.eval_shape(step, jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS))
+
+
+def real(optimizer: optax.GradientTransformation) -> None:
+    layout = Layout(PARAMS, 2)
+    Shard(optimizer, layout, layout.parts(jax.tree.leaves(PARAMS))[0], ranks=2)
+
+
+BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`parameter_server`"), (real, "a parameter server")])
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in GOOD.items()])
+@BOTH
+def test_element_by_element(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
+    server(optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in ACROSS.items()])
+@BOTH
+def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
+    text = rf"^the optimizer of {name} does not work element by element: its updates depend on `\w+`\."
+    with pytest.raises(ValueError, match=text):
+        server(optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in BY_SHAPE.items()])
+@BOTH
+def test_by_shape(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^the optimizer of {name} computes `.+` on leaves where it computes `.+` on"
+    ):
+        server(optimizer)
+
+
+def test_whoever_hands_parameters_on_or_not() -> None:
+    tx = parameter_server(optax.sgd(0.1), "batch")
+    step = vmapped(lambda p: tx.update(p, tx.init(p)), {"batch": 2})
+    assert jax.eval_shape(step, jnp.ones((2, 5)))[0].shape == (2, 5)
