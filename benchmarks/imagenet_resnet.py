@@ -10,10 +10,10 @@ synthetic set is written, whose classes can be learnt.
 Throughput: the two ways alternate, each with the records out of the page cache (`cold`) and in it (`warm`, as far as
 they fit into memory; `resident_share_before` says how it was). Images a second in the steady state, by job and in
 total, and over the wall time of a run, compiling left out. `input_wait_s` is how long a job waited for its next batch,
-a step, on the slowest rank; `input_lost_s` is what the input cost a round. Accuracy: seconds from the start of a run
-until all of its jobs have `--accuracy` on the validation split, evaluation and its reading included; the run of the
-middle, of as many. In crossover all jobs take the images that are decoded once, one after the other each decodes its
-own: that is part of the gain.
+a step, on the slowest rank; `input_lost_s` is what the input cost a round. Accuracy, but with `--eval-steps 0`: seconds
+from the start of a run until all of its jobs have `--accuracy` on the validation split, evaluation and its reading
+included; the run of the middle, of as many. In crossover all jobs take the images that are decoded once, one after the
+other each decodes its own: that is part of the gain.
 
 Started by itself, it starts the ranks, on two hosts with a real link of `--rate` where the machine allows network
 namespaces, else with an emulated link, from which no speed-up is computed.
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +50,11 @@ from jaxcross.world.launcher import read_launch
 
 SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
 JOBS = ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
-OTHER = ("--policy", "--output", "--report")  # of the example; here there is nothing to choose, or to draw
+OTHER = {  # of the example, and why not here
+    "--policy": "runs both ways itself", "--output": "draws nothing", "--report": "draws nothing",
+    "--checkpoints": "resumes none of its runs", "--checkpoint-every": "resumes none of its runs",
+    "--epochs": "counts by `--steps`",
+}  # fmt: skip
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
@@ -64,12 +68,18 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     made.add_argument("--ranks", type=int, default=2, help="to start (default %(default)s)")
     made.add_argument("--rate", default="500mbit", help="of the link between them; none: no link (default %(default)s)")
     args, rest = made.parse_known_args()
-    if refused := [word for word in rest if word.split("=")[0] in OTHER]:
-        made.error(f"`{refused[0]}` is for examples/imagenet_resnet.py: this benchmark runs both ways itself")
+    for name in given(rest, OTHER):  # ends at the first
+        made.error(f"`{name}` is for examples/imagenet_resnet.py: this benchmark {OTHER[name]}")
     args.repeats = args.repeats or (1 if args.smoke else 3)
     args.images = args.images or (128 if args.smoke else 1024)
     rest = [*(SMOKE if args.smoke else ["--steps", "20"]), *rest]
-    return args, rest if "--job" in rest else [*rest, *JOBS]
+    return args, rest if given(rest, ["--job"]) else [*rest, *JOBS]
+
+
+def given(words: list[str], names: Iterable[str]) -> list[str]:
+    """Which of these options are among the words: also as `--job=...`, or cut short as argparse takes them."""
+    begun = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [name for name in names if any(len(word) > 2 and name.startswith(word) for word in begun)]
 
 
 def main() -> None:
@@ -151,6 +161,7 @@ class Ranks(NamedTuple):
         args.__dict__.update({k: v for k, v in vars(own).items() if k != "data_dir"})
         args.evaluate_every = args.evaluate_every or max(1, args.steps // 5)
         args.accuracy_steps = args.accuracy_steps or 5 * args.steps
+        args.accuracy = args.accuracy if args.eval_steps != 0 else 0.0
         world = jaxcross.initialize()
         share = {
             "batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size,
@@ -176,7 +187,7 @@ class Ranks(NamedTuple):
             step=jaxcross.crossover(inner, axes="batch", donate_argnums=0, cut=args.cut),
             evaluate=jaxcross.crossover(example.eval_step, axes="batch"),
             train_data=lambda steps: train_data(steps=steps),
-            validation=lambda: eval_batches(args.data_dir, **share, steps=args.eval_steps or None),
+            validation=lambda: eval_batches(args.data_dir, **share, steps=args.eval_steps),
             files=page_cache.files_of(find_folder(args.data_dir)),
         )  # fmt: skip
 
@@ -184,8 +195,8 @@ class Ranks(NamedTuple):
         """All runs. The numbers on rank 0, None on the others."""
         args, world = self.args, self.world
         self._train("crossover", 2)  # compiles
-        state = next(iter(self.make_states().values()))
-        self._accuracy_of(state)
+        if args.accuracy:
+            self._accuracy_of(next(iter(self.make_states().values())))
         result: dict[str, Any] = {
             "model": args.model, "batch_size": args.batch_size, "image_size": args.image_size, "steps": args.steps,
             "precision": args.precision, "jobs": [text for text, _ in args.jobs], "ranks": world.size,

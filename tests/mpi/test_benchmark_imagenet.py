@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -74,16 +75,55 @@ def test_ranks_without_data_say_how_to_get_some(mpirun: Callable[..., Any]) -> N
     assert "Ranks that were started by mpirun need --data-dir; `jaxcross data synth DIR`" in done.stderr
 
 
-def test_options_of_the_example_that_mean_nothing_here_are_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--policy", "compare"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 2
-    assert "`--policy` is for examples/imagenet_resnet.py" in done.stderr
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("benchmark_imagenet", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "compare"], "`--policy` is for examples/imagenet_resnet.py: this benchmark runs both ways"),
+        (["--checkpoints=kept"], "`--checkpoints` is for examples/imagenet_resnet.py: this benchmark resumes none"),
+        (["--checkpoint-every", "5"], "`--checkpoint-every` is for examples/imagenet_resnet.py"),
+        (["--epo", "2"], "`--epochs` is for examples/imagenet_resnet.py: this benchmark counts by `--steps`"),
+    ],
+)
+def test_options_of_the_example_that_mean_nothing_here_are_refused(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
+    message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", *words])
+    with pytest.raises(SystemExit):
+        benchmark.options()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--job", "lr=0.3,seed=5"], ["--job=lr=0.3,seed=5"], []])
+def test_jobs_are_added_where_none_is_given(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", "--cut", "auto", *words])
+    _, rest = benchmark.options()
+    assert rest == ["--steps", "20", "--cut", "auto", *(words or benchmark.JOBS)]
+
+
+def test_without_evaluation_there_is_no_accuracy(
+    mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]
+) -> None:
+    synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
+    out = tmp_path / "out.json"
+    words = ["--data-dir", str(tmp_path / "data"), "--json", str(out), "--steps", "3", "--eval-steps", "0"]
+    mpirun(1, str(BENCHMARK), "--smoke", *words, "--job=lr=0.3,seed=5", timeout=900, env=quick_compiler).check()
+    result = json.loads(out.read_text())
+    assert result["jobs"] == ["lr=0.3,seed=5"]
+    assert "accuracy" not in result
 
 
 @pytest.fixture
