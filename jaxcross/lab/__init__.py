@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jaxcross.lab.meter import PATIENCE_S
+
 HOLDER = Path(__file__).with_name("holder.py")
 METER = Path(__file__).with_name("meter.py")
 START_S = 20
@@ -216,7 +218,8 @@ class Lab:
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
         """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits twice `seconds`.
 
-        Counts what the receiver reads, so headers are not in it: about 4% less than the rate of the link.
+        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts what the receiver
+        reads, so headers are not in it: about 4% less than the rate of the link.
 
         Raises:
             OSError: There is one host only, or the transfer failed.
@@ -230,17 +233,18 @@ class Lab:
             line = self.wrap_host(host, [sys.executable, "-I", str(METER), *arguments])
             return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-        receiver = start(target, "receive", f"h{target}")
+        patience = seconds + PATIENCE_S + START_S
+        receiver = start(target, "receive", f"h{target}", str(seconds), str(self.burst_kb << 10))
         assert receiver.stdout is not None
         with receiver:
             port = receiver.stdout.readline().strip()
             if port:
-                with start(source, "send", f"h{target}", port, str(seconds)) as sender:
-                    _, complaint = sender.communicate(timeout=seconds + START_S)
+                with start(source, "send", f"h{target}", port) as sender:
+                    _, complaint = sender.communicate(timeout=patience)
                 if sender.returncode != 0:
                     receiver.kill()
                     raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
-            answer, complaint = receiver.communicate(timeout=seconds + START_S)
+            answer, complaint = receiver.communicate(timeout=patience)
         if receiver.returncode != 0:
             raise OSError(f"no transfer from `h{source}` to `h{target}`: {complaint.strip()}")
         return float(answer)

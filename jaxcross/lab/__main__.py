@@ -13,7 +13,7 @@ from jaxcross.lab import Lab
 def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
     """Runs a command among the hosts and returns its exit status. Waits for it.
 
-    With `measure` first says how fast a plain TCP transfer is in each direction.
+    With `measure` first says how fast a plain TCP transfer is in each direction between two hosts.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxcross.lab", description="Run a command among hosts on one machine."
@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
         parser.error("no command: write it after --.")
     try:
         with Lab(options.hosts, None if options.rate == "none" else options.rate, options.latency) as lab:
-            if measure:
+            if measure and lab.hosts == 1:
+                print(f"lab: one host has no link to measure: {lab.description}", file=sys.stderr)
+            elif measure:
                 there, back = lab.measure_rate()
                 print(f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()

@@ -1,52 +1,68 @@
 """One end of a plain TCP transfer, run on a host of a lab by `Lab.measure_rate`. Standard library only.
 
-meter.py receive HOST                 prints a port, then the bits a second that came
-meter.py send HOST PORT SECONDS
+meter.py receive HOST SECONDS BURST     prints a port, then the bits a second that came once BURST bytes were through
+meter.py send HOST PORT                 sends until the other end has enough
 """
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import sys
 import time
 
 BLOCK = bytes(1 << 18)
-SKIP_BYTES = 1 << 20
-"""The first bytes pass at full speed, as far as the token bucket lets bursts through; they are not timed."""
+SKIP_BYTES, SKIP_S = 1 << 20, 0.1
+"""Not timed, whichever is over first, as TCP must get under way; nor is what the token bucket lets through at once."""
+PATIENCE_S = 60.0
+"""Longer than asked for a transfer may take: on a slow link a packet of 64 kB, and what is on its way at the end."""
 
 
-def receive(host: str) -> None:
-    """Reads one connection to its end."""
+def receive(host: str, seconds: float, burst: int) -> None:
+    """Times one connection for so many seconds or two packets, then reads it to its end: the link is at rest again."""
     with socket.create_server((host, 0)) as server:
         server.settimeout(20)
         print(server.getsockname()[1], flush=True)
         connection, _ = server.accept()
-    connection.settimeout(20)
     buffer = bytearray(len(BLOCK))
-    total = timed = 0
-    start = end = time.perf_counter()
-    while count := connection.recv_into(buffer):
-        end = time.perf_counter()
-        total += count
-        if total - count < SKIP_BYTES:
-            start = end
-        else:
-            timed += count
-    if timed == 0 or end == start:
-        raise SystemExit(f"only {total} bytes came: too few to time. Measure for longer.")
+    begin = start = end = time.perf_counter()
+    total = skipped = 0
+    try:
+        while skipped in (0, total) or end - start < seconds:
+            connection.settimeout(max(0.01, begin + seconds + PATIENCE_S - end))
+            count = connection.recv_into(buffer)
+            if count == 0:
+                break
+            end = time.perf_counter()
+            total += count
+            if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
+                skipped, start = total, end
+        timed = total - skipped
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv_into(buffer):
+            pass
+    except TimeoutError:
+        timed = 0
+    if skipped == 0 or timed == 0:
+        raise SystemExit(f"only {total} bytes came in {time.perf_counter() - begin:.0f} s: too few to time.")
     print(8 * timed / (end - start))
 
 
-def send(host: str, port: int, seconds: float) -> None:
-    """Sends for so many seconds."""
-    with socket.create_connection((host, port), timeout=20) as connection:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            connection.sendall(BLOCK)
+def send(host: str, port: int) -> None:
+    """Sends until the other end closes its half; at most an eighth of what went before then still waits here to go."""
+    with socket.create_connection((host, port), timeout=20) as connection, contextlib.suppress(ConnectionError):
+        connection.setblocking(False)
+        sent = 0
+        while not (ready := select.select([connection], [connection], [], PATIENCE_S))[0]:
+            if not ready[1]:
+                raise SystemExit(f"nothing could be sent for {PATIENCE_S:.0f} s.")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(1 << 16, sent // 8))
+            sent += connection.send(BLOCK)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive(sys.argv[2])
+        receive(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
     else:
-        send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        send(sys.argv[2], int(sys.argv[3]))

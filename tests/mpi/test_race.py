@@ -109,9 +109,17 @@ def test_a_team_that_cannot_start_is_quoted(tmp_path):
     assert not (tmp_path / "race.sock").exists()
 
 
-def test_the_lab_command_says_how_fast_the_link_is():
-    line = [sys.executable, str(BENCHMARKS / "lab.py"), "--rate", "200mbit", "--", "sh", "-c", "exit 3"]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rate", "200mbit"), "Mbit/s over the real link 200mbit"),
+        (("--rate", "2mbit"), "Mbit/s over the real link 2mbit"),
+        (("--hosts", "1"), "lab: one host has no link to measure"),
+    ],
+)
+def test_the_lab_command_says_how_fast_the_link_is(options, said):
+    line = [sys.executable, str(BENCHMARKS / "lab.py"), *options, "--", "sh", "-c", "exit 3"]
     done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3, done.stderr
-    assert "Mbit/s over the real link 200mbit" in done.stderr
+    assert said in done.stderr
     assert "lab: 0.0 MB crossed the link" in done.stderr
