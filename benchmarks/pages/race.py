@@ -105,13 +105,16 @@ def race_links(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
         rows = _rows(read, argument, rate)
         (link,) = (x for x in found["links"] if (x["case"], x["rate"], x["run"]) == (case, rate, rows[0]["run"]))
         # of the same wire as the rates are made for
-        row = next(row for row in rows if RIVALS[row["rival"]].wire == "float32" and RIVALS[row["rival"]].team != "ddp")
+        alike = (r for r in rows if RIVALS[r["rival"]].wire == "float32" and RIVALS[r["rival"]].team != "ddp")
+        row = next(alike, rows[0])
         raced = {RIVALS[row["rival"]].team for row in rows}
         out = [team for of, team in (name.split("/") for name in found["left_out"]) if of == case and team not in raced]
+        each = [(r["rival"], len(r["raw"]), found["runs"][r["run"]]["repeats"]) for r in rows]
+        out += [f"{name} after {n} of {wanted}" for name, n, wanted in each if n < wanted]  # failed in a later repeat
         yield (
             rate, f"{row['rate_bits_per_s'] / 1e6:.0f} Mbit/s", f"{min(link['tcp_bits_per_s']) / 1e6:.0f} Mbit/s",
             f"{sum(row['m_s']) / sum(row['c_s']):.2f}", f"{_each(row['tax_s'])} s", f"x {_each(row['slow_down'])}",
-            str(len(row["raw"])), ", ".join(out) or "nobody",
+            str(found["runs"][row["run"]]["repeats"]), ", ".join(out) or "nobody",
         )  # fmt: skip
 
 

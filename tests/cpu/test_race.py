@@ -252,8 +252,15 @@ def test_rivals_of_one_framework_share_their_c():
     assert slow["c_s"] == quick["c_s"] == [1.0, 1.0] and torch["c_s"] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(("first", "rates"), [(2.0, ["400.0mbit"]), (3.0, ["400.0mbit", "800.0mbit"])])
-def test_a_rate_is_looked_for_until_it_fits(first, rates):
+@pytest.mark.parametrize(
+    ("told", "rates", "kept"),
+    [
+        ([2.0], ["400.0mbit"], 0),
+        ([3.0, 2.01], ["400.0mbit", "800.0mbit"], 1),
+        ([3.0, 2.2, 1.5], ["400.0mbit", "800.0mbit", "1000.0mbit"], 1),  # the closest, not the last
+    ],
+)
+def test_a_rate_is_looked_for_until_it_fits(told, rates, kept):
     """An exchange of 100 MB takes 2 s at 400 Mbit/s, as predicted, or a second more, which no rate changes."""
     made, _ = entrants(1)
     made.case, made.stage.lab.rate = "one", "800mbit"
@@ -269,11 +276,12 @@ def test_a_rate_is_looked_for_until_it_fits(first, rates):
             rate_bits_per_s=race_bounds.bits_a_second(made.stage.lab.rate),
         )  # fmt: skip
 
-    answers = iter([first, 2.01])
+    answers = iter(told)
     reference = at(1.0)
     made.calibrated = lambda times: at(next(answers))  # type: ignore[method-assign]
     tries = race.find_rate(made, 2.0, reference, 3)
-    assert [x["link"] for x in tries] == rates and abs(tries[-1]["ratio"] - 2) < 0.1
+    assert [x["link"] for x in tries] == rates and made.stage.lab.rate == rates[kept]
+    assert abs(tries[kept]["ratio"] - 2) < 0.25
 
 
 def test_bfloat16_is_held_against_bfloat16():
@@ -392,3 +400,45 @@ def test_who_fails_is_left_out_from_there_on():
     assert {name: len(runs) for name, runs in samples.items()} == {"fused": 2, "crossover": 2}
     assert result["left_out"] == {"two/ddp": "team `ddp/0`: rank 1 ended in `run`"}
     assert ended == ["ddp"]
+
+
+def raced(made, rates, result, monkeypatch, *, repeats=2):
+    """Lets a case race at rates where nothing can be measured but who comes to it."""
+    made.case, made.stage.lab.rate = "two", "500mbit"
+    made.stage.lab.set_rate, made.stage.lab.measure_rate = (lambda rate: None), (lambda seconds: (1.0, 1.0))
+    made.measure = lambda times, tax=True: {}
+    made.calibrated = lambda times: None
+    monkeypatch.setattr(race, "find_rate", lambda *_: [])
+    monkeypatch.setattr(race, "start", lambda entrants, kind: race.missing(kind))
+    args = SimpleNamespace(apart=made.apart, times=2, steps=4, repeats=repeats, smoke=True, json=None)
+    race.race(made.stage, made, rates, args, result)
+
+
+@pytest.mark.parametrize("apart", [(), ("ddp",)])
+def test_whom_others_are_held_against_races_again_for_somebody_only(monkeypatch, capsys, apart):
+    made, _ = entrants(1 << 30)
+    made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
+    made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    rows = [{"case": "two", "rate": "balanced", "rival": "crossover"}]
+    result: dict = {"left_out": {}, "rows": list(rows), "links": [], "runs": []}
+    raced(made, ["balanced"], result, monkeypatch)
+    assert result["rows"] == rows and result["left_out"] == {"two/ddp": "PyTorch is not installed"}
+    assert "two at balanced: no rival is left that lacks a row" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_race_whose_rivals_all_fail_says_so(monkeypatch, capsys, repeats):
+    made, _ = entrants(1 << 30)
+    made.rivals, made.teams["ddp"] = [cases.RIVALS["ddp"]], ["c", "d"]  # type: ignore[list-item]
+
+    def fails(rival, steps):
+        raise TeamError("team `ddp/0`: rank 1 ended in `run`")
+
+    made.turn = fails  # type: ignore[method-assign]
+    result: dict = {"left_out": {}, "rows": [], "links": [], "runs": []}
+    raced(made, ["balanced", "compute"], result, monkeypatch, repeats=repeats)
+    assert result["rows"] == result["links"] == []
+    said = capsys.readouterr().out
+    assert "two at balanced: nobody came to the end of a repeat" in said
+    assert "two at compute: no rival is left that lacks a row" in said

@@ -98,3 +98,22 @@ def test_a_repeat_is_held_against_the_fastest_of_its_own_run() -> None:
         "two", "balanced", "crossover", "3", "0.65 (0.60 to 0.70)", "0.90", "2.00 (2.00 to 3.00)",
         "1.55 (1.50 to 1.60)", "1.05 (1.00 to 1.10)", "2.10 (2.00 to 2.20)",
     )  # fmt: skip
+
+
+def test_who_failed_in_a_later_repeat_is_named() -> None:
+    """Beside who never came, and where nobody but PyTorch raced."""
+
+    def row(rival: str, repeats: int) -> dict[str, Any]:
+        of_jobs = {"c_s": [1.0], "m_s": [2.0], "tax_s": [0.1], "slow_down": [1.2]}
+        facts = {"case": "two", "rate": "balanced", "rate_bits_per_s": 1e9, "run": 0, "raw": [{}] * repeats}
+        return {**facts, **of_jobs, "rival": rival}
+
+    def told(*rows: dict[str, Any]) -> tuple[str, ...]:
+        link = {"case": "two", "rate": "balanced", "run": 0, "tcp_bits_per_s": [9e8, 9.1e8]}
+        found = {"rows": rows, "runs": [{"repeats": 2}], "links": [link], "left_out": {"two/gloo": "", "two/ddp": ""}}
+        _, line = pages.race.race_links(lambda _: found, "two")
+        return line
+
+    before = ("balanced", "1000 Mbit/s", "900 Mbit/s", "2.00", "0.10 s", "x 1.20", "2")
+    assert told(row("crossover", 2), row("ddp", 1)) == (*before, "gloo, ddp after 1 of 2")
+    assert told(row("ddp", 2)) == (*before, "gloo")
