@@ -5,7 +5,8 @@
 Cases:
   ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after the other, and as k
              processes a rank. Without network namespaces the link is emulated, and no speed-up is given
-  split      one rank, one job, in turn: `jax.jit`, the whole cut, the cut that `auto` finds. A cut step hands its
+  split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other jobs (a piece per
+             25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for). A cut step hands its
              gradients to the host and back, as with several ranks
   transfers  which public call hands an array over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
              the leaves of ResNet-50 one by one or in one call
