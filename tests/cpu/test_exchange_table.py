@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from exchange_row import Row
-from exchange_table import SHAPES, TABLE, gradients, params, start, step_of
+from exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
 
 from jaxcross import exchange
 from jaxcross.errors import CutError
@@ -189,6 +189,32 @@ def test_any_tree(row: Row, tree: str) -> None:
     step = flat_ranks(lambda g, s, p: tx.update(g, s, p), row.axes(4))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), args)
     assert jax.eval_shape(step, *many, many[0]) == many
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
+    """Two steps end where those on the same numbers in float32 do, to roundings of eight bits."""
+
+    def told(dtype: Any) -> tuple[Any, Any]:
+        def typed(tree: Any, *ranks: int) -> Any:
+            as_ = lambda x: x.astype(jnp.bfloat16).astype(dtype if x.ndim > 1 + len(ranks) else jnp.float32)  # noqa: E731
+            return jax.tree.map(as_, tree) | {"none": jnp.zeros((*ranks, 0, 3), dtype)}
+
+        tx, values = row.made(4), typed(params())
+        carry = stacked((values, tx.init(values)), 4)
+        grads = [typed(ranks_of_gradients(4, n), 4) for n in range(2)]
+        step = jax.jit(flat_ranks(step_of(tx), row.axes(4))).lower(carry, grads[0])
+        step = step.compile(compiler_options=QUICK)
+        carry, _ = step(carry, grads[0])
+        (after, _), updates = step(carry, grads[1])
+        assert jax.tree.map(lambda x: x.dtype, (after, updates)) == (jax.tree.map(lambda x: x.dtype, values),) * 2
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), (after, updates))
+
+    narrow, wide = told(jnp.bfloat16), told(jnp.float32)
+    # An update that carries parameters to their mean is a difference: its last digits are theirs.
+    which = 0 if row.kind == "parameter" else 1
+    assert_close(narrow[which], wide[which], RTOL16)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
