@@ -31,12 +31,13 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     for member in FAMILY:
         name = member.measured
         times = [time(rows, name) for rows in flat if name in rows]
-        times = times or [f"{time(nodes, name)} on nodes" if name in nodes else "-"]
+        if name in nodes and name not in flat[-1]:
+            times.append(f"{time(nodes, name)} on nodes")
         lost = [
             f"{accuracy[task, name] - accuracy[task, 'mean']:+.3f}" if (task, name) in accuracy else "-"
             for task in ("images", "text")
         ]
-        yield (member.exchange, member.received, ", ".join(times), ", ".join(lost), member.same, member.use,
+        yield (member.exchange, member.received, ", ".join(times) or "-", ", ".join(lost), member.same, member.use,
                member.costs, member.source)  # fmt: skip
 
 
