@@ -18,13 +18,14 @@ class OnlyThread:
 
     Attributes:
         broken: The step, if any, that failed before it had made all of its exchanges: other ranks may be in the rest.
+        unsure: A step failed before its first exchange, perhaps on this rank alone: the ranks must agree on the next.
     """
 
-    __slots__ = ("_at_work", "_lock", "broken")
+    __slots__ = ("_at_work", "_lock", "broken", "unsure")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._at_work, self.broken = (0, ""), ""
+        self._at_work, self.broken, self.unsure = (0, ""), "", False
 
     def calling(self, step: str) -> OnlyThread:
         """Takes the turn for this thread, until the `with` block ends.
@@ -64,11 +65,22 @@ ONLY_THREAD = OnlyThread()
 
 def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
     """One step of one job. Waits for its exchanges, not for the computation behind them."""
-    return run_execution(world, compiled, compiled.execution(leaves), step)
+    ended: dict[int, bool] = {}
+    try:
+        return run_execution(world, compiled, compiled.execution(leaves), step, ended)
+    except BaseException:
+        due = sum(r.segment.kind == "collective" and not r.silent for r in compiled.runnables)
+        if ended and sum(ended.values()) < due:
+            ONLY_THREAD.broken = compiled.program.name
+        elif not ended and due:
+            ONLY_THREAD.unsure = True
+        raise
 
 
-def run_execution(world: World, compiled: Compiled, execution: Execution, step: int) -> Any:
-    """Like `run_alone`, for an execution of `compiled` that has not begun.
+def run_execution(
+    world: World, compiled: Compiled, execution: Execution, step: int, ended: dict[int, bool]
+) -> Any:  # fmt: skip
+    """Like `run_alone`, for an execution that has not begun. Notes of each exchange that begins whether it ended.
 
     The caller's thread dispatches all that computes, in program order; exchanges follow one another in a thread of
     their own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was
@@ -76,8 +88,7 @@ def run_execution(world: World, compiled: Compiled, execution: Execution, step: 
     """
     exchanges: dict[int, Future[None]] = {}
     failed: list[BaseException] = []
-    made: list[int] = []
-    exchange = partial(_exchange, world, compiled, execution, step, failed, made)
+    exchange = partial(_exchange, world, compiled, execution, step, failed, ended)
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
@@ -99,13 +110,8 @@ def run_execution(world: World, compiled: Compiled, execution: Execution, step: 
         # as well, since which ones these are differs between ranks; not if a person or a batch system wants an end.
         if not isinstance(error, Exception):
             failed.append(error)
-        try:
-            if compiled.overlaps:
-                world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
-        finally:
-            due = [r for r in compiled.runnables if r.segment.kind == "collective" and not r.silent]
-            if len(made) < len(due):
-                ONLY_THREAD.broken = compiled.program.name
+        if compiled.overlaps:
+            world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
         raise
     return execution.outputs()
 
@@ -115,8 +121,8 @@ def _nothing() -> None:
 
 
 def _exchange(
-    world: World, compiled: Compiled, execution: Execution, step: int, failed: list[BaseException], made: list[int],
-    index: int,
+    world: World, compiled: Compiled, execution: Execution, step: int, failed: list[BaseException],
+    ended: dict[int, bool], index: int,
 ) -> None:  # fmt: skip
     if failed:
         raise failed[0]  # the other ranks are in the one that failed: what comes next must not be summed with it
@@ -125,9 +131,10 @@ def _exchange(
         execution.wait_inputs(index)
         what = program.segments[index].exchanges[0].op
         with world.watching(job=program.name, step=step, segment=index, what=what):
+            ended[index] = False
             execution.run(index)
             execution.wait_outputs(index)
-        made.append(index)
+        ended[index] = True
     except BaseException as error:
         failed.append(error)
         raise

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
-from jaxcross.errors import CutError
+from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut
@@ -131,8 +131,6 @@ class Step:
                 return nnx.call(self, given, kwargs)
             self._check_leaves(leaves, args, kwargs)
             node = self._node(world, function, args, kwargs, leaves, asked)
-        if x64_is_local():  # segments are dispatched by threads that do not know of it
-            leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         runtime.check_not_stray(self.__name__)
@@ -142,7 +140,14 @@ class Step:
             return run_alone(world, node.compiled_for(None), leaves, self._calls)
         with ONLY_THREAD.calling(self.__name__):
             self._agree(node)
-            return run_alone(world, node.compiled_for(None), leaves, self._calls)
+            try:
+                compiled = node.compiled_for(None)
+            except BaseException:
+                if node.chooses:  # other ranks may be in the rest of the search
+                    ONLY_THREAD.broken = self.__name__
+                ONLY_THREAD.unsure = True
+                raise
+            return run_alone(world, compiled, leaves, self._calls)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, the step gets its instance as the first argument."""
@@ -162,13 +167,20 @@ class Step:
         return self._trace(world, function, args, kwargs)
 
     def _agree(self, node: Variant) -> None:
-        if node is self._agreed and not node.traced.choices:
-            return
         # Which branch the host takes may differ between ranks where it was told different things: ask each time. But
         # shapes may change on one rank alone: where its exchanges stay what they are, the others go on and are not met.
         signature = None if node.traced.choices else node.signature
-        if signature is None or signature != self._signature:
-            node.agree(self._calls)
+        anew = signature is None or ONLY_THREAD.unsure
+        if node is self._agreed and not anew:
+            return
+        if anew or signature != self._signature:
+            ONLY_THREAD.unsure = True  # should this be interrupted
+            try:
+                node.agree(self._calls)
+            except ExchangeError:  # on every rank
+                ONLY_THREAD.unsure = False
+                raise
+            ONLY_THREAD.unsure = False
         self._agreed, self._signature = node, signature
 
     def _trace(
@@ -214,11 +226,14 @@ class Step:
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
         leaves: list[Any], asked: Any,
     ) -> Variant:  # fmt: skip
+        """What these arguments run. Makes arrays of the leaves where the thread that dispatches would make others."""
         try:
             kinds = _kinds(leaves)
         except TypeError:
             check_arrays(self.step, args, kwargs)  # says which leaf
             raise
+        if x64_is_local():
+            leaves[:] = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         last = self._last
         if last is not None and last[0] == asked and last[1] == kinds:
             return last[2].choose(leaves)

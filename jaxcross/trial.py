@@ -1,4 +1,4 @@
-"""One step on copies of its arguments, which all ranks leave together whatever fails in it."""
+"""One step on copies of its arguments, which all ranks leave together where a copy or a computation fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: 
         return failed
     trial = _Trial(compiled, own)
     start = time.perf_counter_ns()
-    run_execution(world, compiled, trial, 0)
+    run_execution(world, compiled, trial, 0, {})
     elapsed = time.perf_counter_ns() - start
     return failures(control, trial.why) or elapsed
 

@@ -1,6 +1,8 @@
-"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, and how it fails."""
+"""A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut and how it fails."""
 
 SCRIPT = """
+from functools import partial
+
 import jaxcross
 
 world = jaxcross.initialize(watchdog_s=60)
@@ -49,6 +51,22 @@ good, bad = jobs
 assert (good.how, good.step, bad.how, bad.step) == ("ended", 2, "failed", 2)
 assert good.state["w"].dtype == jnp.float64 and (np.asarray(good.state["w"]) == 1 - 0.1 * 2).all()
 assert narrow.state.dtype == jnp.bfloat16
+
+
+@partial(jaxcross.crossover, axes="batch", cut="auto", donate_argnums=0)
+def searched(w, batch, rate):
+    return [x - rate * jax.lax.psum(batch, "batch") for x in w]
+
+
+def sole(job):
+    with jax.enable_x64(True):
+        return searched([np.ones(2), jnp.ones(2)], np.ones(2), 0.1)
+
+
+runner = jaxcross.Runner(world)
+sole = runner.add("sole", sole)
+runner.run()
+assert all(x.dtype == jnp.float64 and (x == 1 - 0.1 * 2).all() for x in sole.state)
 print("end", flush=True)
 """
 

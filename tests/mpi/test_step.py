@@ -142,6 +142,57 @@ def test_after_a_step_that_failed_halfway_its_rank_exchanges_no_more(mpirun) -> 
     assert "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest" in done.stderr
 
 
+AGAIN = """
+import warnings
+import jax, jax.numpy as jnp
+import jaxcross
+from jax import lax
+
+warnings.simplefilter("ignore")
+world = jaxcross.initialize(watchdog_s=5)
+
+
+def host(x):
+    if len(x) > 32:
+        raise ValueError("too much")
+    return x
+
+
+def on_all(x):
+    return lax.psum(jax.pure_callback(host, jax.typeof(x), x).sum(), "batch")
+
+
+def on_one(x):
+    if world.rank == 0:
+        x = jax.ffi.ffi_call("a_target_that_this_rank_lacks", jax.typeof(x))(x)
+    return lax.psum(x, "batch")
+
+
+on_all, on_one = (jaxcross.crossover(f, axes="batch") for f in (on_all, on_one))
+for rows in (32, 64, 64, 32, 16):
+    try:
+        total = on_all(jnp.ones(rows))
+    except jax.errors.JaxRuntimeError:
+        assert rows == 64
+    else:
+        print("sum", int(total), flush=True)
+try:
+    on_one(jnp.float32(1))
+except jax.errors.JaxRuntimeError:
+    assert world.rank == 0
+on_all(jnp.ones(32))
+print("mixed", flush=True)
+"""
+
+
+def test_after_a_step_that_failed_before_its_exchanges_the_ranks_agree_anew(mpirun) -> None:
+    done = mpirun(2, AGAIN)
+    assert done.returncode != 0
+    told = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]
+    assert sorted(told) == ["sum 32"] * 2 + ["sum 64"] * 4, done.stdout + done.stderr
+    assert "(agreement)" in done.stderr and "job 'on_one'" in done.stderr, done.stderr
+
+
 def test_threads_and_agreements(mpirun) -> None:
     finished = mpirun(2, SCRIPT)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr

@@ -23,18 +23,19 @@ def only(monkeypatch: pytest.MonkeyPatch) -> solo.OnlyThread:
     return solo.ONLY_THREAD
 
 
-def check_goes_on(only: solo.OnlyThread, *, expected: bool) -> None:
-    """Whether this rank may still exchange."""
+def check_goes_on(only: solo.OnlyThread, *, expected: bool, anew: bool = False) -> None:
+    """Whether this rank may still exchange, and if it is to agree with the others first."""
+    assert only.unsure == anew
     refused = pytest.raises(ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank.")
     with nullcontext() if expected else refused, only.calling("next"):
         pass
 
 
 class Execution:
-    """Exchanges take a while; one segment fails."""
+    """Exchanges take a while; one segment fails, or what it waits for has failed."""
 
-    def __init__(self, fails: int) -> None:
-        self.fails, self.ended = fails, list[int]()
+    def __init__(self, fails: int, waits: int = -1) -> None:
+        self.fails, self.waits, self.ended = fails, waits, list[int]()
 
     def run(self, index: int) -> None:
         if index in (1, 3):
@@ -45,9 +46,13 @@ class Execution:
             self.ended.append(index)
 
     def wait_inputs(self, index: int) -> None:
+        if index == self.waits:
+            raise RuntimeError("out of memory")
+
+    def forget(self, index: int) -> None:
         pass
 
-    wait_outputs = forget = wait_inputs
+    wait_outputs = forget
 
 
 def overlapped(execution: Execution, *, silent: bool = False) -> Any:
@@ -62,19 +67,25 @@ def overlapped(execution: Execution, *, silent: bool = False) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("fails", "ended"), [(4, [1, 3]), (1, []), (3, [1])])
-def test_after_an_error_no_exchange_is_left_under_way(only: solo.OnlyThread, fails: int, ended: list[int]) -> None:
-    """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. After an
-    exchange that failed none is made, since the other ranks are still in that one.
+@pytest.mark.parametrize(
+    ("fails", "waits", "ended", "goes_on"),
+    [(4, -1, [1, 3], True), (1, -1, [], False), (3, -1, [1], False), (-1, 3, [1], False), (2, -1, [1], False),
+     (0, -1, [], True), (-1, 1, [], True)],
+)  # fmt: skip
+def test_after_an_error_no_exchange_is_left_under_way(
+    only: solo.OnlyThread, fails: int, waits: int, ended: list[int], goes_on: bool
+) -> None:
+    """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. If none was
+    begun, the ranks agree first. After an exchange that failed none is made: the other ranks are still in that one.
     """
-    execution = Execution(fails)
+    execution = Execution(fails, waits)
     compiled = overlapped(execution)
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
         with pytest.raises(RuntimeError, match="out of memory"):
             run_alone(world, compiled, [], 0)
         assert execution.ended == ended
-        check_goes_on(only, expected=ended == [1, 3])
+        check_goes_on(only, expected=goes_on, anew=goes_on and not ended)
 
 
 @pytest.mark.parametrize("fails", range(5))
