@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -61,11 +62,14 @@ def key_of(program: Program, world: World) -> str:
     return f"{program.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
 
 
-def recall(key: str, *, together: Together, ran: int | None = None, before: int | None = None) -> Recalled:
+def recall(
+    key: str, *, rank: int, together: Together, ran: int | None = None, before: int | None = None
+) -> Recalled:  # fmt: skip
     """Brings together what the ranks know: their shapes, neighbours and files may differ. Waits for all ranks.
 
     Args:
         key: See `key_of`.
+        rank: Of this process.
         together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
         ran: As this rank knows it; see `Recalled`.
         before: Likewise.
@@ -73,11 +77,9 @@ def recall(key: str, *, together: Together, ran: int | None = None, before: int 
     if ran is not None and not 0 <= ran <= max(PIECES):
         ran = None
 
-    def tell(control: Any) -> list[str]:
-        kept = _Book(key).read() if control.rank == 0 else None  # only its own count
-        return control.allgather_text(json.dumps([ran, before, kept]))
-
-    told = [json.loads(text) for text in together("cut", tell)]
+    kept = _Book(key).read() if rank == 0 else None  # only its own count; not while all jobs' exchanges wait for a file
+    own = json.dumps([ran, before, kept])
+    told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
     (ran, before, kept), first = told[0], all(each[1] is None for each in told)
     if any(each[0] != ran for each in told):
         ran = None
@@ -117,49 +119,54 @@ def search(
         together: As for `recall`; called once for every step that is tried.
         recalled: What `recall` says.
     """
-    whole = cut(1)
+    cut, found = cache(cut), dict[int, Compiled | None]()  # None: it fails
 
-    def built(n: int, program: Program) -> Compiled | None:
-        compiled, why = None, ""
+    def built(n: int) -> Compiled | None:
+        if n in found:
+            return found[n]
+        found[n], why = None, ""
         try:
-            compiled = build(program)
+            found[n] = build(cut(n))
         except JaxRuntimeError as error:  # not of what ranks say to each other before
             why = first_line(error)
         if failed := together(f"cut={n}", lambda control: failures(control, why)):
             _tell(world, f"`{traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}")
-            return None
-        return compiled
+            found[n] = None
+        return found[n]
 
-    def race(n: int, best: Compiled, rival: Compiled | None) -> tuple[float, float]:
+    def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
         return _race((best, rival), traced, leaves, world, together, f"cut={n}")
 
-    best = uncut = build(whole)
-    if recalled.kept is not None:
+    best = uncut = found[1] = build(cut(1))
+    first = None
+    if recalled.kept is not None and (kept := built(recalled.kept[0])) is not None:
         pieces, before = recalled.kept
-        kept = best if pieces == 1 else built(pieces, cut(pieces))
-        old, new = race(pieces, best, kept)
-        if math.isinf(old):
+        first, new = race(pieces, uncut, kept)
+        if math.isinf(first):
             return 1, uncut
-        alike = max(old, before) <= _ALIKE * min(old, before)
-        if alike and kept is not None and (kept is best or new <= old):
+        alike = max(first, before) <= _ALIKE * min(first, before)
+        if alike and (kept is uncut or new <= first):
             return pieces, kept
-        _log.warning(
-            "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s, and"
-            " cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, old, new,
-        )  # fmt: skip
+        if math.isinf(new):
+            found[pieces] = None
+        else:
+            _log.warning(
+                "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s,"
+                " and cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, first, new,
+            )  # fmt: skip
     begin = time.perf_counter()
-    pieces, first, gain, tried, finest, missed = 1, None, 1.0, [1], len(whole.collectives), False
+    pieces, gain, tried, finest, missed = 1, 1.0, [1], len(cut(1).collectives), False
     for n in PIECES[1:]:
-        program = cut(n)
-        if len(program.collectives) <= finest:  # which all ranks count alike
+        if len(cut(n).collectives) <= finest:  # which all ranks count alike
             continue  # exchanges that depend on one another leave little to cut
-        finest = len(program.collectives)
+        finest = len(cut(n).collectives)
         tried.append(n)
-        rival = built(n, program)
-        old, new = race(n, best, rival)
-        if math.isinf(old):
-            return 1, uncut
-        first = old if first is None else first
+        old, new = math.nan, math.inf
+        if (rival := built(n)) is not None:
+            old, new = race(n, best, rival)
+            if math.isinf(old):
+                return 1, uncut
+            first = old if first is None else first
         if rival is not None and new <= _WORTH * old:
             best, pieces, missed = rival, n, False
         elif missed:
@@ -185,16 +192,17 @@ def search(
 
 
 def _race(
-    rivals: tuple[Compiled, Compiled | None], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
+    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
     label: str,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds a step of both, in turn: the best of each, on the slowest rank.
 
-    Infinitely many for the second one if it fails on some rank, or is None; for both if the first one fails.
+    Infinitely many for the second one if it fails on some rank; for both if the first one fails.
 
     The ranks meet for each step anew: the watchdog has as much patience with each as with any other wait.
     """
-    left, times = list(rivals), ([], [])
+    left: list[Compiled | None] = [*rivals]
+    times: tuple[list[int], list[int]] = ([], [])
     for turn in range(_WARM_UP + _STEPS):
         for place, compiled in enumerate(left):
             if compiled is None:
@@ -204,7 +212,7 @@ def _race(
                 if turn >= _WARM_UP:
                     times[place].append(elapsed)
             elif place == 0:
-                _tell(world, f"`{traced.name}` is not cut, as no step of it can be tried on copies: {elapsed}")
+                _tell(world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}")
                 return math.inf, math.inf
             else:
                 _tell(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")

@@ -133,7 +133,7 @@ class Variant:
             compiled = self._compile(None, *(known or (0, self.default)))
         else:
             together: Together = lambda _, work: work(self.world.control)  # noqa: E731
-            recalled = recall(key_of(self.default, self.world), together=together)
+            recalled = recall(key_of(self.default, self.world), rank=self.world.rank, together=together)
             pieces, compiled = self._search(None, self.leaves, together, recalled)
             self.pieces[self.signature] = pieces, compiled.program.exchange_hash()
         self.leaves = None
@@ -153,7 +153,9 @@ class Variant:
         # Before they meet again: a job that joins in that meeting may be here before this one goes on.
         leaves, (before, _) = self.leaves or (), self.pieces.get(self.signature, (None, 0))
         key = key_of(self.default, self.world)
-        recalled = recall(key, together=job.together, ran=job.cuts.get(key), before=before)
+        recalled = recall(
+            key, rank=self.world.rank, together=job.together, ran=job.cuts.get(key), before=before
+        )  # fmt: skip
         sole = job.sole  # in that meeting, hence the same on all ranks
         pieces = recalled.ran if recalled.ran is not None else recalled.before if sole else 0
         if pieces is None and recalled.first:
@@ -194,7 +196,7 @@ class Variant:
             yield
 
     def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
-        if program.exchanges and job.first_use(program):
+        if program.exchanges and job.first_use(program, self.pieces):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
             label = f"first call of `{program.name}`\n{program.exchange_signature()}"
 

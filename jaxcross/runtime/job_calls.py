@@ -33,23 +33,24 @@ class Calls:
         self.training: str | None = None
         self._outlines: dict[int, tuple[Compiled, Outline]] = {}
         self._programs: dict[int, Program] = {}
-        self._agreed: set[tuple[str, str]] = set()
+        self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
 
     @property
     def any(self) -> bool:
         """Whether the job has called one."""
         return bool(self._outlines)
 
-    def first_use(self, program: Program) -> bool:
-        """Whether the job has asked about no program before that is called and exchanges as this one does. The same on
-        every rank: shapes may change on one alone, and the others would not come to agree on what they know.
+    def first_use(self, program: Program, step: object) -> bool:
+        """Whether the job has asked about no program before that is of this step (whatever stands for it), takes these
+        branches and exchanges as this one does. The same on every rank: shapes may change on one alone, and the others
+        would not come to agree on what they know.
         """
         if id(program) in self._programs:
             return False
         self._programs[id(program)] = program  # keeps it alive, hence its id unique
-        agreed = (program.name, program.exchange_signature())
+        agreed = (id(step), program.traced.choices, program.exchange_signature())
         new = agreed not in self._agreed
-        self._agreed.add(agreed)
+        self._agreed[agreed] = step  # kept alive likewise
         return new
 
     def outline(self, compiled: Compiled) -> Outline:
@@ -73,4 +74,4 @@ class Calls:
 
     def forget(self) -> None:
         """Lets go of them, and of the constants that they hold; what the steps are called stays known."""
-        self._outlines, self._programs, self._agreed = {}, {}, set()
+        self._outlines, self._programs, self._agreed = {}, {}, {}

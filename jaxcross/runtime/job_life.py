@@ -112,9 +112,9 @@ class JobLife:
                 f"Job `{self.name}`: `nonfinite` is {said}. Ranks would drift apart: set the same on every rank."
             )
 
-    def first_use(self, program: Program) -> bool:
-        """Whether this job has not asked about `program`, or one like it, before. The same on every rank."""
-        return self._calls.first_use(program)
+    def first_use(self, program: Program, step: object) -> bool:
+        """Whether this job has not asked about `program` of `step`, or one like it, before. The same on every rank."""
+        return self._calls.first_use(program, step)
 
     def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:
         """One step of a `crossover` function in this job: waits until its last segment was dispatched.

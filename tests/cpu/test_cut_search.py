@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from jaxcross import cut_search, trial, variant
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
+from jaxcross.runtime.job_calls import Calls
 from jaxcross.testing import FakeControl, run_ranks
 from jaxcross.testing_wire import LocalRanks
 from jaxcross.variant import Variant
@@ -55,7 +57,7 @@ class Job:
         self.labels: list[str] = []
         self._programs: list[Program] = []
 
-    def first_use(self, program: Program) -> bool:
+    def first_use(self, program: Program, step: object) -> bool:
         new = not any(program is other for other in self._programs)
         self._programs.append(program)
         return new
@@ -173,7 +175,7 @@ def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_pat
         asked: list[int] = []
         assert search({1: 3.0, 2: 2.9}, asked) == 2 and asked == [1, 2]
         asked.clear()
-        assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 2, 4], "slower than uncut: another link"
+        assert search({1: 3.0, 2: 3.1, 4: 3.2}, asked) == 1 and asked == [1, 2, 4], "slower than uncut: another link"
         asked.clear()
         assert search({1: 3.3}, asked) == 1 and asked == [1], "what was found anew is kept"
         assert search({1: 9.0, 2: 7.0, 4: 6.0, 8: 6.0, 16: 6.0}) == 4, "uncut takes thrice as long: another link"
@@ -244,6 +246,12 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
     number = expected if sole or len(knows) == 2 else 0
     assert run_ranks(2, work) == [(expected, [number])] * 2
     assert len(asked) == (2 * 4 if expected == 2 else 2), "all search, or none"
+
+
+def test_a_job_agrees_once_on_what_exchanges_alike_in_one_step_and_its_branch() -> None:
+    calls, step, other, branch = Calls(), object(), object(), replace(traced(), choices=(1,))
+    asked = [(traced(), step), (traced(), step), (branch, step), (branch, step), (traced(), other)]
+    assert [calls.first_use(t.cut(), s) for t, s in asked] == [True, False, True, False, True]
 
 
 def test_what_ran_on_one_rank_only_decides_nothing(asked: list[int]) -> None:
