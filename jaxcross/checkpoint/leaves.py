@@ -149,7 +149,8 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
     # What a step left where it chose stays free to go elsewhere; what was pinned to a place is pinned there again.
     place = like.sharding if isinstance(like, jax.Array) and like.committed else None
     if form.kind == "key":
-        key = jax.random.wrap_key_data(jnp.array(array), impl=form.impl)
+        # By the target's own generator: one of the user's goes by no name.
+        key = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
         return key if place is None else jax.device_put(key, place)
     value = jax.device_put(np.array(array), place)
     return weakly_typed(value) if form.weak else value

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from jaxcross.program.trace import trace
 from jaxcross.runner import Runner
@@ -87,6 +88,22 @@ def test_a_broadcast_keeps_types_weak_ones_included_and_pins_nothing(x64: bool) 
                 before, after = jax.random.key_data(before), jax.random.key_data(after)
         assert np.asarray(before).dtype == np.asarray(after).dtype
         assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_broadcast_keeps_keys_of_a_generator_of_ones_own(pinned: bool) -> None:
+    impl: Any = threefry_prng_impl
+    own = define_prng_impl(
+        key_shape=impl.key_shape, seed=impl.seed, split=impl.split, random_bits=impl.random_bits, fold_in=impl.fold_in,
+        name="own", tag="own",
+    )  # fmt: skip
+    key = jax.random.key(3, impl=own)
+    if pinned:
+        key = jax.device_put(key, jax.devices()[0])
+    got = in_a_thread(lambda: broadcast(key, Alone()))
+    assert (got.dtype, got.committed) == (key.dtype, pinned)
+    assert jax.random.key_impl(got) == jax.random.key_impl(key)
+    assert np.array_equal(jax.random.normal(got, 3), jax.random.normal(key, 3))
 
 
 def test_zeros_have_the_types_that_the_exchange_was_compiled_for() -> None:
