@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross import exchange
+from jaxcross.exchange.auto import trace_update
 from jaxcross.program.cut import cut
-from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing_wire import decide
 from jaxcross.wire.bytes import wire_bytes
 
 AXIS = "batch"
@@ -183,12 +183,6 @@ def received_bytes(tx: optax.GradientTransformation, params: Any, axes: dict[str
         axes: Each with its ranks.
         step: Counted from 0; what all counters of the state are set to, so that it must lie in the first round of each.
     """
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-
-    def counter(x: Any) -> Any:
-        return jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x
-
-    args = (types, jax.tree.map(counter, jax.eval_shape(tx.init, types)), types)
-    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes=axes, wire=LocalRanks())
-    program = cut(decide(traced, jax.tree.leaves(args)))
-    return sum(wire_bytes(x, axes) for x in program.exchanges)
+    traced = trace_update(tx, params, axes)
+    leaves = [jnp.int32(step) if x.shape == () and x.dtype == jnp.int32 else x for x in traced.in_avals]
+    return sum(wire_bytes(x, axes) for x in cut(decide(traced, leaves)).exchanges)

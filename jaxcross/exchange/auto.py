@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
 from jaxcross.program.cut import cut
+from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks
 from jaxcross.wire.bytes import wire_bytes
+from jaxcross.wire.recognise import recognise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +126,34 @@ def received_bytes(tx: optax.GradientTransformation, params: Any, axis_name: Has
     end of a round of local steps.
     """
     axes: dict[Any, int] = {axis_name: ranks}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    args = (shapes, jax.eval_shape(tx.init, shapes), shapes)
-    traced = trace(lambda g, s, p: tx.update(g, s, p), args, axes=axes, wire=LocalRanks())
-    return max(sum(wire_bytes(x, axes) for x in cut(way).exchanges) for way in _ways(traced))
+    ways = _ways(trace_update(tx, params, axes))
+    return max(sum(wire_bytes(x, axes) for x in cut(way).exchanges) for way in ways)
+
+
+def trace_update(tx: optax.GradientTransformation, params: Any, axes: Mapping[Any, int]) -> Traced:
+    """An update of `tx`, traced by types alone. It cannot be run: there is no wire.
+
+    Args:
+        tx: With its exchanges over `axes`; `init` may ask about them, too.
+        params: Arrays, or their types.
+        axes: Each with its ranks.
+    """
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    _, state = jax.make_jaxpr(tx.init, axis_env=list(axes.items()), return_shape=True)(types)
+    return trace(lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire())
+
+
+class _NoWire:
+    """A `Wire` that sees what would travel, and carries nothing."""
+
+    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        return recognise(eqn, axes)
+
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+        raise NotImplementedError
+
+    def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
+        raise NotImplementedError
 
 
 def _ways(traced: Traced) -> Iterator[Traced]:

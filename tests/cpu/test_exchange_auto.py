@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from exchange_table import TABLE, params
 from hypothesis import given, settings
@@ -119,6 +120,11 @@ def test_sums_in_16_bits_are_counted_as_they_travel(ranks):
     assert half(2 * count) == received(2 * count) / 2
     # Small layers of a step share a buffer, and count as one.
     assert half(count, leaves=16) == received(count, leaves=16) / 2
+
+
+def test_init_may_ask_for_the_axis():
+    unsaid, said = (exchange.parameter_server(optax.adam(0.1), "batch", ranks=ranks) for ranks in (None, 4))
+    assert received_bytes(unsaid, PARAMS, "batch", 4) == received_bytes(said, PARAMS, "batch", 4) > 0
 
 
 @pytest.mark.parametrize(
