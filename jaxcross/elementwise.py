@@ -11,6 +11,7 @@ import jax
 import optax
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program.flatten import INLINED
 
 # What makes an element of others, and bits that each rank would draw alike for parts that are not.
 _ACROSS = re.compile(
@@ -18,7 +19,7 @@ _ACROSS = re.compile(
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
-_CALLS = re.compile(r"p?jit|cond|remat2?|checkpoint|\w*_call")
+_CALLS = INLINED | {"cond"}
 # They differ between a leaf and its flat part, and compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
 _Level = tuple[int, str]
@@ -98,15 +99,24 @@ def _levels(jaxpr: Any, given: Sequence[_Level]) -> list[_Level]:
         if _DRAWS.match(name) or (highest[0] and _ACROSS.match(name)):
             made = [max(highest, (2, f"`{name}`"))] * len(made)
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
-            if _CALLS.fullmatch(name):  # a body's arguments are the last operands
+            if name in _CALLS:  # a body's arguments are the last operands
                 bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :]) for sub in inner]
                 chosen = operands[0] if name == "cond" else (0, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
-            else:  # in a loop anything may come of anything
+            else:  # in a loop anything may come of anything; a kernel returns nothing, but writes what it makes
                 bodies = [_levels(sub, [highest] * len(sub.invars)) for sub in inner]
-                made = [max(highest, *itertools.chain(*bodies))] * len(made)
+                written = [(2, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
+                made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
         known.update(zip(eqn.outvars, made, strict=True))
     return [of(v) for v in jaxpr.outvars]
+
+
+def _across(jaxpr: Any) -> Iterator[str]:
+    """What in a jaxpr makes an element of others."""
+    for operation in _operations(jaxpr):
+        name, *_ = operation.split()
+        if _ACROSS.match(name):
+            yield name
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:

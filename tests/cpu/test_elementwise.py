@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas as pl
 
 from jaxcross.exchange import parameter_server
 from jaxcross.server.layout import Layout
@@ -71,6 +72,25 @@ BY_SHAPE = {
     "size": optax.masked(optax.sgd(0.1), lambda p: jax.tree.map(lambda x: x.size > 3, p)),
     "share": optax.stateless(lambda u, p: jax.tree.map(lambda x: x / jnp.asarray(x.size, x.dtype) * x.size, u)),
 }
+
+
+def kernel(sums: bool) -> optax.GradientTransformation:
+    """Momentum in a kernel of Pallas, which writes what it makes and returns nothing."""
+
+    def step(u: Any, m: Any, out: Any) -> None:
+        out[...] = u[...] + 0.9 * (m[...].sum() if sums else m[...])
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def one(u: Any, m: Any) -> Any:
+            return pl.pallas_call(step, jax.ShapeDtypeStruct(u.shape, u.dtype), interpret=True)(u, m)
+
+        made = jax.tree.map(one, updates, state)
+        return made, made
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+
+GOOD["kernel"], ACROSS["kernel"] = kernel(sums=False), kernel(sums=True)
 
 
 def collective(optimizer: optax.GradientTransformation) -> None:
