@@ -217,10 +217,17 @@ class RankModel:
                 case Think():
                     continue
                 case Prepare(_, stream, count, last):
+                    begun = [n for number, n in self.feeds if number == job]
                     feed = self.feeds.setdefault((job, stream), deque())
                     feed.append(m.BatchPrepared(job, stream, count))
                     if last:
                         feed.append(m.StreamEnded(job, stream, count))
+                    if stream not in begun:
+                        read = {later.stream for later in script[thread.at :] if isinstance(later, Batch)}
+                        self._post(m.StreamBegun(job, tuple(n for n in begun if n in read)))
+                        if begun:  # there is something to forget, and whatever comes next may come between
+                            thread.does = "runs"
+                            return None
                     continue
                 case Step(outline):
                     return self._post(m.StepCalled(job, outline))

@@ -39,7 +39,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """A batch will be ready after a while: the `count`-th, and the `last` or not. Does not wait."""
+    """A batch will be ready after a while: the `count`-th, and the `last` or not. Does not wait.
+
+    A stream begins with its first one. The job may still read earlier ones, unless it was told of their end.
+    """
 
     seconds: float
     stream: int
@@ -120,6 +123,8 @@ class _Rank:
         self.result = RankResult()
         self.device_free_s = 0.0
         self.calls: dict[int, Step] = {}
+        self.streams: dict[int, dict[int, bool]] = {}  # of each job those that were begun, and whether they go on
+        self.asked: dict[int, int] = {}  # the stream of each job's last `Batch`
         self.ends: dict[tuple[int, int, int], float] = {}
         self.slot = 0
 
@@ -229,6 +234,7 @@ class Simulation:
             case m.StartJob(job) | m.SyncReturned(job):
                 self._at(now, lambda: self._resume(rank, job, None))
             case m.BatchGranted(job, more):
+                rank.streams.setdefault(job, {})[rank.asked[job]] = more
                 self._at(now, lambda: self._resume(rank, job, more))
             case m.Raised(job):
                 rank.scripts[job].close()
@@ -276,11 +282,16 @@ class Simulation:
                 rank.calls[job] = action
                 self._handle(rank, m.StepCalled(job, action.outline))
             case Prepare(seconds, stream, count, last):
+                streams = rank.streams.setdefault(job, {})
+                if stream not in streams:
+                    self._handle(rank, m.StreamBegun(job, tuple(n for n, open_ in streams.items() if open_)))
+                    streams[stream] = True
                 self._post(self._now + seconds, rank, m.BatchPrepared(job, stream, count))
                 if last:
                     self._post(self._now + seconds, rank, m.StreamEnded(job, stream, count))
                 self._resume(rank, job, None)
             case Batch(stream, index):
+                rank.asked[job] = stream
                 self._handle(rank, m.BatchWanted(job, stream, index))
             case Sync(label):
                 self._handle(rank, m.SyncWanted(job, label))

@@ -134,6 +134,23 @@ def test_stop_reaches_a_job_of_which_nothing_else_is_new():
     assert one.finished
 
 
+def test_a_loop_that_begins_ends_those_that_are_not_read_beside_it():
+    one = Interleaver(1, RoundRobin())
+    mine, shared = one._jobs[0], one.agreed.jobs[0]
+    feed(one, m.RunStarted())
+    for stream, beside, known in [(0, (), {0}), (1, (0,), {0, 1}), (2, (0,), {0, 1, 2}), (3, (0, 2), {0, 2, 3})]:
+        prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
+        out = feed(one, m.StreamBegun(0, beside), *prepared, m.BatchWanted(0, stream, 0))
+        assert m.BatchGranted(0, True) in vote(one, out)
+        # The job has read stream 1 last when 2 begins: ballots speak of it until 2 is asked for.
+        assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
+    # What is still open can be read on, to its end; what the thread of a loop that is over says late harms nothing.
+    assert m.BatchGranted(0, True) in feed(one, m.BatchPrepared(0, 1, 2), m.BatchWanted(0, 0, 1))
+    assert m.BatchGranted(0, False) in feed(one, m.BatchWanted(0, 0, 2))
+    feed(one, m.StreamBegun(0, (3,)))
+    assert mine.prepared.keys() == shared.streams.keys() == {0, 3}
+
+
 def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
     one = Interleaver(3, Sequential())
     assert [i.job for i in feed(one, m.RunStarted()) if isinstance(i, m.StartJob)] == [0]

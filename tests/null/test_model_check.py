@@ -46,6 +46,17 @@ def fed(batches, outline=PLAIN):
     return (*prepared, *loop, Batch(0, batches))
 
 
+def loops(*reads):
+    """Batches of several loops, of which all but the first begin when they are read: two batches in each."""
+    script, index = [], {}
+    for stream in reads:
+        if stream not in index:
+            script.append(Prepare(0, stream, 2, True))
+        index[stream] = index.get(stream, -1) + 1
+        script.append(Batch(stream, index[stream]))
+    return tuple(script)
+
+
 def alike(ranks, *jobs, **options):
     return Case(scripts=(tuple(jobs),) * ranks, **options)
 
@@ -70,6 +81,11 @@ def ends(case):
         (alike(2, (step(BETWEEN), step(SHORT), step(BETWEEN))), [3]),
         pytest.param(alike(2, fed(1, PLAIN)), [1], marks=EXHAUSTIVE),
         (unlike(fed(1), fed(0)), [0]),
+        (alike(2, loops(0, 1)), [0]),
+        (alike(2, loops(0, 1, 0)), [0]),
+        (alike(1, loops(0, 1, 2, 0)), [0]),
+        pytest.param(alike(2, loops(0, 1, 2, 0)), [0], marks=EXHAUSTIVE),
+        pytest.param(alike(2, (*loops(0, 1, 2, 0), step(SHORT))), [1], marks=EXHAUSTIVE),
         (alike(2, (step(SHORT),), (step(SHORT),), policy=Sequential()), [1, 1]),
         (alike(1, (step(SHORT),), (step(SHORT),), depth=1), [1, 1]),
         pytest.param(alike(1, (step(LOCAL),), (step(SHORT),)), [0, 1], marks=EXHAUSTIVE),
@@ -284,6 +300,13 @@ class ForgetsBatches(Interleaver):
             super()._follow(outcome)
 
 
+class ForgetsOpenLoops(Interleaver):
+    """A loop that begins ends all others."""
+
+    def _note(self, event):
+        super()._note(m.StreamBegun(event.job, ()) if isinstance(event, m.StreamBegun) else event)
+
+
 class LeavesThreadsBehind(Interleaver):
     """A job that is over is not told so."""
 
@@ -325,6 +348,7 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),
         (ForgetsBatches, alike(2, fed(1)), "ranks meet for ever and nothing comes of it"),
+        (ForgetsOpenLoops, alike(1, loops(0, 1, 2, 0)), "ranks meet for ever and nothing comes of it"),
         (LeavesThreadsBehind, FAILING, r"all is over, but the threads of jobs \[0\] wait"),
     ],
 )
