@@ -115,7 +115,7 @@ def power_sgd(
             out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
             residuals[i] = matrix - _product(p, mine.T)
-            if sent is not found:
+            if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # bfloat16 reaches as far, or as good as
                 residuals[i] += found - sent
         factors = [
             new if isinstance(new, optax.MaskedNode) else _directions(new, old)

@@ -66,6 +66,16 @@ def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None
         assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-4).all()
 
 
+def test_power_sgd_looks_for_what_is_too_large_only_where_exponents_are_short() -> None:
+    def differences(dtype: Any) -> int:
+        grads = jnp.ones((30, 20), dtype)
+        made = jax.make_jaxpr(lambda g, s: power_sgd(1, "batch").update(g, s), axis_env=[("batch", 2)])
+        jaxpr = made(grads, power_sgd(1, "batch").init(grads))
+        return str(jaxpr).count(":f32[30,20] = sub ")
+
+    assert [differences(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)] == [1, 1, 2]
+
+
 def test_power_sgd_sends_bit_by_bit_what_has_become_too_large_for_the_update() -> None:
     tx = power_sgd(1, "batch")
     # Of rank two: the larger part goes out first, and the rest has grown by then.
