@@ -38,15 +38,17 @@ def receive(host: str, seconds: float, burst: int) -> None:
             total += count
             if skipped == 0 and total >= burst and (total >= SKIP_BYTES or end - begin >= SKIP_S):
                 skipped, start = total, end
-        timed = total - skipped
-        connection.shutdown(socket.SHUT_WR)
+    except TimeoutError:
+        skipped = 0
+    if skipped in (0, total):
+        raise SystemExit(f"only {total} bytes came in {time.perf_counter() - begin:.0f} s: too few to time.")
+    connection.shutdown(socket.SHUT_WR)
+    try:
         while connection.recv_into(buffer):
             pass
     except TimeoutError:
-        timed = 0
-    if skipped == 0 or timed == 0:
-        raise SystemExit(f"only {total} bytes came in {time.perf_counter() - begin:.0f} s: too few to time.")
-    print(8 * timed / (end - start))
+        raise SystemExit(f"{total} bytes were timed, but the other end then neither sent nor closed.") from None
+    print(8 * (total - skipped) / (end - start))
 
 
 def send(host: str, port: int) -> None:
