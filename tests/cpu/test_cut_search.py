@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from layers import step
 
 from jaxcross import cut_search, trial, variant
 from jaxcross.program.segments import Program
@@ -26,17 +27,6 @@ from jaxcross.testing_wire import LocalRanks
 from jaxcross.variant import Variant
 
 Search = Callable[..., int]
-
-
-def step(params: list[jax.Array], x: jax.Array) -> Any:
-    def loss(params: list[jax.Array]) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return y.sum()
-
-    grads = jax.grad(loss)(params)
-    return [w - jax.lax.pmean(g, "batch") for w, g in zip(params, grads, strict=True)]
 
 
 ARGUMENTS = ([jnp.eye(4)] * 16, jnp.ones((2, 4)))

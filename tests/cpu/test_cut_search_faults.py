@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import pytest
+from layers import step
 
 from jaxcross import cut_search, trial
 from jaxcross._jax_compat import compilation_cache_dir
@@ -33,17 +34,6 @@ ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
 LEAVES = jax.tree.leaves(ARGUMENTS)
 TOLD = "rank 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
 Fails = Callable[[Program, int], bool]
-
-
-def step(params: list[jax.Array], x: jax.Array) -> Any:
-    def loss(params: list[jax.Array]) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return y.sum()
-
-    grads = jax.grad(loss)(params)
-    return [w - jax.lax.pmean(g, "batch") for w, g in zip(params, grads, strict=True)]
 
 
 @functools.cache

@@ -177,9 +177,13 @@ def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
     """A job is added just as the run begins, and asked to stop while the driver hands over what came too early."""
     found = []
 
+    def steps_once_it_is_asked(job):
+        found[1].join()
+        return Overtaken.runner.jobs[0]._fn(job)
+
     class Overtaken(Driver):
         def run(self, held):
-            found.append(self.runner.add("x", self.runner.jobs[0]._fn))
+            found.append(self.runner.add("x", steps_once_it_is_asked))
             return super().run(held)
 
         def post(self, event):

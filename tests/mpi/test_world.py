@@ -145,8 +145,10 @@ sys.meta_path.insert(0, Told())
     ],
     ids=["as measured", "the user's own", "the script has started MPI"],
 )
-def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(before, own, expected):
+def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(before, own, expected, monkeypatch):
     after = 'print(os.environ.get("OMPI_MCA_mpi_yield_when_idle"))\n'
+    for name in [name for name in os.environ if name.startswith("OMPI_MCA_")]:  # of a world in this very process
+        monkeypatch.delenv(name)
     done = alone(TOLD + before + START.format(watchdog=300) + after, **own)
     assert done.stdout.splitlines() == [expected, expected.split()[1]], done.stderr
 

@@ -99,6 +99,11 @@ def job_step(action):
     return action.outline
 
 
+def will_resume(rank):
+    """Who has paused a job lets it go on in the end, whatever is wished before that."""
+    return any(isinstance(event, m.JobWished) and event.wish is Wish.RESUME for event in rank.outside)
+
+
 class Ranks(RuleBasedStateMachine):
     """Ranks that move in an order that hypothesis chooses."""
 
@@ -149,7 +154,7 @@ class Ranks(RuleBasedStateMachine):
             return
         for _ in range(10_000):
             for rank in self.ranks:
-                while moves := [move for move in rank.moves() if move != ("person",)]:
+                while moves := [move for move in rank.moves() if move != ("person",) or will_resume(rank)]:
                     rank.take(moves[0])
             self.note()
             able = [n for n in range(len(self.ranks)) if self.may_leave(n)]
