@@ -22,6 +22,7 @@ from typing import Any
 
 import workloads
 from hosts import on_hosts, parser_of_hosts
+from pages.exchanges import ratios
 from workloads import spread, write_json
 
 # What is compared, of which strategies, and the target: a strategy's time over another's. `as chosen` is what users
@@ -72,14 +73,13 @@ def main() -> int:
 def judge(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets that this run has the strategies for: met or missed by every repeat's ratio, or undecided."""
     found: list[dict[str, Any]] = []
-    raw = {name: {key: row[key]["raw"] for key in ("total", "wire")} for name, row in rows["strategies"].items()}
     for what, key, name, over, target in TARGETS:
-        if name in raw and over in raw:
-            ratios = [a / b for a, b in zip(raw[name][key], raw[over][key], strict=True)]
-            verdict = "met" if max(ratios) <= target else "missed" if min(ratios) > target else "undecided"
+        if {name, over} <= rows["strategies"].keys():
+            each = ratios(rows["strategies"], name, key, over)
+            verdict = "met" if max(each) <= target else "missed" if min(each) > target else "undecided"
             found.append({
-                "model": model, "what": what, "of": name, "over": over, "ratio": statistics.median(ratios),
-                "ratios": ratios, "target": target, "verdict": verdict,
+                "model": model, "what": what, "of": name, "over": over, "ratio": statistics.median(each),
+                "ratios": each, "target": target, "verdict": verdict,
             })  # fmt: skip
     return found
 
@@ -190,12 +190,10 @@ def worker(args: Any) -> int:
             name: {"bytes": nbytes[name], **{key: spread(values) for key, values in found.items()}}
             for name, found in raw.items()
         }
-        for row in rows.values():
+        for name, row in rows.items():
             row["bytes_over_mean"] = row["bytes"] / rows["mean"]["bytes"]
             for key in ("total", "wire"):
-                row[f"{key}_over_mean"] = statistics.median(
-                    own / of_mean for own, of_mean in zip(row[key]["raw"], rows["mean"][key]["raw"], strict=True)
-                )
+                row[f"{key}_over_mean"] = statistics.median(ratios(rows, name, key))
         return {"elements": sum(x.size for x in jax.tree.leaves(params)), "strategies": rows}
 
     models = {model: measure(model, work) for model, work in works.items()}

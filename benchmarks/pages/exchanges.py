@@ -80,9 +80,9 @@ def _steps(count: float | None) -> str:
     return "never" if count is None else f"{count:.0f}"
 
 
-def ratios(rows: dict[str, Any], name: str, key: str) -> list[float]:
-    """A strategy's time over the mean's, in each repeat."""
-    return [own / mean for own, mean in zip(rows[name][key]["raw"], rows["mean"][key]["raw"], strict=True)]
+def ratios(rows: dict[str, Any], name: str, key: str, over: str = "mean") -> list[float]:
+    """A strategy's time over the mean's, or another one's, in each repeat."""
+    return [own / other for own, other in zip(rows[name][key]["raw"], rows[over][key]["raw"], strict=True)]
 
 
 def exchanges(read: Read, name: str) -> Iterator[tuple[str, ...]]:

@@ -91,7 +91,7 @@ def gtop_k(
         k = sparse.slots(density, vector.size)
         size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
-        own_values = sparse.within(own_values, x.dtype)  # and so is the mean of all ranks'
+        own_values = hops.within(own_values, x.dtype)  # and so is the mean of all ranks'
         values, indices = own_values, own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):

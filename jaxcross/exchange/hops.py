@@ -51,6 +51,17 @@ def power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
+def within(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
+    """What is finite stays so in a narrower type: as its largest number, or `times` that, where it is larger.
+
+    Infinity would poison a residual for good; but who brings it is not hidden.
+    """
+    largest = times * float(jnp.finfo(dtype).max)
+    if largest >= float(jnp.finfo(values.dtype).max):
+        return values
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
+
+
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in the type that travels, rounded at once: for what is sent and also read here.
 

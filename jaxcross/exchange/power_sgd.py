@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops, sparse
+from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import check_float32, whole_number
 
@@ -111,7 +111,7 @@ def power_sgd(
             mine = _product(matrix.T, p)
             factors[i] = jax.lax.pmean(mine, names)
             found = _product(p, factors[i].T)
-            sent = sparse.within(found, leaf.dtype)
+            sent = hops.within(found, leaf.dtype)
             out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
             residuals[i] = matrix - _product(p, mine.T)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops, sparse
+from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import check_real, whole_number
 
@@ -74,7 +74,7 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
         every_code = [hops.gather(code, names) for code, _ in coded]
         out = [
             # One level up may be beyond the update's type.
-            sparse.within(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
+            hops.within(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new

@@ -67,18 +67,7 @@ def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
 
 def rounded(values: jax.Array, dtype: Any) -> jax.Array:
     """Values as they travel. The rest then stays in the residual, as all rounding does."""
-    return hops.narrow(within(values, dtype), dtype)
-
-
-def within(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
-    """What is finite stays so in a narrower type: as its largest number, or `times` that, where it is larger.
-
-    Infinity would poison a residual for good; but who brings it is not hidden.
-    """
-    largest = times * float(jnp.finfo(dtype).max)
-    if largest >= float(jnp.finfo(values.dtype).max):
-        return values
-    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
+    return hops.narrow(hops.within(values, dtype), dtype)
 
 
 def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:

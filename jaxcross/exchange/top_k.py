@@ -151,7 +151,7 @@ def top_k(
         # The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
         types = [x.dtype for x in leaves]
         types = [min(types, key=lambda dtype: float(jnp.finfo(dtype).max))] if bucket else types
-        sent = [sparse.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types, strict=True)]
+        sent = [hops.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types, strict=True)]
         sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v in sent]
         counts = list(itertools.accumulate(v.size for v in sent))[:-1]
         every_value = jnp.split(hops.gather(jnp.concatenate(sent), across), counts, axis=1)
@@ -164,7 +164,7 @@ def top_k(
         if inner > 1:
             sums = blocks.from_blocks(hops.gather(jnp.concatenate(sums), names[1]), shapes)
         # What `values_dtype` has rounded up may be beyond the update's type.
-        sums = [sparse.within(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
+        sums = [hops.within(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
         out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
         return out, list(rests) if error_feedback else []
 
