@@ -340,8 +340,8 @@ class Driver:
 
     def segment_failed(
         self, instruction: m.Dispatch | m.RunExchange, call: Call, error: Exception, *, ejects: bool = False
-    ) -> None:
-        """A segment raised: the job learns it once all ranks have agreed what to do about it."""
+    ) -> m.SegmentFailed:
+        """What to post of a segment that raised: the job learns it once all ranks have agreed what to do about it."""
         job, segment = instruction.job, instruction.segment
         seat = self.seats.get(job)
         if seat is not None and seat.cause is None:
@@ -350,7 +350,7 @@ class Driver:
         if segment in call.outline.after_commit:
             what += f", after the commit: this rank lacks state {instruction.step}"
         text = f"in step {instruction.step}, segment {segment} ({what}): {describe(error)}"
-        self.post(m.SegmentFailed(job, instruction.call, segment, text, ejects))
+        return m.SegmentFailed(job, instruction.call, segment, text, ejects)
 
     def news(self) -> str:
         """What this rank tells all of them about jobs that may join."""

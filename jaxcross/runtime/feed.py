@@ -105,8 +105,9 @@ class Feed(Iterator[Any]):
 
     def close(self) -> None:
         """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
-        self.closed = True
-        self._batches.clear()
+        with self._lock:
+            self.closed = True
+            self._batches.clear()
         self._free.release()
 
     def _run(self) -> None:
@@ -129,8 +130,11 @@ class Feed(Iterator[Any]):
                     batch = next(source)
                 except StopIteration:
                     break
-                self._batches.append((self._prepare(batch), state_of(source) if self._resumable else None))
-                del batch
+                ready = self._prepare(batch), state_of(source) if self._resumable else None
+                with self._lock:
+                    if not self.closed:
+                        self._batches.append(ready)
+                del batch, ready
                 count += 1
                 self._driver.post(m.BatchPrepared(self._job, self.stream, count))
             if not self.closed:
@@ -150,7 +154,6 @@ class Feed(Iterator[Any]):
 
     def _abandon(self, source: Iterator[Any]) -> None:
         """The loop ended before its data: what is left open there would stay so, even if the caller kept `source`."""
-        self._batches.clear()
         if isinstance(source, Closable):
             try:
                 source.close()

@@ -1,4 +1,7 @@
-"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything."""
+"""The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything.
+
+They let go of a step before they report on it: who hears of it may count on its memory, and no thread runs at once.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +97,12 @@ class ComputeLane:
                 call.execution.run(d.segment)
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
-                driver.segment_failed(d, call, error)
-                del item, call  # arrays must not live until the next segment comes
-                continue
-            self._on_device.put((d, call, dispatched_ns, token))
-            driver.post(m.SegmentDispatched(d.job, d.call, d.segment))
+                event = driver.segment_failed(d, call, error)
+            else:
+                self._on_device.put((d, call, dispatched_ns, token))
+                event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
+            driver.post(event)
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
@@ -110,8 +113,9 @@ class ComputeLane:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
-                driver.segment_failed(d, call, error)
+                event = driver.segment_failed(d, call, error)
                 del item, call
+                driver.post(event)
                 continue
             driver.world.flight.end(token)
             end_ns = driver.clock_ns()
@@ -125,8 +129,8 @@ class ComputeLane:
                 )
             )  # fmt: skip
             free_ns = end_ns
-            driver.post(m.SegmentCompleted(d.job, d.call, d.segment, end_ns - start_ns))
             del item, call
+            driver.post(m.SegmentCompleted(d.job, d.call, d.segment, end_ns - start_ns))
 
 
 class ExchangeLane:
@@ -161,24 +165,25 @@ class ExchangeLane:
                 continue
             if item is None:
                 return
-            if isinstance(item[0], m.Finish):
-                self._driver.over()
-                return
-            patience = self._do(*item)
-            del item  # a step's arrays must not live until the next instruction comes
+            instruction, call = item
+            del item
+            patience = None
+            match instruction:
+                case m.Finish():
+                    self._driver.over()
+                    return
+                case m.BePatient(level):
+                    patience = patience_s(level)
+                    continue
+                case m.RunExchange():
+                    assert call is not None
+                    event = self._exchange(instruction, call)
+                case _:
+                    event = self._talk(instruction)
+            del call
+            self._driver.post(event)
 
-    def _do(self, instruction: m.Instruction, call: Call | None) -> float | None:
-        """Follows one instruction; how long to wait for the next one before asking again, if not for ever."""
-        if isinstance(instruction, m.BePatient):
-            return patience_s(instruction.level)
-        if isinstance(instruction, m.RunExchange):
-            assert call is not None
-            self._exchange(instruction, call)
-        else:
-            self._talk(instruction)
-        return None
-
-    def _exchange(self, x: m.RunExchange, call: Call) -> None:
+    def _exchange(self, x: m.RunExchange, call: Call) -> m.Event:
         driver, execution, segment = self._driver, call.execution, x.segment
         zero = x.zero
         if not zero:
@@ -186,7 +191,7 @@ class ExchangeLane:
                 execution.wait_inputs(segment)
             except Exception as error:
                 # This rank has failed, but the others are coming: take part with zeros, and say so in the vote.
-                driver.segment_failed(x, call, error)
+                driver.post(driver.segment_failed(x, call, error))
                 zero = True
         if zero:
             execution.zero_inputs(segment)
@@ -205,10 +210,11 @@ class ExchangeLane:
             if call.nonfinite == "skip":
                 finite = not execution.skippable
             else:
-                driver.segment_failed(x, call, FloatingPointError(what), ejects=call.nonfinite == "eject")
-        driver.post(m.ExchangeDone(x.job, segment, finite))
+                error = FloatingPointError(what)
+                driver.post(driver.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
+        return m.ExchangeDone(x.job, segment, finite)
 
-    def _talk(self, instruction: m.Instruction) -> None:
+    def _talk(self, instruction: m.Instruction) -> m.Event:
         driver, world = self._driver, self._driver.world
         start_ns = driver.clock_ns()
         event: m.Event
@@ -238,7 +244,7 @@ class ExchangeLane:
             case _:
                 raise TypeError(f"no instruction for the exchange lane: {instruction!r}")
         self._span("vote", start_ns, driver.clock_ns(), start_ns, job, 0, -1, 0, label)
-        driver.post(event)
+        return event
 
     def _hold(self, start_ns: int, nbytes: int) -> str:
         """Makes what began at `start_ns` last as long as the emulated link would."""

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -461,6 +462,8 @@ def test_memory_of_a_job_that_left_is_free_while_others_run(how):
 
         def watch(job, step):
             until(job, step, other.left.is_set)
+            late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
+            until(job, step, lambda: len(arrays()) <= 1 or time.monotonic() > late)
             probes["arrays"] = len(arrays())
             other.state = None
             probes["afterwards"] = len(arrays())
