@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.flatten import INLINED
+from jaxcross.program.jaxprs import INLINED
 
 # What makes an element of others, and bits that each rank would draw alike for parts that are not.
 _ACROSS = re.compile(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.flatten import INLINED
+from jaxcross.program.jaxprs import INLINED
 from jaxcross.program.segments import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.wire.recognise import LOCAL, recognise, speaks_of

@@ -19,9 +19,9 @@ from jaxcross.cut_search import Recalled, Together, key_of, recall, search
 from jaxcross.errors import ExchangeError
 from jaxcross.program.agreement import different_calls, disagreement
 from jaxcross.program.compile import Once
+from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
-from jaxcross.program.flatten import Predicate
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.flatten import drop_unread
 from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
+from jaxcross.program.jaxprs import drop_unread
 from jaxcross.program.segments import Aval, Exchange, Program, Segment
 
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer

@@ -16,7 +16,7 @@ import numpy as np
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.finite import nonfinite
-from jaxcross.program.flatten import holds_exchange
+from jaxcross.program.jaxprs import holds_exchange
 from jaxcross.program.segments import Program, Segment
 from jaxcross.program.trace import Traced
 

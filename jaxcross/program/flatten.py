@@ -18,59 +18,18 @@ from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program.conditional import Choose, predicate_of, split
+from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.segments import Wire
 
-# Which branch of a `cond` is taken, or None where the host cannot know. Gets the equations of the predicate.
-Choose = Callable[["Predicate"], int | None]
-
-INLINED = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "custom_lin",
-})  # fmt: skip
 UNROLLED = 64
 """The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""
 _NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicate:
-    """The index of a `cond` as a function of scalar step inputs alone.
-
-    Attributes:
-        inputs: Positions among the step's inputs that it reads.
-        jaxpr: Closed; maps those inputs to the branch index.
-        branches: How many branches there are.
-    """
-
-    inputs: tuple[int, ...]
-    jaxpr: Any
-    branches: int
-
-
-def holds_exchange(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> bool:
-    """Whether a jaxpr, or one inside it, puts something on the wire."""
-    inner, _ = compat.open_jaxpr(jaxpr)
-    return any(
-        wire.recognise(eqn, axes) is not None or any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
-        for eqn in inner.eqns
-    )
-
-
-def holds_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr, or one inside it, is mapped over shards along one of `axes`."""
-    return any(
-        _is_shard_map(eqn, axes) or any(holds_shard_map(j, axes) for j in compat.sub_jaxprs(eqn))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
-    )
-
-
 def _recomputes(eqn: Any) -> bool:
     """Whether this is the backward pass of `jax.checkpoint`."""
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True))
-
-
-def _is_shard_map(eqn: Any, axes: Mapping[str, int]) -> bool:
-    return eqn.primitive.name == "shard_map" and any(a in axes for a in eqn.params["mesh"].axis_names)
 
 
 @dataclass(slots=True)
@@ -81,7 +40,7 @@ class Flattener:
     wire: Wire
     choose: Choose
     invars: Sequence[Any]
-    _like: Any  # a jaxpr that lends its debug information
+    like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
@@ -118,7 +77,7 @@ class Flattener:
             )
         if name in _NO_OPS:
             return args
-        if _is_shard_map(eqn, self.axes):
+        if is_shard_map(eqn, self.axes):
             (body,) = compat.sub_jaxprs(eqn)
             self._check_shard_map(eqn, body, args)
             return self._inline(compat.without_mesh(body), args)
@@ -212,160 +171,28 @@ class Flattener:
         if isinstance(index, compat.Literal):
             choice = int(index.val)
         else:
-            predicate = self._predicate(index, len(branches))
+            predicate = predicate_of(self, index, len(branches))
             choice = None if predicate is None else self.choose(predicate)
         if choice is not None:
             return self._inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
-        return self._split_cond(eqn, index, operands, [self._flat_branch(b) for b in branches])
+        return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
 
-    def _predicate(self, index: Any, branches: int) -> Predicate | None:
-        """The backward slice of `index`, if it reads nothing but scalar integers and booleans of the input."""
-        producer = {v: eqn for eqn in self.eqns for v in eqn.outvars}
-        needed, stack, leaves = set(), [index], []
-        while stack:
-            atom = stack.pop()
-            if isinstance(atom, compat.Literal):
-                continue
-            integer = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
-            if atom.aval.shape != () or not integer:
-                return None
-            if atom in producer:
-                eqn = producer[atom]
-                if self._exchanges(eqn) or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
-                    return None
-                if eqn.primitive.name == "axis_index" or any(self._speaks_of_rank(j) for j in compat.sub_jaxprs(eqn)):
-                    return None
-                if id(eqn) not in needed:
-                    needed.add(id(eqn))
-                    stack.extend(eqn.invars)
-            elif atom in self.invars:
-                if atom not in leaves:
-                    leaves.append(atom)
-            else:
-                return None
-        positions = {v: i for i, v in enumerate(self.invars)}
-        leaves.sort(key=positions.__getitem__)
-        eqns = [e for e in self.eqns if id(e) in needed]
-        jaxpr = compat.make_jaxpr_of(leaves, [index], eqns, self._like)
-        return Predicate(inputs=tuple(positions[v] for v in leaves), jaxpr=jaxpr, branches=branches)
-
-    def _speaks_of_rank(self, jaxpr: Any) -> bool:
-        inner, _ = compat.open_jaxpr(jaxpr)
-        return any(compat.is_named_axis_effect(e) for e in inner.effects)
-
-    def _exchanges(self, eqn: Any) -> bool:
+    def exchanges(self, eqn: Any) -> bool:
         return self.wire.recognise(eqn, self.axes) is not None or any(
             self._has_exchange(j) for j in compat.sub_jaxprs(eqn)
         )
-
-    def _acts(self, eqn: Any) -> bool:
-        """Whether an equation does more than to compute and to exchange: it calls back."""
-        if self.wire.recognise(eqn, self.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
-            return False
-        inside = [e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns]
-        return not inside or any(map(self._acts, inside))
 
     def _flat_branch(self, branch: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self._like, room=0)
+        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self.like, room=0)
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)
         # Constants of a branch become further operands, so that every branch is closed.
         return invars, drop_unread(walker.eqns, outs), outs
 
-    def _split_cond(self, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
-        """`cond(p, pre; X; post | other)` -> `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeated.
-
-        X is always made, with zeros where its branch is not taken, so that ranks cannot disagree about who takes part.
-        Only the branch taken contributes to the result. Follows cut rule 5.
-        """
-        consts = [v for v in self.consts if any(v in e.invars for _, eqns, _ in branches for e in eqns)
-                  or any(v is o for _, _, outs in branches for o in outs)]  # fmt: skip
-        shared = [*operands, *consts]
-        work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
-        while True:
-            which = next((i for i, (_, eqns, _) in enumerate(work) if any(map(self._exchanges, eqns))), None)
-            if which is None:
-                return self._emit_cond(eqn, index, shared, [self._close(*branch) for branch in work])
-            invars, eqns, outs = work[which]
-            at = next(i for i, e in enumerate(eqns) if self._exchanges(e))
-            pre, exchange, post = eqns[:at], eqns[at], eqns[at + 1 :]
-            if _holds_while(exchange):
-                # X runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
-                raise CutError(
-                    f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
-                    " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
-                    " `lax.scan`, or a predicate made of counters alone."
-                )
-            if self._acts(exchange):
-                raise CutError(
-                    f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
-                    f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
-                    " call back. Move the callback out of the loop, or use a predicate made of counters alone."
-                )
-            made = {v for e in pre for v in e.outvars}
-            sent = [a for a in exchange.invars if not isinstance(a, compat.Literal)]
-            later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
-            later |= {a for a in outs if not isinstance(a, compat.Literal)}
-            residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later and v in made]
-            handed = [*sent, *residuals]
-            first = [
-                self._close(invars, pre, handed) if i == which else self._close(ivs, [], handed, zeros=True)
-                for i, (ivs, _, _) in enumerate(work)
-            ]
-            values = self._emit_cond(eqn, index, shared, first)
-            packed = iter(values)
-            received = [compat.new_var(v.aval) for v in exchange.outvars]
-            args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
-            self.eqns.append(exchange.replace(invars=args, outvars=received))
-            # The rest of this branch reads the residuals and what was received; the other branches ignore them.
-            extra = [*values[len(sent) :], *received]
-            local = [*residuals, *exchange.outvars]
-            shared = [*shared, *extra]
-            work = [
-                ([*ivs, *(local if i == which else [compat.new_var(v.aval) for v in local])],
-                 post if i == which else body, res)
-                for i, (ivs, body, res) in enumerate(work)
-            ]  # fmt: skip
-
-    def _close(self, invars: list[Any], eqns: list[Any], outs: list[Any], *, zeros: bool = False) -> Any:
-        """A closed branch whose variables are its own; with `zeros`, one that returns zeros shaped like `outs`."""
-        if zeros:
-            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
-            like = [(o.aval.shape, o.aval.dtype) for o in outs]
-            return jax.make_jaxpr(lambda *_: [jnp.zeros(s, d) for s, d in like])(*shapes)
-        kept = drop_unread(eqns, outs)
-        return compat.make_jaxpr_of(invars, outs, kept, self._like)
-
-    def _emit_cond(self, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
-        outs = [compat.new_var(a.aval) for a in compat.open_jaxpr(branches[0])[0].outvars]
-        params = dict(eqn.params, branches=tuple(branches))
-        effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))
-        self.eqns.append(eqn.replace(invars=[index, *operands], outvars=outs, params=params, effects=effects))
-        return list(outs)
-
-
-def _holds_while(eqn: Any) -> bool:
-    """Whether an equation is a loop of unknown length, or holds one."""
-    return eqn.primitive.name == "while" or any(
-        _holds_while(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr)[0].eqns
-    )
-
 
 def _rows_of(x: jax.Array, length: int) -> list[jax.Array]:
     return [jax.lax.squeeze(row, (0,)) for row in jax.lax.split(x, [1] * length)]
-
-
-def drop_unread(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """The equations whose results are read in the end, or that have a real effect, in order."""
-    live = {a for a in outs if not isinstance(a, compat.Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        lasting = any(not compat.is_named_axis_effect(e) for e in eqn.effects)
-        if lasting or any(v in live for v in eqn.outvars):
-            kept.append(eqn)
-            live.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
-    return kept[::-1]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.flatten import holds_exchange
+from jaxcross.program.jaxprs import holds_exchange
 from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import Traced
 

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.flatten import Choose, Flattener, Predicate, drop_unread, holds_shard_map
+from jaxcross.program.conditional import Choose, Predicate
+from jaxcross.program.flatten import Flattener
+from jaxcross.program.jaxprs import drop_unread, holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 

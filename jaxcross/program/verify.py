@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxcross.errors import InternalError
-from jaxcross.program.flatten import holds_exchange
+from jaxcross.program.jaxprs import holds_exchange
 
 if TYPE_CHECKING:
     from jaxcross.program.segments import Program, Segment

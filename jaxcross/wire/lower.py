@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.flatten import INLINED
+from jaxcross.program.jaxprs import INLINED
 from jaxcross.program.segments import Exchange
 from jaxcross.wire import collectives, region, together
 from jaxcross.wire.messages import Channel, is_narrow_float
