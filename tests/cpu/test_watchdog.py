@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxcross.world import watchdog
+from jaxcross.world import standing, watchdog
 from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.peers import here
 from jaxcross.world.watchdog import Watchdog
@@ -71,7 +71,7 @@ def test_one_rank_reports(ranks, monkeypatch):
         def abort(text, ending, reports=reports, first=first, over=over):
             reports.append(text)
             first.set()
-            over.wait(5)
+            over.wait(60)
             raise EndedError
 
         monkeypatch.setattr(watchdog, "abort_everywhere", abort)
@@ -81,12 +81,12 @@ def test_one_rank_reports(ranks, monkeypatch):
             threading.Event().wait(after_s)
             dog.start()
             with dog.watching(job="a", step=0, segment=0, what="psum"):
-                over.wait(5)
+                over.wait(60)
 
         threads = [threading.Thread(target=stuck, args=(dog, draw.choice((0, 0, 0.02, 0.04)))) for dog in dogs]
         for thread in threads:
             thread.start()
-        assert first.wait(5)
+        assert first.wait(60)
         over.wait(0.2)  # who holds back does so for ten seconds
         over.set()
         for dog, thread in zip(dogs, threads, strict=True):
@@ -118,11 +118,11 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     for dog in dogs:
         dog.start()
     with dogs[0].watching(job="a", step=4, segment=-1, what="batch 4", own=0 in awaited, awaited=told):
-        assert asked.acquire(timeout=5)
+        assert asked.acquire(timeout=60)
         if awaited:
-            assert over.wait(5)
+            assert over.wait(60)
         else:
-            assert asked.acquire(timeout=5)  # and again, a while later
+            assert asked.acquire(timeout=60)  # and again, a while later
     for dog in dogs:
         dog.stop()
     assert [lost for _, lost in reports] == ([tuple(awaited)] if awaited else [])
@@ -130,10 +130,16 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
         assert f"rank {rank} {'is late itself' if rank == 0 else 'has not arrived'}: {why}" in reports[0][0]
 
 
-def test_time_in_which_the_process_was_stopped_is_no_wait(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("jaxcross.world.standing.time.monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch):
+    """The watchdog's, in seconds, which stands until a test moves it."""
+    now_s = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
+def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
     found = []
     dog._investigate = lambda token: found.append(dog._waits[token][0].job)
@@ -169,10 +175,7 @@ def test_a_wait_with_nobody_to_blame_leaves_a_silent_rank_to_the_heartbeats(hear
     assert reports == ([] if heartbeat else [(1,)])
 
 
-def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("jaxcross.world.standing.time.monotonic", lambda: clock[0])
+def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(clock, monkeypatch):
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
     turns = iter([100.0])
     dog._stop = SimpleNamespace(wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False)
@@ -191,7 +194,7 @@ def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(monkeyp
     assert int(said) in range(6, 16)  # with the 3 s of each of two questions, and what a stop may count for
 
 
-def test_waits_of_its_own_are_told_for_as_long_again():
+def test_waits_of_its_own_are_told_for_as_long_again(clock):
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
     with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True):
         assert dog._standing().excused("a") and not dog._standing().excused("b") and dog._standing().entered == 0
@@ -199,16 +202,16 @@ def test_waits_of_its_own_are_told_for_as_long_again():
         assert awaited({1: None}) == {0: "own evaluation is its own affair"}
     with dog.watching(job="b", step=3, segment=1, what="psum"):
         assert dog._standing().excused("a") and not dog._standing().excused("b")
-    threading.Event().wait(0.25)
+    clock[0] += 0.25
     assert not dog._standing().excused()
 
 
-def test_a_wait_that_moves_on_begins_anew():
+def test_a_wait_that_moves_on_begins_anew(clock):
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
     watch = dog.watching(job="a", step=3, segment=-1, what="checkpoint", own=True)
     with watch:
         (token,) = dog._waits
-        threading.Event().wait(0.25)
+        clock[0] += 0.25
         assert dog._lasts(token)
         watch.renew()
         assert not dog._lasts(token)

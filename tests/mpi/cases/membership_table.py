@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -228,16 +229,21 @@ def jobs_are_submitted():
 def memory_is_freed():
     step, runner, alive = make_step(), Runner(WORLD), []
 
+    def count():
+        gc.collect()
+        return len([a for a in jax.live_arrays() if a.shape == (WIDTH,)])
+
     def parent(job):
         while not all_see(job, other.left.is_set):
             pass
-        gc.collect()
-        alive.append(len([a for a in jax.live_arrays() if a.shape == (WIDTH,)]))
+        late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
+        while not all_see(job, lambda: count() <= before + 2 or time.monotonic() > late):
+            pass
+        alive.append(count())
 
     runner.add("a", parent)
     other = runner.add("b", train, step=step, n=10, bad=(6,), nonfinite="eject")
-    gc.collect()
-    before = len([a for a in jax.live_arrays() if a.shape == (WIDTH,)])
+    before = count()
     runner.run()
     assert other.step == 6
     assert alive == [before + 2]  # the last committed state
