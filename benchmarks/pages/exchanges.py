@@ -33,8 +33,9 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         times = [time(rows, name) for rows in flat if name in rows]
         if name in nodes and name not in flat[-1]:
             times.append(f"{time(nodes, name)} on nodes")
+        trained = member.trained or name
         lost = [
-            f"{accuracy[task, name] - accuracy[task, 'mean']:+.3f}" if (task, name) in accuracy else "-"
+            f"{accuracy[task, trained] - accuracy[task, 'mean']:+.3f}" if (task, trained) in accuracy else "-"
             for task in ("images", "text")
         ]
         yield (member.exchange, member.received, ", ".join(times) or "-", ", ".join(lost), member.same, member.use,

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Attributes: `measured`, its name in the results; `received`, by a rank in a step; `same`, on every rank."""
+    """Attributes: `measured`, its name in the results; `received`, by a rank in a step; `same`, on every rank;
+    `trained`, its name among what was trained, if that is another.
+    """
 
     exchange: str
     measured: str
@@ -15,6 +17,7 @@ class Member(NamedTuple):
     use: str
     costs: str
     source: str
+    trained: str = ""
 
 
 FAMILY = (
@@ -28,8 +31,9 @@ FAMILY = (
            "to fix the order of the sum, whatever the MPI", "2(P-1) hops", "Thakur et al., 2005"),
     Member('`mean(pattern="tree")`', "mean, tree", "n log2 P", "yes",
            "few bytes, many ranks", "all bytes at every hop", "Thakur et al., 2005"),
-    Member("`top_k(density)`", "top_k 1%, threshold", "(P-1) k (4 + bytes of a value)", "yes",
-           "P is small, the network slow", "selection; a residual as large as the model", "1809.07599"),
+    Member("`top_k(density)`", "top_k 1%, as chosen", "(P-1) k (4 + bytes of a value)", "yes",
+           "P is small, the network slow", "selection; a residual as large as the model", "1809.07599",
+           trained="top_k 1%, threshold"),
     Member("`top_k(density, values_dtype=bfloat16)`", "top_k 1%, bfloat16 values", "6 (P-1) k", "yes",
            "as above", "as above; rounding goes to the residual", "ours"),
     Member('`top_k(pattern="hierarchical")`', "top_k 1%, hierarchical", "the same between nodes, k/L", "yes",
