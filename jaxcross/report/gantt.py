@@ -47,11 +47,17 @@ def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
     figure.subplots_adjust(
         left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
     )
-    figure.text(0.105, 1 - 0.12 / total, _headline(report, compare), fontsize=14, weight="bold", color=INK, va="top")
-    figure.text(0.985, 1 - 0.15 / total, report.link, fontsize=10, color=INK, va="top", ha="right")
+    headline = _as_written(_headline(report, compare))
+    figure.text(0.105, 1 - 0.12 / total, headline, fontsize=14, weight="bold", color=INK, va="top")
+    figure.text(0.985, 1 - 0.15 / total, _as_written(report.link), fontsize=10, color=INK, va="top", ha="right")
     _legend(figure, colours, rows, 1 - 0.42 / total)
     figure.savefig(path)
     return path
+
+
+def _as_written(text: str) -> str:
+    """For matplotlib, which takes what stands between two `$` for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _headline(report: Report, compare: Report | None) -> str:
@@ -134,7 +140,7 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], sho
         note += f"   (after {seconds((begin - start) / 1e9)} of start-up)"
     if len(run.ranks) > MOST_RANKS:
         note += f"   (first {MOST_RANKS} of {len(run.ranks)} ranks)"
-    axis.set_title(note, loc="left", fontsize=10.5, color=INK)
+    axis.set_title(_as_written(note), loc="left", fontsize=10.5, color=INK)
     axis.grid(axis="x", color="#E6E6E6", lw=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(length=0, labelcolor=INK)
@@ -160,7 +166,8 @@ def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: fl
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}
-    handles = [Patch(label=name, facecolor=colour) for name, colour in list(colours.items())[:MOST_NAMES]]
+    named = list(colours.items())[:MOST_NAMES]
+    handles = [Patch(label=_as_written(name), facecolor=colour) for name, colour in named]
     words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
     words |= {"input": "waiting for a batch", "vote": "vote"}
     handles += [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -158,17 +159,20 @@ class Report:
         }
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes summary, facts and all spans; `load` reads them back without loss."""
+        """Writes summary, facts and all spans; `load` reads them back without loss.
+
+        JSON has no number for what is not finite: the file says `"nan"`, `"inf"` or `"-inf"`.
+        """
         content = {
             "format": FORMAT,
-            "summary": self.summary(),
-            "jobs": [asdict(job) for job in self.jobs],
+            "summary": _spelt(self.summary()),
+            "jobs": [_spelt(asdict(job)) for job in self.jobs],
             "wall_ns": [[rank, *when] for rank, when in self.wall_ns.items()],
             "span_fields": SPAN_FIELDS,
             "spans": to_rows(self.spans),
         }
         path = Path(path)
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content, allow_nan=False))
         return path
 
     @classmethod
@@ -185,7 +189,7 @@ class Report:
             summary = content["summary"]
             return cls(
                 spans=from_rows(content["spans"], content["span_fields"]),
-                jobs=tuple(JobFacts(**job) for job in content["jobs"]),
+                jobs=tuple(_read_facts(job) for job in content["jobs"]),
                 wall_ns={rank: (start, end) for rank, start, end in content["wall_ns"]},
                 policy=summary["policy"],
                 placement=summary["placement"],
@@ -200,7 +204,7 @@ class Report:
         from jaxcross.report.chrome import trace_events
 
         path = Path(path)
-        path.write_text(json.dumps(trace_events(self)))
+        path.write_text(json.dumps(trace_events(self), allow_nan=False))
         return path
 
     def to_gantt(self, path: str | Path, compare: Report | None = None) -> Path:
@@ -218,3 +222,23 @@ class Report:
         from jaxcross.report.table import plain
 
         return plain(self)
+
+
+def _spelt(value: Any) -> Any:
+    """`value` with a word in place of each float that JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _spelt(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_spelt(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_facts(job: dict[str, Any]) -> JobFacts:
+    """The inverse of `asdict`, where numbers may be spelt."""
+    numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
+    metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
+    return JobFacts(**{**job, **numbers, "metrics": metrics})
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value

@@ -8,10 +8,10 @@ from jaxcross.runtime.events import Span
 S = 1_000_000_000
 
 
-def make(crossed, policy, *, ranks=2, steps=4):
+def make(crossed, policy, *, ranks=2, steps=4, names="ab", link=""):
     spans = []
     for rank in range(ranks):
-        for j, job in enumerate("ab"):
+        for j, job in enumerate(names):
             for step in range(steps):
                 t = 2 * step + j if crossed else 2 * (step + j * steps)
                 common = {"rank": rank, "job": job, "step": step, "lane": 0}
@@ -20,8 +20,9 @@ def make(crossed, policy, *, ranks=2, steps=4):
                 )
                 times = {"start_ns": (t + 1) * S, "end_ns": (t + 2) * S, "ready_ns": (t + 1) * S}
                 spans.append(Span(kind="collective", segment=1, **times, **common))
-    jobs = tuple(JobFacts(name=name, steps=steps) for name in "ab")
-    return Report(spans=tuple(spans), jobs=jobs, wall_ns=dict.fromkeys(range(ranks), (0, 17 * S)), policy=policy)
+    jobs = tuple(JobFacts(name=name, steps=steps) for name in names)
+    wall_ns = dict.fromkeys(range(ranks), (0, 17 * S))
+    return Report(spans=tuple(spans), jobs=jobs, wall_ns=wall_ns, policy=policy, link=link)
 
 
 def size_of(path):
@@ -62,3 +63,19 @@ def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
     assert _readable_s(report, _rows(report)) == 300.0
     short = make(True, "crossover", ranks=1, steps=10)
     assert _readable_s(short, _rows(short)) == float("inf")
+
+
+def test_dollars_are_no_mathematics(tmp_path):
+    name = r"n=$x^$"
+    report = make(True, name, names=(name, r"a\$b", "_$\\alpha$"), link=name)
+    assert report.to_gantt(tmp_path / "x.png", compare=report).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("text", ["n=$x^$", r"a\$b", r"\alpha", "$", r"$\$$"])
+def test_texts_are_drawn_as_written(text):
+    from matplotlib.text import Text
+
+    from jaxcross.report.gantt import _as_written
+
+    shown = Text(text=_as_written(text))
+    assert shown._preprocess_math(shown.get_text()) == (text, False)

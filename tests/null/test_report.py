@@ -114,6 +114,25 @@ def test_json_loads_back_equal(tmp_path):
     assert summary["link"] == "emulated link 500mbit"
 
 
+def test_numbers_that_are_not_finite_load_back(tmp_path):
+    facts = [
+        JobFacts(name="a", steps=4, final_loss=float("nan"), metrics={"x": float("-inf"), "y": 0.5}),
+        JobFacts(name="b", steps=4, final_loss=float("inf"), examples_per_step=float("inf")),
+    ]
+    report = Report.build(run_of(0), jobs=facts, start_ns=0, end_ns=10 * S)
+    path = report.to_json(tmp_path / "report.json")
+    strict(path)
+    strict(report.to_chrome_trace(tmp_path / "trace.json"))
+    assert repr(Report.load(path)) == repr(report)
+    path.write_text(path.read_text().replace('"nan"', "NaN"))  # as earlier versions wrote it
+    assert repr(Report.load(path)) == repr(report)
+
+
+def strict(path):
+    """Reads JSON as parsers of other languages do."""
+    return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
 def test_a_file_that_is_no_report(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
