@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -15,13 +16,14 @@ from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
 from jaxcross.program.compile import Once
-from jaxcross.program.cut import BUCKET_BYTES, Cut
+from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime import threads as runtime
 from jaxcross.solo import ONLY_THREAD, run_alone
 from jaxcross.variant import Variant
 from jaxcross.world import World, current
+from jaxcross.world.mesh import axis_sizes
 
 _log = logging.getLogger("jaxcross")
 Axes = str | Mapping[str, int]
@@ -55,12 +57,14 @@ def crossover(
             the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the
             last bits of results: to repeat a run, write the number that was found. What is kept from run to run
             (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
-        bucket_bytes: Exchanges smaller than this share buffers up to this size.
+        bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
             numbers count from the last positional argument of a call, here as below.
         static_argnums: Positional arguments that are no arrays but hashable; each value compiles anew.
 
     Raises:
+        TypeError: `step`, `axes` or the numbers of arguments are of another type.
+        ValueError: A size, `cut` or `bucket_bytes` is none of the above.
         CutError: (when called) the step cannot be traced or cut.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
         JobError: (when called) two threads call steps at once, outside a runner.
@@ -78,7 +82,10 @@ def crossover(
         )  # fmt: skip
     if not callable(step):
         raise TypeError(f"crossover takes a function, not `{type(step).__name__}`")
-    return Step(step, axes, cut, bucket_bytes, _numbers(donate_argnums), _numbers(static_argnums))
+    return Step(
+        step, axis_sizes(axes), checked_cut(cut), checked_bytes(bucket_bytes),
+        _numbers(donate_argnums, "donate_argnums"), _numbers(static_argnums, "static_argnums"),
+    )  # fmt: skip
 
 
 class Step:
@@ -331,5 +338,14 @@ def positions(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(n + count if n < 0 else n for n in numbers)
 
 
-def _numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+def _numbers(value: Any, name: str) -> tuple[int, ...]:
+    try:
+        numbers = (value,) if isinstance(value, Integral) else tuple(value)
+    except TypeError:
+        numbers = (value,)
+    if any(isinstance(n, bool) or not isinstance(n, Integral) for n in numbers):
+        raise TypeError(
+            f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a sequence of numbers,"
+            " such as (0, 1)."
+        )
+    return tuple(int(n) for n in numbers)

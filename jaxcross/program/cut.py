@@ -8,7 +8,8 @@ docs/design.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
@@ -33,8 +34,9 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
         bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
 
     Raises:
-        ValueError: `cut` is none of these.
+        ValueError: `cut` is none of these, or `bucket_bytes` is no number of bytes.
     """
+    cut, bucket_bytes = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
     pieces = _pieces(cut, graph)
     groups = _merge_light(graph, _levels(graph))
@@ -46,14 +48,39 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
     return assemble(graph, groups, place, copies, bucket_bytes).verify()
 
 
+def checked_cut(value: Any) -> Cut:
+    """`value` as a cut, a number of Python or NumPy as an int.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, str) and value in ("whole", "auto"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f'cut must be "whole", "auto" or a positive number of exchange segments, not {value!r}')
+    return int(value)
+
+
+def checked_bytes(value: Any) -> int:
+    """`value` as `bucket_bytes`.
+
+    Raises:
+        ValueError: It is no number of bytes.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(
+            f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; at 0 no exchanges"
+            " share buffers."
+        )
+    return int(value)
+
+
 def _pieces(cut: Cut, graph: Graph) -> int:
     total = sum(x.nbytes for found in graph.wires.values() for x in found)
     if cut == "whole":
         return 1
     if cut == "auto":
         return min(max(round(total / AUTO_BYTES), 1), 8)
-    if isinstance(cut, bool) or not isinstance(cut, int) or cut < 1:
-        raise ValueError(f'cut must be "whole", "auto" or a positive number of exchange segments, not {cut!r}')
     return cut
 
 

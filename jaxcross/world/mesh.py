@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -67,6 +68,35 @@ class Mesh:
         return self.names.index(axis)
 
 
+def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
+    """Name to size, one of which may be -1: what can be said of `axes` before the number of ranks is known.
+
+    Raises:
+        TypeError: `axes` is neither a name nor a mapping.
+        ValueError: There is no axis, one has no such size, or two are -1.
+    """
+    if isinstance(axes, str):
+        return {axes: -1}
+    if not isinstance(axes, Mapping):
+        raise TypeError(
+            f'`axes` is `{axes!r}`: it is one name, such as "batch", for an axis over all ranks, or a mapping of names'
+            ' to sizes, such as {"batch": -1}.'
+        )
+    if not axes:
+        raise ValueError("A mesh needs at least one axis.")
+    for name, n in axes.items():
+        whole = isinstance(n, Integral) and not isinstance(n, bool)
+        if not isinstance(name, str) or not whole or (n < 1 and n != -1):
+            raise ValueError(
+                f"Axis {name!r} has size {n!r}: a size is 1 or more, or -1 for what is left. Names are strings,"
+                " sizes are whole numbers."
+            )
+    free = [name for name, n in axes.items() if n == -1]
+    if len(free) > 1:
+        raise ValueError(f"Only one axis may be -1, but {', '.join(map(repr, free))} are.")
+    return {name: int(n) for name, n in axes.items()}
+
+
 def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
     """The mesh that `axes` describes, seen from `rank` of `size`.
 
@@ -76,18 +106,12 @@ def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
         size: Number of ranks.
 
     Raises:
+        TypeError: `axes` is neither a name nor a mapping.
         ValueError: The sizes do not multiply to `size`.
     """
-    wanted = {axes: -1} if isinstance(axes, str) else dict(axes)
-    if not wanted:
-        raise ValueError("A mesh needs at least one axis.")
-    for name, n in wanted.items():
-        if not isinstance(name, str) or (n < 1 and n != -1):
-            raise ValueError(f"Axis {name!r} has size {n}: a size is 1 or more, or -1 for what is left.")
+    wanted = axis_sizes(axes)
     known = math.prod(n for n in wanted.values() if n != -1)
     free = [name for name, n in wanted.items() if n == -1]
-    if len(free) > 1:
-        raise ValueError(f"Only one axis may be -1, but {', '.join(map(repr, free))} are.")
     if free and size % known:
         raise ValueError(
             f"{size} ranks cannot be split over {wanted}: {size} is not a multiple of {known}. "

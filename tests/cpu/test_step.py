@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.solo import OnlyThread
-from jaxcross.step import positions
+from jaxcross.step import crossover, positions
 
 CHECKS = """
 import threading, warnings
@@ -159,6 +161,47 @@ def test_a_second_thread_is_refused_until_the_first_is_through() -> None:
     name = threading.current_thread().name
     assert refused[0].startswith(f"`second` was called from thread `mine` while thread `{name}` is in `first`. Ranks")
     assert refused[1] == "no", "an error gives the turn back"
+
+
+AXES = 'it is one name, such as "batch", for an axis over all ranks, or a mapping of names to sizes, such as'
+NUMBERS = "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, 1)."
+CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, not '
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"axes": ("batch",)}, TypeError, f"`axes` is `('batch',)`: {AXES}"),
+        ({"axes": ["batch"]}, TypeError, f"`axes` is `['batch']`: {AXES}"),
+        ({"axes": None}, TypeError, f"`axes` is `None`: {AXES}"),
+        ({"axes": {}}, ValueError, "A mesh needs at least one axis."),
+        ({"axes": {"a": 2.0}}, ValueError, "Axis 'a' has size 2.0: a size is 1 or more, or -1 for what is left."),
+        ({"axes": {"a": True, "b": -1}}, ValueError, "Axis 'a' has size True: a size is 1 or more, or -1 for what"),
+        ({"axes": {"a": "2"}}, ValueError, "Axis 'a' has size '2': a size is 1 or more, or -1 for what is left."),
+        ({"axes": {"a": -1, "b": -1}}, ValueError, "Only one axis may be -1, but 'a', 'b' are."),
+        ({"cut": "half"}, ValueError, f"{CUT}'half'"),
+        ({"cut": np.int64(0)}, ValueError, f"{CUT}np.int64(0)"),
+        ({"bucket_bytes": None}, ValueError, "`bucket_bytes` is `None`: it counts bytes and must be a whole number"),
+        ({"bucket_bytes": "1MB"}, ValueError, "`bucket_bytes` is `'1MB'`: it counts bytes and must be a whole number"),
+        ({"bucket_bytes": -1}, ValueError, "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0"),
+        ({"donate_argnums": None}, TypeError, f"`donate_argnums` is `None`: {NUMBERS}"),
+        ({"donate_argnums": True}, TypeError, f"`donate_argnums` is `True`: {NUMBERS}"),
+        ({"static_argnums": None}, TypeError, f"`static_argnums` is `None`: {NUMBERS}"),
+        ({"static_argnums": "x"}, TypeError, f"`static_argnums` is `'x'`: {NUMBERS}"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_given(options, error, sentence) -> None:
+    with pytest.raises(error, match="^" + re.escape(sentence)):
+        crossover(lambda x: x, **{"axes": "batch", **options})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    two = np.int64(2)
+    numbers = {"cut": two, "bucket_bytes": two, "donate_argnums": two, "static_argnums": np.arange(2)}
+    step = crossover(lambda x: x, axes={"a": two, "b": -1}, **numbers)
+    found = (step.axes, step.cut, step.bucket_bytes, step.donate, step.static)
+    assert repr(found) == "({'a': 2, 'b': -1}, 2, 2, (2,), (0, 1))"
+    assert crossover(lambda x: x, axes="batch", bucket_bytes=0).bucket_bytes == 0
 
 
 def test_positions_count_from_the_end() -> None:
