@@ -75,7 +75,8 @@ def assemble(
             ids[v] = new_value(v.aval)
         literal_ids += [new_value(a.aval) for a in literals]
         dies = [v for v in reads[here] if last_read[v] == here and v not in results]
-        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals], body, traced.jaxpr)
+        seen = _consumed(graph, groups[here // 2], body, outs) if here % 2 else []
+        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *seen], body, traced.jaxpr)
         segments.append(Segment(
             index=len(segments), kind="collective" if here % 2 else "compute",
             inputs=tuple(ids[v] for v in reads[here]),
@@ -95,6 +96,13 @@ def assemble(
         inputs=tuple(ids[v] for v in inner.invars), outputs=outputs, segments=tuple(segments), constants=constants,
         donated=donated, late=late, traced=traced,
     )  # fmt: skip
+
+
+def _consumed(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """What is exchanged and read by light equations of the segment alone, which may hide that it is not finite."""
+    exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    read = [v for e in body if not exchanges_of(e, graph.traced) for v in variables(e.invars)]
+    return [v for v in dict.fromkeys(read) if v in exchanged and v not in outs]
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:

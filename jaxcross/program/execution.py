@@ -27,7 +27,8 @@ class Runnable:
 
     Attributes:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
-            so that its end can be waited for whatever became of the others.
+            so that its end can be waited for whatever became of the others. A collective segment's also returns what
+            it exchanges and reads itself, for `nonfinite`.
         device: Where a collective segment runs; None for compute.
         releases: What it reads and the step does not return: dropped with its last reader.
         silent: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
@@ -131,6 +132,7 @@ class Execution:
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
             self._arrived[index] = outs
+        outs = outs[: len(segment.outputs)]
         if runnable.device is not None and runnable.shardings is not None:
             outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
         left = self._left
@@ -141,7 +143,7 @@ class Execution:
                 tokens.pop()
                 if not tokens:
                     env.pop(v, None)
-        env.update(zip(segment.outputs, outs, strict=False))
+        env.update(zip(segment.outputs, outs, strict=True))
         if runnable.device is not None:
             self._fences[index] = outs
 

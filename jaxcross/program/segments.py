@@ -94,8 +94,9 @@ class Segment:
         dies: Values whose last use in this list is here. They are dropped once all their readers have run, and donated
             where no order of the segments could want them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
-        jaxpr: What it computes: `len(inputs)` invars, `len(outputs)` outvars, closed. A collective segment's
-            jaxpr holds the named-axis collective equations themselves. None in a parsed program.
+        jaxpr: What it computes, closed: `len(inputs)` invars, `len(outputs)` outvars and, of a collective segment,
+            more for what it exchanges and reads itself, which may be not finite and be hidden by what it makes of it.
+            A collective segment's holds the named-axis collective equations themselves. None in a parsed program.
     """
 
     index: int

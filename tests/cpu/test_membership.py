@@ -586,6 +586,26 @@ def test_an_exchange_in_the_middle_is_named_by_its_line():
     assert job.step == 0
 
 
+@pytest.mark.parametrize("cut", ["whole", 2])
+def test_an_infinite_norm_that_its_own_segment_divides_by_is_seen(cut):
+    """Gradients over it are zeros: nothing that leaves the segment says that it was infinite."""
+    world = jaxcross.initialize()
+
+    @jaxcross.crossover(axes="batch", cut=cut, donate_argnums=0)
+    def step(state, grads):
+        norm = jnp.sqrt(jax.lax.psum(jnp.sum(grads * grads), "batch"))
+        return state - jax.lax.pmean(grads / jnp.maximum(norm, 1), "batch"), None
+
+    data = [np.full(4, x, np.float32) for x in (1, 1e25, 1)]
+    skips = Job("skips", step, jnp.ones(4), data, nonfinite="skip")
+    (told,) = run([skips], world=world).jobs
+    assert (skips.step, told.skipped, skips.state.tolist()) == (3, 1, [0.0] * 4)
+    raises = Job("raises", step, jnp.ones(4), data, nonfinite="raise")
+    with pytest.raises(JobError, match=r"FloatingPointError: `psum batch float32\[\]` at \S*test_membership.py:\d+"):
+        run([raises], world=world)
+    assert raises.step == 1
+
+
 def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
     """One would skip the step that the other one takes."""
 
