@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--json FILE] [--smoke]
 
 decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
-each, segments with two jobs. run: k jobs on one rank, each a step of small products and their means, which no other
+each and with 3, as a step has that is cut whole, segments with two jobs. run: k jobs on one rank, each a step of small products and their means, which no other
 rank waits for, through the whole of the runner; wall time a segment, and the process's peak memory. Each size has a
 process of its own. slope: the exponent p of total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
 """
@@ -137,14 +137,16 @@ def main() -> None:
         return
     jobs, segments, compiled = (JOBS, SEGMENTS, RUN_SEGMENTS) if not args.smoke else ((1, 2), (3, 11), (3, 5))
     events, repeats = (20_000, 5) if not args.smoke else (500, 1)
-    sizes = {"jobs": [(k, 30) for k in jobs], "segments": [(2, n) for n in segments]}
+    sizes = {
+        "jobs": [(k, 30) for k in jobs], "jobs_of_3": [(k, 3) for k in jobs], "segments": [(2, n) for n in segments]
+    }  # fmt: skip
     result: dict[str, Any] = {}
     for name, pairs in sizes.items():
         rows = [decisions(k, n, max(2, events // (k * n)), repeats) for k, n in pairs]
+        grown = [row[name.removesuffix("_of_3")] for row in rows]
         result[f"decision_by_{name}"] = {
-            "rows": rows,
-            "slope_of_total": 1 + slope([row[name] for row in rows], [row["mean_us"]["median"] for row in rows]),
-        }
+            "rows": rows, "slope_of_total": 1 + slope(grown, [row["mean_us"]["median"] for row in rows])
+        }  # fmt: skip
     sizes = {"jobs": [(k, 3) for k in jobs], "segments": [(2, n) for n in compiled]}
     for name, pairs in sizes.items():
         rows = [run(k, n, max(3, events // 20 // (k * n)), repeats) for k, n in pairs]

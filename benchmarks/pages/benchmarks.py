@@ -53,14 +53,17 @@ def scale(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """What jobs and segments cost the host."""
     found = read("scale")
     yield "what grows", "sizes", "us each, median", "mean", "99% below", "peak GB", "power"
-    for kind in ("jobs", "segments"):
+    for kind, size in (("jobs", "jobs"), ("jobs_of_3", "jobs"), ("segments", "segments")):
         for part, keys in (("decision", ("median_us", "mean_us", "p99_us")), ("run", ("us_per_segment",))):
+            if f"{part}_by_{kind}" not in found:
+                continue
             rows, power = found[f"{part}_by_{kind}"]["rows"], found[f"{part}_by_{kind}"]["slope_of_total"]
             shown = [", ".join(f"{row[key]['median']:.0f}" for row in rows) for key in keys]
             memory = ", ".join(f"{row['peak_rss_bytes'] / 1e9:.2f}" for row in rows if "peak_rss_bytes" in row)
-            sizes = ", ".join(str(row[kind]) for row in rows)
+            sizes = ", ".join(str(row[size]) for row in rows)
             what = {"decision": "a decision", "run": "a segment of a run"}[part]
-            yield f"{what}, by {kind}", sizes, *(*shown, "", "")[:3], memory, f"{power:.2f}"
+            of = "" if size == "segments" else f" of {rows[0]['segments']} segments"
+            yield f"{what}, by {size}{of}", sizes, *(*shown, "", "")[:3], memory, f"{power:.2f}"
 
 
 def exchange_cost(read: Read, _: str) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ slot on all ranks, although they ask at different times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
@@ -196,19 +196,21 @@ class Agreed:
         self.stopping |= verdict.stop
         if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
             self.queue.append(Slot("gather"))
-        # Of a job that nobody says anything new about, everything was decided.
-        news = [self._of_row[row] for row in verdict.news(self._before) if row in self._of_row]
+        # Of a job that nobody says anything new about, all was decided, or waits until it is through or may run.
+        news = {self._of_row[row]: None for row in verdict.news(self._before) if row in self._of_row}
         self._unheard.update(news)
         self._before = verdict
         outcomes = self._hear_wishes(verdict, news)
-        for number, job in self.jobs.items():
-            if (number in self._unheard or self.stopping or job.stop) and not job.finished:
+        for number in tuple(self.jobs) if self.stopping else sorted(self._unheard):
+            job = self.jobs[number]
+            again = not job.remaining and (self.stopping or job.stop or not job.held or number == committing)
+            if (number in news or again) and not job.finished:
                 outcomes += self._hear(number, verdict.job(job.row), number == committing, called)
         if any(outcome.kind in ("compare", "ended", "stopped") for outcome in outcomes):
             self._choose()
         return outcomes
 
-    def _hear_wishes(self, verdict: Verdict, jobs: Sequence[int]) -> list[Outcome]:
+    def _hear_wishes(self, verdict: Verdict, jobs: Iterable[int]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for number in jobs:
             job = self.jobs[number]
