@@ -24,6 +24,7 @@ computation takes longer went to the exchange's thread. The MPI is that of the e
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,12 +58,22 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def limits(words: str) -> dict[str, int]:
+    """For `argparse`: each of `none,64k,4m` with its bytes."""
+    found = {}
+    for word in filter(None, words.split(",")):
+        if (match := re.fullmatch(r"none|(\d+)([km])", word)) is None:
+            raise argparse.ArgumentTypeError(f"`{word}` is neither `none` nor bytes as 64k or 4m.")
+        found[word] = int(match[1]) << {"k": 10, "m": 20}[match[2]] if match[1] else 0
+    return found
+
+
 def options() -> argparse.ArgumentParser:
     """The command line, of the ranks as well."""
     made = parser_of_hosts(__doc__)
     made.add_argument("--repeats", type=int, default=5, help="default %(default)s")
     made.add_argument("--ways", action=argparse.BooleanOptionalAction, help="to share the core")
-    made.add_argument("--limits", default="", metavar="A,B", help="none, or bytes as 64k or 4m")
+    made.add_argument("--limits", type=limits, default="", metavar="A,B", help="none, or bytes as 64k or 4m")
     made.add_argument("--settings", action="store_true", help="the MPI's own, each in a launch of its own")
     return made
 

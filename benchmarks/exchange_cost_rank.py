@@ -184,11 +184,6 @@ def ran_s(but: Sequence[threading.Thread]) -> dict[int, float]:
     return found
 
 
-def bytes_of(limit: str) -> int:
-    """`64k`, `4m` or `none` as a number."""
-    return 0 if limit == "none" else int(limit[:-1]) << {"k": 10, "m": 20}[limit[-1]]
-
-
 def main() -> int:
     args = options().parse_args()
     repeats = 2 if args.smoke else args.repeats
@@ -198,7 +193,7 @@ def main() -> int:
         else workloads.resnet("resnet50", batch_size=4, image_size=224)
     )
     ways = Ways(work)
-    limited = {f", sums up to {word}": ways.compiled(0, bytes_of(word)) for word in args.limits.split(",") if word}
+    limited = {f", sums up to {word}": ways.compiled(0, limit) for word, limit in args.limits.items()}
     threads: dict[str, Callable[[], Any]] = {
         ", as it comes": lambda: None,
         **{f", slices of {us} us": partial(ask_for_short_slices, us * 1000) for us in (100, 500, 1000)},

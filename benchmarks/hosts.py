@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rivals.teams import lab_or_exit
 from workloads import parser
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
@@ -56,7 +57,7 @@ def on_hosts(
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab:
+    with tempfile.TemporaryDirectory() as folder, lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab:
         out = Path(folder) / "result.json"
         program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
         line, extra = mpirun_command(

@@ -10,16 +10,15 @@ their seconds are a host's, too. Like jobs of one process compile once.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from race_measure import Entrants
 from rivals.cases import RIVALS
-from rivals.teams import Stage
+from rivals.teams import Stage, lab_or_exit
 from workloads import parser, write_json
-
-from jaxcross.lab import Lab
 
 CASES = {1: "one", 2: "two", 3: "three", 4: "four"}
 WAYS = {
@@ -34,7 +33,7 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
     rival = RIVALS[name]
     with (
         tempfile.TemporaryDirectory(prefix="memory-") as folder,
-        Lab(hosts=2, rate=rate) as lab,
+        lab_or_exit(hosts=2, rate=rate) as lab,
         Stage(lab, Path(folder), keeps_memory=keeps_memory) as stage,
     ):
         entrants = Entrants(stage, CASES[k], smoke, [rival], image_size=image_size)
@@ -48,14 +47,22 @@ def measure(k: int, way: str, *, rate: str, smoke: bool, image_size: int | None)
     }  # fmt: skip
 
 
+def numbers(words: str) -> list[int]:
+    """For `argparse`: how many jobs, each of which has its case."""
+    known = {str(k): k for k in CASES}
+    if unknown := [word for word in words.split(",") if word not in known]:
+        raise argparse.ArgumentTypeError(f"there is no case of `{unknown[0]}` jobs; there are {', '.join(known)}.")
+    return [known[word] for word in words.split(",")]
+
+
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--jobs", default="1,2,4", help="default %(default)s")
+    options.add_argument("--jobs", type=numbers, default="1,2,4", metavar="A,B", help="default %(default)s")
     options.add_argument("--rate", default="1gbit", help="of the link (default %(default)s)")
     options.add_argument("--image-size", type=int, help="for all numbers of jobs, so that the most fit (default 224)")
     args = options.parse_args()
     result: dict[str, Any] = {"rows": []}
-    for k in [int(k) for k in ("1,2" if args.smoke else args.jobs).split(",")]:
+    for k in [1, 2] if args.smoke else args.jobs:
         for way in WAYS:
             row = measure(k, way, rate=args.rate, smoke=args.smoke, image_size=args.image_size)
             result["rows"].append(row)

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from race_bounds import RATES, Cost, bits_a_second, bound_s, hidden_share, taxed_bound_s
-from race_file import earlier, write
+from race_file import earlier, out_file, out_folder, write
 from race_measure import Calibration, Entrants, pooled_c
 from race_show import REFERENCES, draw, show
 from rivals.cases import CASES, RIVALS, Rival, Spec, rivals_of
-from rivals.teams import Stage, TeamError
+from rivals.teams import Stage, TeamError, lab_or_exit
 
 from jaxcross.lab import Lab
 
@@ -58,13 +58,12 @@ def main() -> int:
         for rivals, rates in lacking(case, args, result).items():
             with (
                 tempfile.TemporaryDirectory(prefix="race-") as folder,
-                Lab(hosts=2, rate=REFERENCE) as lab,
+                lab_or_exit(hosts=2, rate=REFERENCE) as lab,
                 Stage(lab, Path(folder), patience_s=args.patience) as stage,
             ):
                 entrants = Entrants(stage, case, args.smoke, list(rivals), apart=args.apart)
                 race(stage, entrants, rates, args, result)
         if args.png:
-            args.png.mkdir(parents=True, exist_ok=True)
             draw(case, result, args.png / f"race-{case}.png")
     return 0
 
@@ -117,8 +116,8 @@ def race(stage: Stage, entrants: Entrants, rates: list[str], args: argparse.Name
                 facts["wait_free"] = entrants.wait_free(calibration, row["c_s"])
         result["links"].append(facts)
         result["rows"] += rows
-        write(args.json, result)
         show(facts, rows)
+        write(args.json, result)
 
 
 def any_lacks(entrants: Entrants, rate: str, result: dict[str, Any]) -> bool:
@@ -277,8 +276,8 @@ def options() -> argparse.Namespace:
         "one stands at a time: where memory does not hold all; each starts anew for its turns",
     )
     made.add_argument("--patience", type=float, default=900, help="seconds for an answer (default %(default)s)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="rows and raw numbers; written after every rate")
-    made.add_argument("--png", type=Path, metavar="DIR", help="a picture a case")
+    made.add_argument("--json", type=out_file, metavar="FILE", help="rows and raw numbers; written after every rate")
+    made.add_argument("--png", type=out_folder, metavar="DIR", help="a picture a case")
     made.add_argument("--resume", action="store_true", help="keep FILE's rows, and run the rivals that have none")
     made.add_argument("--smoke", action="store_true", help="toy models, one case, rate and repeat: to see that it runs")
     args = made.parse_args()
@@ -293,6 +292,11 @@ def options() -> argparse.Namespace:
     for given, known in ((args.cases, CASES), (args.rivals or (), RIVALS), (args.apart, kinds)):
         if unknown := [name for name in given if name not in known]:
             made.error(f"there is no `{unknown[0]}`; there are {', '.join(known)}.")
+    try:
+        for rate in {*args.rates} - {*RATES}:
+            Lab(rate=rate)
+    except ValueError as error:
+        made.error(f"`--rates` takes {', '.join(RATES)}, or a rate of the link: {error}")
     if args.steps < 4:
         made.error(f"`--steps {args.steps}`: fewer than 4 measure how a pipeline fills, not how it runs.")
     return args

@@ -1,11 +1,13 @@
-"""A race's file: what it has from before, and how it is written."""
+"""How results are written, and what a race's file has from before."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """
     run = this_run(args)
     result: dict[str, Any] = {"left_out": {}, "links": [], "rows": [], "runs": []}
-    if args.resume and args.json is not None and args.json.exists():
+    if args.resume and args.json is not None and args.json.is_file():
         result |= json.loads(args.json.read_text())
     beside = {row["run"] for row in result["rows"] if row["case"] in args.cases}
     for old in [old for n, old in enumerate(result["runs"]) if n in beside]:
@@ -52,9 +54,49 @@ def this_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Whole or not at all: a race that is cut off leaves the rows before."""
-    if path is None:
+    if path is not None:
+        write_whole(path, json.dumps(result, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: who is cut off leaves what was there before. A device or a pipe is written to as it is."""
+    if _is_no_plain_file(path):
+        path.write_text(text)
         return
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(result, indent=1) + "\n")
+    path = path.resolve()  # of a link, what it leads to
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text(text)
     new.replace(path)
+
+
+def out_file(word: str) -> Path:
+    """For `argparse`: a file that `write_whole` can write. Ranks do not look: who started them has, where it counts."""
+    from jaxcross.world.launcher import read_launch  # not for rivals, which have nothing of it
+
+    path = Path(word)
+    if _is_no_plain_file(path):
+        good = os.access(path, os.W_OK) and not path.is_dir()
+    else:
+        good = _takes_files(path.resolve().parent)
+    if not good and read_launch(os.environ) is None:
+        raise argparse.ArgumentTypeError(f"`{word}` cannot be written: name a file in a folder that takes files.")
+    return path
+
+
+def out_folder(word: str) -> Path:
+    """For `argparse`: a folder that takes files, made if it is not there."""
+    path = Path(word)
+    with contextlib.suppress(OSError):
+        path.mkdir(parents=True, exist_ok=True)
+    if not _takes_files(path):
+        raise argparse.ArgumentTypeError(f"`{word}` takes no files: name a folder that does, or that can be made.")
+    return path
+
+
+def _is_no_plain_file(path: Path) -> bool:
+    """Whether something else is there; what cannot be looked at counts as nothing."""
+    return os.access(path, os.F_OK) and not path.is_file()
+
+
+def _takes_files(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK) and folder.is_dir()

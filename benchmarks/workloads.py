@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from machine import machine
+from race_file import out_file, write_whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -215,7 +216,7 @@ def in_turn(
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A command line with `--json` and `--smoke`."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write medians, spread and raw numbers")
+    made.add_argument("--json", type=out_file, metavar="FILE", help="write medians, spread and raw numbers")
     made.add_argument("--smoke", action="store_true", help="toy sizes, only to see that it runs")
     return made
 
@@ -237,7 +238,7 @@ def write_json(path: Path | None, question: str | None, result: dict[str, Any]) 
         "machine": machine(),
         **result,
     }
-    path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

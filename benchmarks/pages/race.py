@@ -13,6 +13,7 @@ from rivals.cases import RIVALS, rivals_of
 from pages import Read, Table
 
 RATES = ("network", "balanced", "compute")
+ALIKE = ("case", "rate", "run")
 WAYS = ("crossover", "crossover-cut", "crossover-shares", "wait-free", "crossover-bf16", "crossover-shares-bf16",
         "wait-free-bf16")  # fmt: skip
 SHOWN = {
@@ -142,19 +143,20 @@ def race_account(read: Read, argument: str) -> Iterator[tuple[str, ...]]:
 def wait_free(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """One job alone: the cut that was found at each rate against uncut, and what could be reached."""
     found = read("race")
-    links = [link for link in found["links"] if "wait_free" in link]
+    took = {tuple(r[key] for key in (*ALIKE, "rival")): r["s_per_job_step"] for r in found["rows"]}
+    # of another run, which may have had another rate, it cannot be told
+    links = [x for x in found["links"] if "wait_free" in x and (*(x[key] for key in ALIKE), "uncut") in took]
     if not links:
         raise FileNotFoundError("race.json has no job alone")
     yield ("rate", "cut into", "c", "m", "first bucket after", "last bucket takes", "uncut", "wait-free", "T / uncut",
            "T / (first + m)", "T / (c + last)")  # fmt: skip
-    for link in sorted(links, key=lambda link: RATES.index(link["rate"])):
+    for link in sorted(links, key=_by_rate):
         facts = link["wait_free"]
-        by = {r["rival"]: r["s_per_job_step"] for r in _rows(read, link["case"], link["rate"])}
-        took = by["wait-free"]
+        uncut, cut = (took[(*(link[key] for key in ALIKE), rival)] for rival in ("uncut", "wait-free"))
         seconds = [facts[key] for key in ("c_s", "m_s", "first_bucket_s", "last_bucket_s")]
-        yield (link["rate"], str(facts["pieces"]), *(f"{s:.2f} s" for s in (*seconds, by["uncut"], took)),
-               f"{took / by['uncut']:.2f}", f"{took / (facts['first_bucket_s'] + facts['m_s']):.2f}",
-               f"{took / (facts['c_s'] + facts['last_bucket_s']):.2f}")  # fmt: skip
+        yield (link["rate"], str(facts["pieces"]), *(f"{s:.2f} s" for s in (*seconds, uncut, cut)),
+               f"{cut / uncut:.2f}", f"{cut / (facts['first_bucket_s'] + facts['m_s']):.2f}",
+               f"{cut / (facts['c_s'] + facts['last_bucket_s']):.2f}")  # fmt: skip
 
 
 def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
@@ -171,7 +173,12 @@ def _rows(read: Read, argument: str, rate: str = "") -> list[dict[str, Any]]:
     rows = [row for row in rows if rate in ("", row["rate"])]
     if not rows:
         raise FileNotFoundError(f"race.json has no rows of {argument} at {rate}")
-    return sorted(rows, key=lambda row: RATES.index(row["rate"]))
+    return sorted(rows, key=_by_rate)
+
+
+def _by_rate(each: dict[str, Any]) -> int:
+    """To sort rows or links by: rates that were given as such come last."""
+    return RATES.index(each["rate"]) if each["rate"] in RATES else len(RATES)
 
 
 def _with_spread(row: dict[str, Any]) -> str:

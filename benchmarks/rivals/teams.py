@@ -12,8 +12,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +34,17 @@ Answers = list[dict[str, Any]]
 
 class TeamError(RuntimeError):
     """A team did not start, did not answer, or failed."""
+
+
+@contextlib.contextmanager
+def lab_or_exit(**options: Any) -> Iterator[Lab]:
+    """An entered `Lab`; where this machine allows none, or not such a one, the program ends with the reason."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lab = stack.enter_context(Lab(**options))
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+        yield lab
 
 
 class Team:
@@ -95,7 +107,7 @@ class Stage:
 
     Args:
         lab: An entered lab.
-        folder: For the socket and the log files.
+        folder: For the log files.
         patience_s: How long an answer may take; a start has as long.
         keeps_memory: Whether processes keep what memory they have had, in large pages, as `jaxcross launch` lets them.
     """
@@ -103,11 +115,13 @@ class Stage:
     def __init__(self, lab: Lab, folder: Path, *, patience_s: float = 900.0, keeps_memory: bool = True) -> None:
         self.lab, self.folder, self.patience_s, self._keeps_memory = lab, folder, patience_s, keeps_memory
         self.teams: dict[str, Team] = {}
-        self._path = folder / "race.sock"
         self._ports = iter(range(FIRST_PORT, FIRST_PORT + 200))
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def __enter__(self) -> Self:
+        # in /tmp whatever TMPDIR says: a socket's path has at most 107 letters
+        self._home = tempfile.TemporaryDirectory(prefix="race-", dir="/tmp")
+        self._path = Path(self._home.name) / "socket"
         self._server.bind(str(self._path))
         self._server.listen()
         self._server.settimeout(0.5)
@@ -118,7 +132,7 @@ class Stage:
     ) -> None:
         self.end()
         self._server.close()
-        self._path.unlink(missing_ok=True)
+        self._home.cleanup()
 
     def end(self, kind: str | None = None) -> None:
         """Ends all teams, or those of one kind."""

@@ -117,3 +117,27 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
     before = ("balanced", "1000 Mbit/s", "900 Mbit/s", "2.00", "0.10 s", "x 1.20", "2")
     assert told(row("crossover", 2), row("ddp", 1)) == (*before, "gloo, ddp after 1 of 2")
     assert told(row("ddp", 2)) == (*before, "gloo")
+
+
+def test_wait_free_is_held_against_uncut_of_its_own_run_at_rates_in_order() -> None:
+    """Where `uncut` never ran beside it there is nothing to say; a rate that was given as such comes last."""
+    facts = {"pieces": 4, "c_s": 2.0, "m_s": 1.0, "first_bucket_s": 1.0, "last_bucket_s": 0.5}
+    runs = {  # of each: what was raced, and how long it took
+        ("500mbit", 0): {"uncut": 8.0, "wait-free": 4.0},
+        ("compute", 0): {"uncut": 9.0, "wait-free": 9.0},
+        ("compute", 1): {"uncut": 2.0, "wait-free": 1.0, "wait-free-bf16": 0.5},
+        ("balanced", 2): {"wait-free": 1.0},
+    }
+    rows = [
+        {"case": "one", "rate": rate, "run": run, "rival": name, "s_per_job_step": s}
+        for (rate, run), raced in runs.items()
+        for name, s in raced.items()
+    ]
+    links = [{"case": "one", "rate": rate, "run": run, "wait_free": facts} for rate, run in runs]
+    _, *lines = pages.race.wait_free(lambda _: {"rows": rows, "links": links}, "")
+    assert [(line[0], line[6], line[7], line[8]) for line in lines] == [
+        ("compute", "9.00 s", "9.00 s", "1.00"), ("compute", "2.00 s", "1.00 s", "0.50"),
+        ("500mbit", "8.00 s", "4.00 s", "0.50"),
+    ]  # fmt: skip
+    found = pages.race.raced_alike(lambda _: {"rows": rows, "runs": [{"steps": 8}] * 3}, "one")
+    assert list(dict.fromkeys(row["rate"] for row in found)) == ["balanced", "compute", "500mbit"]
