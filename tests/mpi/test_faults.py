@@ -27,18 +27,13 @@ WAIT = (
 HURT = "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIG{})\n"
 
 
-@pytest.fixture(scope="module")
-def usual():
+def test_faults_at_points():
     """Several at once: most of their time they wait. Beside other tests a rank may get the processor seldom."""
     cases = [faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL]
     with ThreadPoolExecutor(len(cases)) as pool:
-        return {(r.case.fault, r.case.point): r for r in pool.map(faults.run_case, cases)}
-
-
-@pytest.mark.parametrize(("fault", "point"), [(fault, point) for fault, point, _ in USUAL])
-def test_a_fault_at_a_point(usual, fault, point):
-    result = usual[fault, point]
-    assert result.problems == (), result.output
+        results = list(pool.map(faults.run_case, cases))
+    wrong = [f"{r.case.fault} at {r.case.point}: {r.problems}\n{r.output}" for r in results if r.problems]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.exhaustive
