@@ -2,10 +2,11 @@
 
     python benchmarks/scale.py [--json FILE] [--smoke]
 
-decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments
-each and with 3, as a step has that is cut whole, segments with two jobs. run: k jobs on one rank, each a step of small products and their means, which no other
-rank waits for, through the whole of the runner; wall time a segment, and the process's peak memory. Each size has a
-process of its own. slope: the exponent p of total time ~ n^p, fitted to the upper half of the sizes; 1 is linear.
+decision: time that the interleaver takes for one event, in a simulation of two ranks. Jobs grow with 30 segments each,
+and with 3, as a step has that is cut whole; segments with two jobs. run: k jobs on one rank, each a step of small
+products and their means, which no other rank waits for, through the whole of the runner; wall time a segment, and the
+process's peak memory. Each size has a process of its own. slope: the exponent p of total time ~ n^p, fitted to the
+upper half of the sizes; 1 is linear.
 """
 
 from __future__ import annotations

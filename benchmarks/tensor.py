@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import on_hosts, parser_of_hosts
+from race_file import out_file
 from tensor_show import draw, far, say
 from workloads import spread, write_json
 
@@ -44,7 +45,7 @@ def main() -> int:
     options.set_defaults(rate="200mbit")
     options.add_argument("--steps", type=int, default=2, help="of a mesh, a repeat (default %(default)s)")
     options.add_argument("--repeats", type=int, default=3, help="default %(default)s")
-    options.add_argument("--png", metavar="FILE", help="draw measured and modelled times")
+    options.add_argument("--png", metavar="FILE", type=out_file, help="draw measured and modelled times")
     options.add_argument("--part", choices=["scaling", "calibrate", "crossover", "unlike"], help="(internal)")
     args = options.parse_args()
     if args.worker:
