@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -18,12 +20,16 @@ _ACROSS = re.compile(
     r"reduce(?!_precision)|arg(max|min)|cum|dot_general|ragged_dot|conv_general|sort|(approx_)?top_k|fft|select_and_"
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
+# What may put an element in the place of another.
+_MOVES = re.compile(r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad")
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
 # They differ between a leaf and its flat part, and compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
+_NOTHING, _ELEMENT, _JOINED, _CUT, _OTHERS = range(5)
 _Level = tuple[int, str]
-"""0 of neither updates nor parameters, 1 of the same element's, 2 of others', and what made it so."""
+"""Of neither updates nor parameters, of the same element's, of whole leaves joined to a vector (as by `optax.flatten`),
+of a piece cut out of such a vector, or of others', and what made it so."""
 
 
 def check_elementwise(
@@ -50,7 +56,7 @@ def check_elementwise(
     (updates, params), state, whole = _types(part), _types(state), _types(whole)
     on_part = traced(updates, state, params)
     level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
-    if level == 2:
+    if level == _OTHERS:
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on {where}. Every rank steps"
             " flat parts of the leaves, and would take a norm, for example, of its own part. Put such an optimizer"
@@ -74,41 +80,66 @@ def _types(tree: Any) -> Any:
 
 def _of_updates(jaxpr: Any, updates: Sequence[Any], state: Sequence[Any], params: Sequence[Any]) -> _Level:
     """The highest level of the new updates, whatever came of it in earlier steps into the state."""
-    elements: _Level = (1, "")
-    levels = [(0, "") if x.ndim == 0 else elements for x in state]
+    elements: _Level = (_ELEMENT, "")
+    sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
+    levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
-        out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params))
+        out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
         kept = len(out) - len(state)
         after = [max(pair) for pair in zip(levels, out[kept:], strict=True)]
         if after == levels:
-            return max(out[:kept], default=(0, ""))
+            return max(out[:kept], default=(_NOTHING, ""))
         levels = after
 
 
-def _levels(jaxpr: Any, given: Sequence[_Level]) -> list[_Level]:
-    """Of a jaxpr's results, from those of its arguments."""
+def _levels(jaxpr: Any, given: Sequence[_Level], sizes: AbstractSet[int]) -> list[_Level]:
+    """Of a jaxpr's results, from those of its arguments; a count of as many as one of `sizes` is of a leaf's places."""
     known: dict[Any, _Level] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> _Level:
-        return (0, "") if isinstance(atom, compat.Literal) else known.get(atom, (0, ""))
+        nothing = (_NOTHING, "")
+        return nothing if isinstance(atom, compat.Literal) else known.get(atom, nothing)
 
     for eqn in jaxpr.eqns:
         operands = [of(v) for v in eqn.invars]
-        highest, name = max(operands, default=(0, "")), eqn.primitive.name
+        highest, name = max(operands, default=(_NOTHING, "")), eqn.primitive.name
         made = [highest] * len(eqn.outvars)
-        if _DRAWS.match(name) or (highest[0] and _ACROSS.match(name)):
-            made = [max(highest, (2, f"`{name}`"))] * len(made)
+        places = name == "iota" and _size(eqn.outvars[0]) in sizes
+        if _DRAWS.match(name) or places or (highest[0] and _ACROSS.match(name)):
+            made = [max(highest, (_OTHERS, f"`{name}`"))] * len(made)
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
             if name in _CALLS:  # a body's arguments are the last operands
-                bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :]) for sub in inner]
-                chosen = operands[0] if name == "cond" else (0, "")
+                bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :], sizes) for sub in inner]
+                chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
             else:  # in a loop anything may come of anything; a kernel returns nothing, but writes what it makes
-                bodies = [_levels(sub, [highest] * len(sub.invars)) for sub in inner]
-                written = [(2, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
+                bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
+                written = [(_OTHERS, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
+        elif _NOTHING < highest[0] < _OTHERS:
+            made = [max(highest, (_moved(eqn, operands, _size(v)), f"`{name}`")) for v in eqn.outvars]
         known.update(zip(eqn.outvars, made, strict=True))
     return [of(v) for v in jaxpr.outvars]
+
+
+def _moved(eqn: Any, operands: Sequence[_Level], size: int) -> int:
+    """The level of a result of `size` elements, beside those of the operands: is an element still in its place?"""
+    name, held = eqn.primitive.name, [(v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level]
+    if any(_size(v) < size for v, _ in held) and name != "concatenate":
+        return _OTHERS  # one element has become many
+    if not _MOVES.match(name) or (name == "gather" and not operands[0][0]):
+        return _ELEMENT  # a table that is no parameter may be looked up
+    if name == "concatenate":
+        return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
+    if name in ("slice", "split"):
+        if _size(eqn.invars[0]) == size:
+            return _ELEMENT
+        return _CUT if operands[0][0] == _JOINED else _OTHERS
+    return _OTHERS
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
 
 
 def _across(jaxpr: Any) -> Iterator[str]:

@@ -128,9 +128,9 @@ def find(
         part = _part_here(first, parts.get(name), world)
         differs = unlike(wanted, part.forms) or ""
         talk.check(
-            f"cannot resume from `{folders.path / name}`. Its model or optimizer has changed: go back to the old one, "
-            "or name another directory. What differs", talk.gather(together, "its shapes", differs),
-        )  # fmt: skip
+            _other_shapes(f"{folders.path / name}", saved_on=first.ranks, ranks=world.size),
+            talk.gather(together, "its shapes", differs),
+        )
         if first.ranks == 1 < world.size:
             _refuse_copies(
                 talk, talk.gather(together, "whose they are", _fresh(state, local=local)), f"{folders.path / name}"
@@ -303,6 +303,19 @@ def _refusal(talk: Talk, path: str, apart: str, *, saved_on: int, ranks: int) ->
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each rank has its own values "
         f"of {apart}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "
         f"Start {_ranks(saved_on)}, or name another directory."
+    )
+
+
+def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:
+    if saved_on == ranks:
+        return (
+            f"cannot resume from `{path}`. Its model or optimizer has changed: go back to the old one, or name another "
+            "directory. What differs"
+        )
+    return (
+        f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote. Residuals of an exchange, or "
+        f"parts of a model, may be cut for that number of ranks: start {_ranks(saved_on)}, or name another directory. "
+        "Else its model or optimizer has changed. What differs"
     )
 
 

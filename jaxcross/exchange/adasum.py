@@ -166,7 +166,8 @@ def _combine(a: jax.Array, b: jax.Array, counts: Sequence[int], gather: Callable
     # a.b / 2|a|^2 itself could overflow where a is tiny and b huge. Times a, it is as large as b.
     common_a = spread(_ratio(ab, aa)) * (a / spread(top_a)) * spread(top_b)
     common_b = spread(_ratio(ab, bb)) * (b / spread(top_b)) * spread(top_a)
-    return a + b - (common_a + common_b)
+    # `a + b` could overflow. What is taken away here is half of a's own part along b, and of b's along a.
+    return (a - common_b) + (b - common_a)
 
 
 def _ratio(ab: jax.Array, square: jax.Array) -> jax.Array:
@@ -189,8 +190,8 @@ def _of_layers(x: jax.Array, counts: Sequence[int], combine: Callable[..., jax.A
 
 
 def _scale(x: jax.Array) -> jax.Array:
-    """The power of two at or below each magnitude, at least the smallest normal number: dividing by it never rounds."""
+    """The power of two at or below each magnitude, with a reciprocal that is a normal number: dividing never rounds."""
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}")
-    bits = jax.lax.bitcast_convert_type(jnp.clip(x, info.tiny, info.max), integer)
+    bits = jax.lax.bitcast_convert_type(jnp.clip(x, info.tiny, info.max / 2), integer)
     return jax.lax.bitcast_convert_type(bits >> info.nmant << info.nmant, x.dtype)

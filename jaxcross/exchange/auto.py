@@ -76,7 +76,8 @@ def auto(
     nothing and costs accuracy. All jobs begin with the first rung. While sum m exceeds `target` times sum c, the job
     that stands lowest climbs to its next rung that sends less (of several the one that saves most); at the end every
     job steps back as far as the target allows. A job's m is taken to shrink as its bytes do, those of a step cut as by
-    default: latency and what the compression computes are not foreseen. Measure the run that comes of it.
+    default: latency and what the compression computes are not foreseen. Measure the run that comes of it. A rung that
+    refuses a job's leaves, of integers for example, is left out for this job, which is said.
 
     Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
     rank has alike.
@@ -94,7 +95,7 @@ def auto(
 
     Raises:
         ValueError: No jobs, an empty ladder, a target or a time that is not positive, several axes,
-            `ranks` that are no whole number.
+            `ranks` that are no whole number; and whatever the first rung raises for a job's leaves.
 
     Example:
         >>> report = jaxcross.run(jobs)
@@ -112,10 +113,22 @@ def auto(
     axis = hops.one_axis(axis_name, "`auto`")
     ranks = whole_number(ranks, "ranks", "`auto`")
     made = [rung.make(axis) for rung in ladder]
-    seconds = [_seconds(job, [received_bytes(tx, job.params, axis, ranks) for tx in made]) for job in jobs]
+    refused: list[str] = []
+    seconds = []
+    for job in jobs:
+        nbytes: list[float] = []
+        for tx, rung in zip(made, ladder, strict=True):
+            try:
+                nbytes.append(received_bytes(tx, job.params, axis, ranks))
+            except (ValueError, TypeError) as error:
+                if not nbytes:  # what all others are compared with
+                    raise
+                nbytes.append(math.inf)
+                refused.append(f"  {job.name} cannot have {rung.name}: {str(error).partition(chr(10))[0]}")
+        seconds.append(_seconds(job, nbytes))
     limit = target * sum(job.compute_s for job in jobs)
     at = _climb(seconds, limit)
-    say(_why(jobs, ladder, seconds, at, limit))
+    say("\n".join([_why(jobs, ladder, seconds, at, limit), *refused]))
     return tuple(made[rung] for rung in at)
 
 
@@ -166,7 +179,7 @@ def _ways(traced: Traced) -> Iterator[Traced]:
 
 
 def _seconds(job: Load, nbytes: Sequence[float]) -> list[float]:
-    return [job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes]
+    return [n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes]
 
 
 def _climb(seconds: Sequence[Sequence[float]], limit: float) -> list[int]:

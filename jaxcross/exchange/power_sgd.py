@@ -35,10 +35,11 @@ def power_sgd(
 
     A leaf of two dimensions or more is a matrix of n rows and m columns, m its last dimension. Updates are the same on
     every rank; residuals are the rank's own. Deterministic. If the mean of what ranks bring has rank `rank` or less, it
-    comes out as it is. Two all-reduces, one after the other, carry `rank (n + m)` elements instead of n m: a rank
-    of P receives `2(P-1)/P 4 rank (n + m)` bytes a matrix. Vectors, scalars, and matrices that would not shrink by
-    `min_ratio` are averaged as they are. Products are made in full float32, also where a GPU would round their factors
-    to TF32: the residual would not hold what such an update has lost.
+    comes out as it is once the right factors, which an earlier step has left, reach all of its rows. Two all-reduces,
+    one after the other, carry `rank (n + m)` elements instead of n m: a rank of P receives
+    `2(P-1)/P 4 rank (n + m)` bytes a matrix. Vectors, scalars, and matrices that would not shrink by `min_ratio` are
+    averaged as they are. Products are made in full float32, also where a GPU would round their factors to TF32: the
+    residual would not hold what such an update has lost.
 
     ```python
     tx = optax.chain(jaxcross.exchange.power_sgd(4, "batch"), optax.sgd(0.1, momentum=0.9))
@@ -50,7 +51,7 @@ def power_sgd(
         rank: Columns of the thin matrices; capped at the smaller side.
         axis_name: One axis or several.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
-        seed: Of the first right factors.
+        seed: Of the first right factors, and of columns in place of those that come to nothing.
 
     Raises:
         ValueError: `rank` is no whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
@@ -117,9 +118,12 @@ def power_sgd(
             residuals[i] = matrix - _product(p, mine.T)
             if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # bfloat16 reaches as far, or as good as
                 residuals[i] += found - sent
+        shapes = [new.shape for new in factors if not isinstance(new, optax.MaskedNode)]
+        # One draw for all: each would be compiled for itself.
+        drawn = jax.random.normal(jax.random.key(seed), [*map(max, zip(*shapes, strict=True))] or (0,), jnp.float32)
         factors = [
-            new if isinstance(new, optax.MaskedNode) else _directions(new, old)
-            for new, old in zip(factors, treedef.flatten_up_to(state.factor), strict=True)
+            new if isinstance(new, optax.MaskedNode) else _directions(new, drawn[: new.shape[0], : new.shape[1]])
+            for new in factors
         ]
         return jax.tree.unflatten(treedef, out), PowerSGDState(
             factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
@@ -133,14 +137,14 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _directions(new: jax.Array, old: jax.Array) -> jax.Array:
+def _directions(new: jax.Array, drawn: jax.Array) -> jax.Array:
     """A step's right factors, which the next one begins with, their largest element 1: only directions matter.
 
     Another step's magnitudes would multiply with this one's and overflow. A column that came to nothing would stay
-    nothing: the old one is kept.
+    nothing, and an old one can be orthogonal to all that comes: a random one stands in.
     """
     largest = jnp.max(jnp.abs(new), axis=0)
-    return jnp.where(largest == 0, old, new / largest)
+    return jnp.where(largest == 0, drawn, new / largest)
 
 
 def _orthogonalised(p: jax.Array) -> jax.Array:

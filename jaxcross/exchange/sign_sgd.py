@@ -51,13 +51,14 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(hops.gather(bits.pack(majority), axis)).reshape(-1)
-        # A bit cannot say zero or NaN. Counts of ranks, in integers: an all-reduce of them cannot round.
-        moved = [jnp.any(x != 0) for x in leaves]
-        bad = [~jnp.all(jnp.isfinite(x)) for x in leaves]
-        moved, bad = jax.lax.psum(jnp.stack([jnp.stack(moved), jnp.stack(bad)]).astype(jnp.int32), axis) > 0
+        # A bit cannot say zero or NaN. Counts of ranks, in integers: an all-reduce of them cannot round. What is not
+        # finite travels as NaN, which a job's `nonfinite` sees.
+        moved = jnp.stack([jnp.any(x != 0) for x in leaves]).astype(jnp.int32)
+        bad = jnp.stack([~jnp.all(jnp.isfinite(x)) for x in leaves])
+        moved, bad = jax.lax.psum((moved, jnp.where(bad, jnp.float32(jnp.nan), 0)), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))
         out = [
-            jnp.where(b, jnp.asarray(jnp.nan, s.dtype), jnp.where(m, s, 0)).astype(x.dtype)
+            jnp.where(jnp.isnan(b), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(x.dtype)
             for s, m, b, x in zip(signed, moved, bad, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, out)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_jobs import batches, loop, make_step, resumes, same
+from checkpoint_jobs import train as train_jobs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.members import Members, parse, read
 from jaxcross.checkpoint.part import UnusableError
+from jaxcross.errors import JobError
 from jaxcross.runner import Runner
 from jaxcross.testing import run_ranks
 
@@ -112,6 +114,21 @@ def test_marks_of_ranks_that_are_no_more_are_forgotten(tmp_path):
     assert four.marked("paused") == "paused" and two.marked("paused") == ""
     two.mark("paused", None)
     assert four.marked("paused") == ""
+
+
+def test_a_leaf_that_is_cut_for_one_rank_names_the_ranks(tmp_path):
+    def cut(job, world, data):
+        step, state = make_step(world, job.name), job.restore({"w": np.arange(3.0), "part": np.zeros(48 // world.size)})
+        for batch in job.batches(data, 3):
+            state = step({"w": state["w"]}, batch) | {"part": state["part"]}
+        job.save(state)
+        return state
+
+    train_jobs(1, tmp_path, names=("a",), fn=cut)
+    with pytest.raises(
+        JobError, match=r"cannot resume on 2 ranks from `.*`, which 1 rank wrote\..* start 1 rank, .*'part'"
+    ):
+        train_jobs(2, tmp_path, names=("a",), fn=cut)
 
 
 def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):

@@ -53,6 +53,8 @@ GOOD = {
     ),
     "accumulators of 16 bits": optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "flattened": optax.flatten(optax.adam(0.1)),
+    "flattened, decayed": optax.chain(optax.flatten(optax.adam(0.1)), optax.add_decayed_weights(0.1)),
+    "a table": optax.stateless(lambda u, p: u | {"w": jnp.asarray([1.0, 0.5])[(u["w"] > 0).astype(int)]}),
 }
 ACROSS = {
     "lamb": optax.lamb(0.1),
@@ -65,6 +67,26 @@ ACROSS = {
     "norm in several steps": optax.MultiSteps(optax.lamb(0.1), 2).gradient_transformation(),
     "noise": optax.add_noise(0.1, 0.5, 0),
     "remembered": remembers_a_norm(),
+}
+
+
+def each(function: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda u, p: jax.tree.map(function, u))
+
+
+ACROSS |= {
+    "by place": each(lambda x: x / (1 + jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)),
+    "by a place's table": each(lambda x: x * jnp.arange(1.0, x.size + 1, dtype=x.dtype).reshape(x.shape)),
+    "by another leaf": optax.stateless(lambda u, p: u | {"w": u["w"] * p["s"].reshape(-1)[0]}),
+    "by a broadcast": optax.stateless(lambda u, p: u | {"w": u["w"] * p["s"].reshape(-1)[:1]}),
+    "rolled": each(lambda x: jnp.roll(x.reshape(-1), 1).reshape(x.shape)),
+    "reversed": each(lambda x: x.reshape(-1)[::-1].reshape(x.shape)),
+    "by the first": each(lambda x: x / x.reshape(-1)[0]),
+    "by neighbours": each(lambda x: x - jnp.pad(x.reshape(-1)[1:], (0, 1)).reshape(x.shape)),
+    "rolled in a loop": each(
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, y: jnp.roll(y, 1), x.reshape(-1)).reshape(x.shape)
+    ),
+    "taken": each(lambda x: x.reshape(-1)[jnp.zeros(x.size, int)].reshape(x.shape)),
 }
 BY_SHAPE = {
     "mask": optax.adamw(0.1, weight_decay=0.1, mask=matrices),

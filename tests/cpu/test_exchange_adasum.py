@@ -102,6 +102,13 @@ def test_equal_gradients_stay_as_they_are(ranks):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[0], b[0], rtol=4 * EPS), got, g)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_finite_stays_so_near_the_largest_number(dtype):
+    g = jnp.asarray([[2e38, -3e38, 1e38]], dtype)
+    for sign, want in ((1, g[0]), (-1, 0 * g[0])):
+        np.testing.assert_array_equal(combine(jnp.concatenate([g, sign * g]))[1], want)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_orthogonal_gradients_add_and_parallel_ones_average(ranks):
     rng = np.random.default_rng(1)

@@ -58,6 +58,19 @@ def test_what_cannot_be_hidden_is_said():
     assert "the strongest compression leaves" in text
 
 
+def test_a_rung_that_refuses_a_job_s_leaves_is_left_out_for_it():
+    counts = PARAMS | {"count": jax.ShapeDtypeStruct((3,), jnp.int32)}
+    for exchange_s, expected in ((0.0, "mean"), (0.1, "mean"), (3.0, "power_sgd, rank 8"), (1e6, "top_k, 0.1%")):
+        told = []
+        load = Load(name="a", compute_s=1.0, exchange_s=exchange_s, params=counts)
+        exchange.auto(1.0, [load], "batch", ranks=2, say=told.append)
+        *chosen, left_out = told[0].splitlines()
+        assert names("\n".join(chosen)) == [expected]
+        assert left_out.startswith("  a cannot have qsgd, 127 levels: the update `['count']` is int32")
+    with pytest.raises(TypeError):
+        exchange.auto(1.0, [Load(name="a", compute_s=1.0, exchange_s=1.0, params=jax.random.key(0))], "batch", ranks=2)
+
+
 def test_one_rank_exchanges_nothing():
     _, text = choose(1.0, (1.0, 5.0), ranks=1)
     assert names(text) == ["mean"]

@@ -122,6 +122,17 @@ def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: flo
     np.testing.assert_allclose(updates[0] / scale, one / scale, rtol=1e-3)
 
 
+def test_power_sgd_finds_a_row_space_that_is_orthogonal_to_the_last_one() -> None:
+    tx = power_sgd(1, "batch")
+    grads = jnp.zeros((RANKS, 64, 8))
+    step, state = on_ranks(tx), states(tx, grads)
+    total = np.zeros((64, 8))
+    for n in range(6):
+        updates, state = step(grads.at[:, :, 5 if n else 0].set(1), state)
+        total += np.asarray(updates[0])
+    np.testing.assert_allclose(total[:, 5], 5, rtol=1e-5)
+
+
 def precisions(jaxpr: Any) -> list[Any]:
     """Of all products, also in what a jaxpr calls."""
     found = []

@@ -17,8 +17,9 @@ from exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step
 from jaxcross import exchange
 from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
+from jaxcross.program.finite import is_finite
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide, vmapped
+from jaxcross.testing_wire import LocalRanks, decide, run_jaxpr, run_program, vmapped
 from jaxcross.wire.bytes import wire_bytes
 
 # Compiling is nearly all of the time.
@@ -141,6 +142,37 @@ def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad
         (values, _), _ = run(row, ranks, change=spoil, steps=first + row.spreads(ranks))
         for r in range(ranks):
             assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} spoiled in step {first}"
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sign_sgd",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("top_k", "gtop_k", "power_sgd", "qsgd")),
+        pytest.param("one_bit_adam", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None:
+    """A job's `nonfinite` looks at what exchanges made, on some rank, and at nothing that is computed behind them."""
+    (row,) = (row for row in TABLE if row.name == name)
+    tx, axes = row.made(2), row.axes(2)
+    for first in (0, *row.later[:1]) if row.later else (0,):
+        carry, _ = run(row, 2, steps=first)
+        args = [(jax.tree.map(lambda x: x[r], carry), gradients(r, first)) for r in range(2)]  # noqa: B023
+        args[1][1]["kernel"][3, 2] = bad
+        leaves = [jax.tree.leaves(each) for each in args]
+        program = cut(decide(trace(step_of(tx), args[0], {}, axes=axes, wire=LocalRanks()), leaves[0]))
+        exchanged = {v for segment in program.segments if segment.kind == "collective" for v in segment.outputs}
+        seen = []
+
+        def compute(segment: Any, axes: Any, args: Any, exchanged: Any = exchanged, seen: Any = seen) -> Any:
+            for values in args:
+                seen.extend(x for v, x in zip(segment.inputs, values, strict=True) if v in exchanged)
+            return run_jaxpr(segment.jaxpr, axes, args)
+
+        run_program(program, leaves, compute=compute)
+        assert not all(map(is_finite, seen)), f"step {first}"
 
 
 @EVERY
