@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import workloads
+from ended import ends_when_told, run, started
 from hosts import bytes_crossed
 from workloads import spread
 
@@ -61,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
     reason = "as was asked for" if args.no_lab else available()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with ends_when_told(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = stack.enter_context(Lab(hosts=RANKS, rate=args.rate)) if reason is None else None
         out = Path(folder) / "jobs.json"
 
@@ -75,8 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return (line, environ) if lab is None else (lab.wrap(line), lab.environment(environ))
 
         def jobs(*flags: str) -> dict[str, Any]:
-            line, environ = command("jobs", *flags)
-            subprocess.run(line, env=environ, check=True)
+            run(*command("jobs", *flags))
             return json.loads(out.read_text())
 
         def jobs_and_processes() -> dict[str, Any]:
@@ -109,11 +109,7 @@ def _processes(line: list[str], environ: dict[str, str], args: argparse.Namespac
     """Seconds a job-step of as many worlds as there are jobs, which begin each repeat together."""
     with ExitStack() as stack:
         pipe = subprocess.PIPE
-        worlds = [
-            stack.enter_context(subprocess.Popen(line, env=environ, stdin=pipe, stdout=pipe, text=True))
-            for _ in range(args.jobs)
-        ]
-        stack.callback(lambda: [world.kill() for world in worlds if world.poll() is None])
+        worlds = [stack.enter_context(started(line, env=environ, stdin=pipe, stdout=pipe)) for _ in range(args.jobs)]
         for world in worlds:
             _answer(world)  # compiled and warm
         raw = []

@@ -25,7 +25,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import page_cache
+from ended import ends_when_told, run
 from hosts import bytes_crossed
 from imagenet_table import CACHES, POLICIES, show, speedups, throughput_of
 from workloads import parser, spread, write_json  # makes the examples importable
@@ -92,7 +92,7 @@ def main() -> None:
             show(result)
             write_json(args.json, __doc__, result)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with ends_when_told(), tempfile.TemporaryDirectory() as folder:
         if args.data_dir is None:
             size: dict[str, Any] = {"width": 64, "height": 48} if args.smoke else {}
             synthesise(f"{folder}/data", images=args.images, classes=4 if args.smoke else 8, **size)
@@ -123,17 +123,18 @@ def launch(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str,
         # Ranks may share an accelerator: none takes most of its memory for itself.
         return command, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **extra}
 
-    reason = "--rate none" if args.rate == "none" else available()
+    linkless = "--rate none" if args.rate == "none" else "one rank has nobody to speak to" if args.ranks == 1 else None
+    reason = linkless or available()
     crossed = {}
     if reason is None:
         with Lab(hosts=args.ranks, rate=args.rate) as lab:
             command, environ = line(lab.description)
-            subprocess.run(lab.wrap(command), env=lab.environment(environ), check=True)
+            run(lab.wrap(command), lab.environment(environ))
             crossed = {"bytes_crossed": bytes_crossed(lab, least=1e6)}
     else:
         print(f"no real link: {reason}", flush=True)
-        command, environ = line("" if args.rate == "none" else f"emulate:{args.rate}")
-        subprocess.run(command, env=environ, check=True)
+        command, environ = line("" if linkless else f"emulate:{args.rate}")
+        run(command, environ)
     measured = json.loads(out.read_text())
     for name in ("question", "command", "versions", "machine"):  # those of this process are the user's
         del measured[name]

@@ -115,7 +115,7 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
             if not processes:
                 early.append(number)
         for process in processes:
-            ranks = _children(process.pid) if deaf else []
+            ranks = related(process.pid) if deaf else []
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -141,14 +141,15 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
             signal.signal(number, handler)
 
 
-def _children(pid: int) -> list[int]:
-    """Processes that this one started; none where there is no /proc."""
+def related(pid: int, *, group: bool = False) -> list[int]:
+    """Processes that this one started, or the others of the group that it leads; none where there is no /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
+            _, parent, leader, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(leader if group else parent) == pid:
                 found.append(int(stat.parent.name))
-    return found
+    return [other for other in found if other != pid]
 
 
 def _records(events: Path, since_s: float) -> Sequence[RankRecord]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
+from jaxcross.commands.launch import related
 from jaxcross.lab import Lab
 
 
@@ -34,13 +39,7 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
                 there, back = lab.measure_rate()
                 print(f"lab: {there / 1e6:.1f} and {back / 1e6:.1f} Mbit/s over the {lab.description}", file=sys.stderr)
             before = lab.bytes_crossed()
-            process = subprocess.Popen(lab.wrap(command), env=lab.environment())
-            # a signal that is meant for the command must not end this process before it
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(
-                    number, lambda number, _: process.send_signal(number) if number != signal.SIGINT else None
-                )
-            status = process.wait()
+            status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
             hint = ": if the command has ranks, they did not speak over it" if sent_mb < 0.01 else ""
@@ -49,6 +48,41 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _run(lab: Lab, command: Sequence[str]) -> int:
+    """Runs the command, and passes on to it what this process is told; its status. A second SIGTERM kills it.
+
+    `nsenter` ends by what it is told and passes nothing on. So it hears nothing, not from the terminal either, and the
+    command, which is its child, hears it from here: SIGINT with its whole group, as from a terminal.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # before there was anybody to tell
+    heard: set[int] = set()
+
+    def tell(number: int, _: Any = None) -> None:
+        if not processes:
+            early.append(number)
+            return
+        if number == signal.SIGTERM and number in heard:
+            raise SystemExit(128 + number)  # with the lab, all in it ends
+        if number == signal.SIGHUP and number in heard:
+            return  # of a terminal that closes, it comes from the shell and from the kernel
+        heard.add(number)
+        told = related(processes[0].pid, group=number == signal.SIGINT)
+        for pid in told:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if not told:  # `nsenter` has not started it yet
+            processes[0].send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, tell)
+    processes.append(subprocess.Popen(lab.wrap(command), env=lab.environment(), start_new_session=True))
+    for number in early:
+        tell(number)
+    return processes[0].wait()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from jaxcross.commands import launch
 from jaxcross.data import synthesise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -112,6 +114,76 @@ def test_jobs_are_added_where_none_is_given(
     monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", "--cut", "auto", *words])
     _, rest = benchmark.options()
     assert rest == ["--steps", "20", "--cut", "auto", *(words or benchmark.JOBS)]
+
+
+def test_one_rank_has_no_link(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines: list[list[str]] = []
+
+    def run(line: list[str], environ: dict[str, str]) -> None:
+        lines.append(line)
+        told = {"question": "", "command": [], "versions": {}, "machine": {}, "ranks": 1}
+        Path(line[line.index("--json") + 1]).write_text(json.dumps(told))
+
+    monkeypatch.setattr(launch, "find_mpirun", lambda: launch.Mpirun(path="mpirun", vendor="mpich"))
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", "--ranks", "1", "--data-dir", "data"])
+    assert benchmark.launch(*benchmark.options(), tmp_path) == {"ranks": 1}
+    assert [line[:3] for line in lines] == [["mpirun", "-n", "1"]]
+    assert "--link" not in lines[0]
+    assert capsys.readouterr().out == "no real link: one rank has nobody to speak to\n"
+
+
+RANK = "import os, signal; print('up', os.getpid(), flush=True); signal.pause()"
+
+TOLD = f"""
+import sys
+from argparse import Namespace
+from jaxcross.commands import launch
+
+made = launch.mpirun_command
+launch.mpirun_command = lambda **wish: made(**{{**wish, "program": [sys.executable, "-c", {RANK!r}]}})
+"""
+
+
+GPU_OPTIONS = "no_lab=True, rate='1gbit', jobs=1, steps=1, repeats=1, batch_size=1, smoke=True, stand_in=True"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sys.argv = ['', '--smoke', '--rate', 'none', '--images', '8']; from imagenet_resnet import main; main()",
+        f"from gpu_ranks import measure; measure(Namespace({GPU_OPTIONS}))",
+    ],
+    ids=["imagenet_resnet", "gpu_ranks"],
+)
+def test_nothing_is_left_of_a_benchmark_that_is_told_to_end(words: str, tmp_path: Path) -> None:
+    if launch.find_mpirun() is None:
+        pytest.skip("no mpirun")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]), "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-c", TOLD + words]
+    up: list[int] = []
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ) as benchmark:
+        assert benchmark.stdout is not None
+        try:
+            while len(up) < 2:
+                said = benchmark.stdout.readline().split()
+                assert said, "it ended early"
+                up += [int(said[1])] if said[0] == "up" else []
+            assert any(tmp_path.iterdir())
+            benchmark.terminate()
+            assert benchmark.wait(timeout=240) == 128 + signal.SIGTERM
+            assert not any(tmp_path.iterdir())
+            assert not [pid for pid in up if alive(pid)]
+        finally:
+            benchmark.kill()
+            for pid in filter(alive, up):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}/exe").exists()  # which nobody has once it has ended
 
 
 def test_without_evaluation_there_is_no_accuracy(

@@ -184,6 +184,55 @@ def test_killing_the_driver_kills_everything_inside():
     driver.stdout.close()
 
 
+@pytest.fixture
+def driven():
+    """Starts a driver whose command prints `up`, in a group of its own, and ends what is left of it."""
+    drivers: list[subprocess.Popen[str]] = []
+
+    def start(script: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "jaxcross.lab", "--hosts", "1", "--", "sh", "-c", script]
+        drivers.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        assert drivers[0].stdout is not None
+        assert drivers[0].stdout.readline() == "up\n"
+        return drivers[0]
+
+    yield start
+    for driver in drivers:
+        driver.kill()
+        driver.communicate()
+
+
+@needs_lab
+@pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the driver", "to its group"])
+def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
+    trap = f"trap 'echo told; n=$((n + 1))' {name}"
+    driver = driven(f"{trap}; echo up; until [ $n ]; do sleep 0.1; done; sleep 0.3; echo saved; exit $n")
+    send(driver.pid, signal.Signals[f"SIG{name}"])
+    said, _ = driver.communicate(timeout=240)
+    assert said == "told\nsaved\n"
+    assert driver.returncode == 1
+
+
+@needs_lab
+def test_the_interrupt_of_a_terminal_reaches_all_of_a_command(driven):
+    inner = 'trap "exit 4" INT; echo up; while :; do sleep 0.1; done'
+    driver = driven(f"trap 'echo told' INT; sh -c '{inner}'; exit $?")
+    os.killpg(driver.pid, signal.SIGINT)
+    assert driver.communicate(timeout=240)[0] == "told\n"
+    assert driver.returncode == 4
+
+
+@needs_lab
+def test_a_second_sigterm_ends_a_command_that_does_not_obey_the_first(driven):
+    driver = driven("trap 'echo told' TERM; echo up; while :; do sleep 0.1; done")
+    driver.terminate()
+    assert driver.stdout.readline() == "told\n"
+    driver.terminate()
+    assert driver.communicate(timeout=240)[0] == ""
+    assert driver.returncode == 128 + signal.SIGTERM
+
+
 @needs_lab
 def test_the_driver_returns_the_commands_status_and_says_what_crossed():
     line = [sys.executable, "-m", "jaxcross.lab", "--rate", "1gbit", "--", "sh", "-c", "exit 3"]

@@ -1,0 +1,55 @@
+"""Commands that do not outlive the benchmark that starts them. Measures nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+PATIENCE_S = 30
+
+
+@contextmanager
+def ends_when_told() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit inside, so that what is open there is closed."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    told = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # as under nohup
+    before = {number: signal.signal(number, end) for number in told}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command that is ended with its block. `mpirun` gets the time to end its ranks, which have their own groups."""
+    with subprocess.Popen(line, text=True, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()  # if it has not ended
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE_S)
+            finally:  # also after a second signal
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(line: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Runs a command to its end.
+
+    Raises:
+        CalledProcessError: It failed.
+    """
+    with started(line, env=environ) as process:
+        if process.wait() != 0:
+            raise subprocess.CalledProcessError(process.returncode, line)
