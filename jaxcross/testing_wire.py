@@ -141,7 +141,7 @@ def run_program(
         for env, outs in zip(envs, results, strict=True):
             for v in segment.dies:
                 del env[v]
-            env.update(zip(segment.outputs, outs, strict=False))
+            env.update(zip(segment.outputs, outs[: len(segment.outputs)], strict=True))
     return [[env[v] for v in program.outputs] for env in envs]
 
 

@@ -18,6 +18,15 @@ from jaxcross.program.segments import Aval, Exchange, Program, Segment
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
 
 
+# What they make of a value that is not finite is not finite either, `div` of its numerator.
+_CARRY = frozenset({
+    "abs", "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate",
+    "convert_element_type", "copy", "div", "dynamic_slice", "dynamic_update_slice", "expand_dims", "mul", "neg",
+    "pbroadcast", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_precision", "reduce_scatter",
+    "reshape", "slice", "split", "sqrt", "square", "squeeze", "sub", "transpose",
+})  # fmt: skip
+
+
 def assemble(
     graph: Graph, groups: Sequence[Group], place: Mapping[int, int], copies: Mapping[int, set[int]], bucket_bytes: int
 ) -> Program:
@@ -75,8 +84,8 @@ def assemble(
             ids[v] = new_value(v.aval)
         literal_ids += [new_value(a.aval) for a in literals]
         dies = [v for v in reads[here] if last_read[v] == here and v not in results]
-        seen = _consumed(graph, groups[here // 2], body, outs) if here % 2 else []
-        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *seen], body, traced.jaxpr)
+        masked = _masked(graph, groups[here // 2], body, outs) if here % 2 else []
+        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *masked], body, traced.jaxpr)
         segments.append(Segment(
             index=len(segments), kind="collective" if here % 2 else "compute",
             inputs=tuple(ids[v] for v in reads[here]),
@@ -98,11 +107,20 @@ def assemble(
     )  # fmt: skip
 
 
-def _consumed(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """What is exchanged and read by light equations of the segment alone, which may hide that it is not finite."""
+def _masked(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """What is exchanged, read in the segment alone, and may not be finite where all that leaves the segment is: a norm
+    that gradients are divided by, for example.
+    """
     exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    read = [v for e in body if not exchanges_of(e, graph.traced) for v in variables(e.invars)]
-    return [v for v in dict.fromkeys(read) if v in exchanged and v not in outs]
+    masked: set[Any] = set()
+    for e in reversed(body):
+        carries = e.primitive.name in _CARRY and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars)
+        lost = not masked.isdisjoint(e.outvars) and not exchanges_of(e, graph.traced)  # else it is looked at itself
+        if lost or not carries:
+            masked.update(variables(e.invars))
+        elif e.primitive.name == "div":
+            masked.update(variables(e.invars[1:]))
+    return [v for e in body for v in e.outvars if v in exchanged and v in masked and v not in outs]
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:

@@ -27,8 +27,8 @@ class Runnable:
 
     Attributes:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
-            so that its end can be waited for whatever became of the others. A collective segment's also returns what
-            it exchanges and reads itself, for `nonfinite`.
+            so that its end can be waited for whatever became of the others. A collective segment's may have more, for
+            `nonfinite`.
         device: Where a collective segment runs; None for compute.
         releases: What it reads and the step does not return: dropped with its last reader.
         silent: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
@@ -90,7 +90,7 @@ class Compiled:
         peak = sum(alive.values())
         for runnable in self.runnables:
             segment, stats = runnable.segment, runnable.call.memory_analysis()
-            made = sum(program.values[v].nbytes for v in segment.outputs)
+            made = sum(program.values[v].nbytes for v in segment.outputs) + segment.masked_nbytes
             extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
             peak = max(peak, sum(alive.values()) + extra)
             for v in segment.dies:

@@ -20,11 +20,11 @@ def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str
         segment: A collective one.
         results: What it made, on the host.
     """
-    for place, value in enumerate(results):
-        if not is_finite(value):
-            exchange = _exchange_behind(program, segment, place)
-            return f"`{exchange.line()}` at {exchange.source} made values that are not finite"
-    return None
+    bad = [place for place, value in enumerate(results) if not is_finite(value)]
+    if not bad:
+        return None
+    _, exchange = min((_exchange_behind(program, segment, place) for place in bad), key=lambda found: found[0])
+    return f"`{exchange.line()}` at {exchange.source} made values that are not finite"
 
 
 def is_finite(value: Any) -> bool:
@@ -41,14 +41,16 @@ def is_finite(value: Any) -> bool:
     return bool(np.isfinite(total)) or bool(np.isfinite(array).all())  # the sum may have overflowed
 
 
-def _exchange_behind(program: Program, segment: Segment, place: int) -> Exchange:
-    """The nearest exchange that a result comes from."""
+def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:
+    """The nearest exchange that a result comes from, and the place of its equation."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
-    maker = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
     queue = [inner.outvars[place]]
     for var in queue:  # grows while it is read
-        eqn = None if isinstance(var, compat.Literal) else maker.get(var)
-        if eqn is not None and (found := exchanges_of(eqn, program.traced)):
-            return found[min(eqn.outvars.index(var), len(found) - 1)]
-        queue += [] if eqn is None else eqn.invars
-    return segment.exchanges[0]
+        if isinstance(var, compat.Literal) or var not in maker:
+            continue
+        at, eqn = maker[var]
+        if found := exchanges_of(eqn, program.traced):
+            return at, found[min(eqn.outvars.index(var), len(found) - 1)]
+        queue += eqn.invars
+    return 0, segment.exchanges[0]

@@ -94,9 +94,9 @@ class Segment:
         dies: Values whose last use in this list is here. They are dropped once all their readers have run, and donated
             where no order of the segments could want them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
-        jaxpr: What it computes, closed: `len(inputs)` invars, `len(outputs)` outvars and, of a collective segment,
-            more for what it exchanges and reads itself, which may be not finite and be hidden by what it makes of it.
-            A collective segment's holds the named-axis collective equations themselves. None in a parsed program.
+        jaxpr: What it computes, closed: `len(inputs)` invars, `len(outputs)` outvars and, of a collective segment, one
+            more for each exchanged value that it reads itself and may make finite ones of, whatever that value is. A
+            collective segment's holds the named-axis collective equations themselves. None in a parsed program.
     """
 
     index: int
@@ -111,6 +111,12 @@ class Segment:
     def nbytes(self) -> int:
         """Bytes that its exchanges hand to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
+
+    @property
+    def masked_nbytes(self) -> int:
+        """Bytes of the results beyond `outputs`."""
+        masked = [] if self.jaxpr is None else self.jaxpr.jaxpr.outvars[len(self.outputs) :]
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in masked)
 
 
 class Wire(Protocol):

@@ -49,6 +49,9 @@ def verify(program: Program) -> None:
             fail("a collective segment holds no exchange")
         if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
             fail("its jaxpr takes another number of arguments")
+        more = 0 if segment.jaxpr is None else len(segment.jaxpr.jaxpr.outvars) - len(segment.outputs)
+        if more < 0 or (more and segment.kind == "compute"):
+            fail("its jaxpr returns another number of results")
     for v in program.outputs:
         if v not in defined:
             raise InternalError(f"program `{program.name}` is not well formed: result {v} is never defined")

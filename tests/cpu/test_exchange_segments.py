@@ -59,3 +59,14 @@ def test_heavy_work_is_in_compute_segments(tx: optax.GradientTransformation, wor
     found = by_kind(tx)
     assert set(found["compute"]) & work
     assert set(found["collective"]) <= LIGHT | WIRES
+
+
+@pytest.mark.parametrize("pattern", ["auto", "ring", "tree", "hierarchical"])
+@pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
+def test_what_a_mean_hands_from_hop_to_hop_stays_inside(pattern, wire_dtype):
+    """What is not finite there is not finite at the end, so that `nonfinite` need not look at it."""
+    axes, names = ({"node": 2, "local": 2}, ("node", "local")) if pattern == "hierarchical" else ({"batch": 4}, "batch")
+    tx = exchange.mean(names, pattern=pattern, wire_dtype=wire_dtype)
+    program = trace(lambda g: tx.update(g, optax.EmptyState())[0], (PARAMS,), axes=axes, wire=LocalRanks()).cut()
+    assert program.collectives
+    assert [len(s.jaxpr.jaxpr.outvars) for s in program.segments] == [len(s.outputs) for s in program.segments]

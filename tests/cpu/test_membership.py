@@ -606,6 +606,19 @@ def test_an_infinite_norm_that_its_own_segment_divides_by_is_seen(cut):
     assert raises.step == 1
 
 
+def test_the_first_exchange_that_is_not_finite_is_named_also_where_its_segment_reads_it():
+    world = jaxcross.initialize()
+
+    @jaxcross.crossover(axes="batch")
+    def step(state, grads):
+        norm = jax.lax.psum(jnp.sum(grads * grads), "batch")
+        return state - jax.lax.pmean(grads / jnp.minimum(norm, 9) + grads, "batch"), None
+
+    job = Job("a", step, jnp.ones(4), [np.full(4, np.nan, np.float32)], nonfinite="raise")
+    with pytest.raises(JobError, match=r"FloatingPointError: `psum batch float32\[\]` at"):
+        run([job], world=world)
+
+
 def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
     """One would skip the step that the other one takes."""
 
