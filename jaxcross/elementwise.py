@@ -26,10 +26,10 @@ _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
 # They differ between a leaf and its flat part, and compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-_NOTHING, _ELEMENT, _JOINED, _CUT, _OTHERS = range(5)
+_NOTHING, _PLACES, _ELEMENT, _JOINED, _CUT, _OTHERS = range(6)
 _Level = tuple[int, str]
-"""Of neither updates nor parameters, of the same element's, of whole leaves joined to a vector (as by `optax.flatten`),
-of a piece cut out of such a vector, or of others', and what made it so."""
+"""Of neither updates nor parameters, of places alone, of the same element's, of whole leaves joined to a vector (as by
+`optax.flatten`), of a piece cut out of such a vector, or of others', and what made it so."""
 
 
 def check_elementwise(
@@ -56,7 +56,7 @@ def check_elementwise(
     (updates, params), state, whole = _types(part), _types(state), _types(whole)
     on_part = traced(updates, state, params)
     level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
-    if level == _OTHERS:
+    if level in (_PLACES, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on {where}. Every rank steps"
             " flat parts of the leaves, and would take a norm, for example, of its own part. Put such an optimizer"
@@ -104,9 +104,11 @@ def _levels(jaxpr: Any, given: Sequence[_Level], sizes: AbstractSet[int]) -> lis
         operands = [of(v) for v in eqn.invars]
         highest, name = max(operands, default=(_NOTHING, "")), eqn.primitive.name
         made = [highest] * len(eqn.outvars)
-        places = name == "iota" and _size(eqn.outvars[0]) in sizes
-        if _DRAWS.match(name) or places or (highest[0] and _ACROSS.match(name)):
+        counted = [level for level in operands if level[0] == _PLACES]
+        if _DRAWS.match(name) or (highest[0] >= _ELEMENT and _ACROSS.match(name)):
             made = [max(highest, (_OTHERS, f"`{name}`"))] * len(made)
+        elif name == "iota" and _size(eqn.outvars[0]) in sizes:
+            made = [(_PLACES, "`iota`")]
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
             if name in _CALLS:  # a body's arguments are the last operands
                 bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :], sizes) for sub in inner]
@@ -116,18 +118,28 @@ def _levels(jaxpr: Any, given: Sequence[_Level], sizes: AbstractSet[int]) -> lis
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [(_OTHERS, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
-        elif _NOTHING < highest[0] < _OTHERS:
-            made = [max(highest, (_moved(eqn, operands, _size(v)), f"`{name}`")) for v in eqn.outvars]
+        elif highest[0] == _PLACES:  # a number that is made of them is one like any other
+            made = [highest if v.aval.shape else (_NOTHING, "") for v in eqn.outvars]
+        elif counted and highest[0] < _OTHERS:
+            made = [(_OTHERS, counted[0][1])] * len(made)
+        elif _ELEMENT <= highest[0] < _OTHERS:
+            made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
         known.update(zip(eqn.outvars, made, strict=True))
     return [of(v) for v in jaxpr.outvars]
 
 
-def _moved(eqn: Any, operands: Sequence[_Level], size: int) -> int:
-    """The level of a result of `size` elements, beside those of the operands: is an element still in its place?"""
-    name, held = eqn.primitive.name, [(v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level]
+def _moved(eqn: Any, operands: Sequence[_Level], made: Any) -> int:
+    """The level of one of its results, beside those of the operands: is an element still in its place?"""
+    name, size = eqn.primitive.name, _size(made)
+    held = [(v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT]
+    # Rows are put upon another, or taken off.
+    rows = len(made.aval.shape) > 1 or len(eqn.invars[0].aval.shape) > 1
+    rows = rows and all(v.aval.shape[-1:] == made.aval.shape[-1:] for v, _ in held)
+    if rows and name in ("concatenate", "stack", "slice", "split"):
+        return _ELEMENT
     if any(_size(v) < size for v, _ in held) and name != "concatenate":
         return _OTHERS  # one element has become many
-    if not _MOVES.match(name) or (name == "gather" and not operands[0][0]):
+    if not _MOVES.match(name) or (name == "gather" and operands[0][0] < _ELEMENT):
         return _ELEMENT  # a table that is no parameter may be looked up
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS

@@ -77,7 +77,7 @@ def auto(
     that stands lowest climbs to its next rung that sends less (of several the one that saves most); at the end every
     job steps back as far as the target allows. A job's m is taken to shrink as its bytes do, those of a step cut as by
     default: latency and what the compression computes are not foreseen. Measure the run that comes of it. A rung that
-    refuses a job's leaves, of integers for example, is left out for this job, which is said.
+    raises ValueError for a job, as for leaves of integers, is left out for this job, which is said.
 
     Does not wait or communicate. The same on every rank only if the loads are: take those of a report, which every
     rank has alike.
@@ -120,7 +120,7 @@ def auto(
         for tx, rung in zip(made, ladder, strict=True):
             try:
                 nbytes.append(received_bytes(tx, job.params, axis, ranks))
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 if not nbytes:  # what all others are compared with
                     raise
                 nbytes.append(math.inf)

@@ -51,15 +51,13 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(hops.gather(bits.pack(majority), axis)).reshape(-1)
-        # A bit cannot say zero or NaN. Counts of ranks, in integers: an all-reduce of them cannot round. What is not
-        # finite travels as NaN, which a job's `nonfinite` sees.
-        moved = jnp.stack([jnp.any(x != 0) for x in leaves]).astype(jnp.int32)
-        bad = jnp.stack([~jnp.all(jnp.isfinite(x)) for x in leaves])
-        moved, bad = jax.lax.psum((moved, jnp.where(bad, jnp.float32(jnp.nan), 0)), axis)
+        # A bit cannot say zero, nor what is not finite: that travels as NaN, which a job's `nonfinite` sees.
+        told = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
+        moved = jax.lax.psum(jnp.stack(told).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))
         out = [
-            jnp.where(jnp.isnan(b), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(x.dtype)
-            for s, m, b, x in zip(signed, moved, bad, leaves, strict=True)
+            jnp.where(jnp.isnan(m), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(x.dtype)
+            for s, m, x in zip(signed, moved, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, out)
 

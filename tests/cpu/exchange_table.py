@@ -156,7 +156,7 @@ def _qsgd(shapes: Shapes, ranks: int) -> int:
 
 def _sign_sgd(shapes: Shapes, ranks: int) -> int:
     nbytes = padded(count(shapes), 8 * ranks) // 8
-    return blocks(nbytes, ranks) + all_gather(nbytes // ranks, ranks) + 2 * all_reduce(4 * len(shapes), ranks)
+    return blocks(nbytes, ranks) + all_gather(nbytes // ranks, ranks) + all_reduce(4 * len(shapes), ranks)
 
 
 def _signs_of_momenta(shapes: Shapes, ranks: int) -> int:

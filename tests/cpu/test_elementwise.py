@@ -112,6 +112,21 @@ def kernel(sums: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
 
 
+def two_moments() -> optax.GradientTransformation:
+    """Its state holds them in one array, a row each."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        new = jax.tree.map(lambda s, u: jnp.stack([0.9 * s[0] + u, s[1] + u * u]), state, updates)
+        return jax.tree.map(lambda s: s[0] / (1 + s[1]), new), new
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(lambda x: jnp.stack([x * 0] * 2), p), update)
+
+
+GOOD["two moments"] = two_moments()
+# Counts to as many as some parts have elements, and makes one number of that.
+GOOD |= {
+    f"a schedule of {n}": optax.sgd(lambda c, n=n: 0.1 * 0.5 ** jnp.sum(jnp.arange(n) * 9 < c)) for n in (1, 2, 3, 6)
+}
 GOOD["kernel"], ACROSS["kernel"] = kernel(sums=False), kernel(sums=True)
 
 
