@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from jaxcross.commands.launch import related
+
 PATIENCE_S = 30
 
 
@@ -35,13 +37,24 @@ def started(line: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[st
         try:
             yield process
         finally:
-            process.terminate()  # if it has not ended
+            _tell(process)
             try:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(PATIENCE_S)
             finally:  # also after a second signal
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+def _tell(process: subprocess.Popen[str]) -> None:
+    """SIGTERM, if it has not ended. `nsenter`, by which a lab starts a command, ends by it and passes nothing on."""
+    line = process.args
+    inside = related(process.pid) if isinstance(line, list) and line[0] == "nsenter" else []
+    for pid in inside:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    if not inside:
+        process.terminate()
 
 
 def run(line: Sequence[str], environ: Mapping[str, str]) -> None:

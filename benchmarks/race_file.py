@@ -65,8 +65,11 @@ def write_whole(path: Path, text: str) -> None:
         return
     path = path.resolve()  # of a link, what it leads to
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def out_file(word: str) -> Path:

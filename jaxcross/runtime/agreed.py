@@ -196,7 +196,8 @@ class Agreed:
         self.stopping |= verdict.stop
         if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
             self.queue.append(Slot("gather"))
-        # Of a job that nobody says anything new about, all was decided, or waits until it is through or may run.
+        # Of a job that nobody says anything new about, all was decided, unless it was in the middle of its exchanges
+        # then, or not allowed to run, and is so no more.
         news = {self._of_row[row]: None for row in verdict.news(self._before) if row in self._of_row}
         self._unheard.update(news)
         self._before = verdict

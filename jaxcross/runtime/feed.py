@@ -106,8 +106,9 @@ class Feed(Iterator[Any]):
     def close(self) -> None:
         """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
         with self._lock:
-            self.closed = True
-            self._batches.clear()
+            self.closed, batches = True, self._batches
+            self._batches = deque()
+        batches.clear()  # not under the lock: who knows what ends with them
         self._free.release()
 
     def _run(self) -> None:

@@ -1,6 +1,7 @@
 """The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything.
 
-They let go of a step before they report on it: who hears of it may count on its memory, and no thread runs at once.
+They let go of a step before they report that they are through with it: who hears of it may count on its memory, and no
+thread runs at once.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -191,7 +192,9 @@ def driven():
 
     def start(script: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "jaxcross.lab", "--hosts", "1", "--", "sh", "-c", script]
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, children would inherit that it is ignored
         drivers.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        signal.signal(signal.SIGHUP, before)
         assert drivers[0].stdout is not None
         assert drivers[0].stdout.readline() == "up\n"
         return drivers[0]
@@ -212,6 +215,16 @@ def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
     said, _ = driver.communicate(timeout=240)
     assert said == "told\nsaved\n"
     assert driver.returncode == 1
+
+
+@needs_lab
+def test_what_a_benchmark_runs_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    ended, said = import_module("ended"), tmp_path / "said"
+    script = f"trap 'sleep 0.5; echo saved > {said}; exit' TERM; echo up; while :; do sleep 0.1; done"
+    with Lab(hosts=1) as lab, ended.started(lab.wrap(["sh", "-c", script]), stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "up\n"
+    assert said.read_text() == "saved\n"
 
 
 @needs_lab
