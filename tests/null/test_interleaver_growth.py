@@ -66,9 +66,10 @@ def test_a_segment_costs_the_same_in_a_long_step(outline: Any) -> None:
     assert long <= 1.1 * short
 
 
-def test_a_segment_costs_about_the_same_beside_many_jobs() -> None:
-    few, many = (calls_a_segment(chain(31), jobs=k, steps=3) for k in (4, 64))
-    assert many <= 1.5 * few
+@pytest.mark.parametrize(("outline", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
+def test_a_segment_costs_about_the_same_beside_many_jobs(outline: Outline, steps: int, most: float) -> None:
+    few, many = (calls_a_segment(outline, jobs=k, steps=steps) for k in (4, 64))
+    assert many <= most * few
 
 
 def test_segments_behind_the_commit_let_others_pass() -> None:
