@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ended import ends_when_told, run
 from workloads import parser, write_json
 
 PLACES = 20
@@ -202,7 +202,7 @@ def launch(args: Any) -> list[dict[str, Any]]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory(prefix="endurance-") as folder:
+    with ends_when_told(), tempfile.TemporaryDirectory(prefix="endurance-") as folder:
         out = Path(folder) / "result.json"
         sizes = [f"--joins={args.joins}", f"--jobs={args.jobs}", f"--steps={args.steps}"]
         sizes += [] if args.only is None else [f"--only={args.only}"]
@@ -210,7 +210,7 @@ def launch(args: Any) -> list[dict[str, Any]]:
             mpirun=mpirun, ranks=args.ranks, program=python_program([__file__, *sizes, "--worker", str(out)]),
             root=os.geteuid() == 0, cores=pool.cores(), environ=os.environ,
         )  # fmt: skip
-        subprocess.run(line, env={**os.environ, **extra}, check=True)
+        run(line, {**os.environ, **extra})
         return json.loads(out.read_text())
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ended import ends_when_told, run
 from rivals.teams import lab_or_exit
 from workloads import parser
 
@@ -57,7 +57,11 @@ def on_hosts(
     mpirun = find_mpirun()
     if mpirun is None:
         raise SystemExit("no `mpirun` was found: `pip install mpich`")
-    with tempfile.TemporaryDirectory() as folder, lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab:
+    with (
+        ends_when_told(),
+        tempfile.TemporaryDirectory() as folder,
+        lab_or_exit(hosts=hosts, rate=rate, burst_kb=burst_kb) as lab,
+    ):
         out = Path(folder) / "result.json"
         program = python_program([str(Path(script).resolve()), *sys.argv[1:], *words, "--worker", str(out)])
         line, extra = mpirun_command(
@@ -66,7 +70,7 @@ def on_hosts(
         if local > 1:
             line[1:1] = ["--map-by", f"ppr:{local}:node"] if mpirun.vendor == "openmpi" else ["-ppn", str(local)]
         told = {**lab.environment({**os.environ, **extra}), **(environment or {})}
-        subprocess.run(lab.wrap(line), env=told, check=True)
+        run(lab.wrap(line), told)
         facts = {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor,
                  "tcp_bits_per_s": lab.measure_rate()}  # fmt: skip
         return {**json.loads(out.read_text()), **facts}
