@@ -11,20 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program.finite import masked_by
 from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
 from jaxcross.program.jaxprs import drop_unread
 from jaxcross.program.segments import Aval, Exchange, Program, Segment
 
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
-
-
-# What they make of a value that is not finite is not finite either, `div` of its numerator.
-_CARRY = frozenset({
-    "abs", "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate",
-    "convert_element_type", "copy", "div", "dynamic_slice", "dynamic_update_slice", "expand_dims", "mul", "neg",
-    "pbroadcast", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_precision", "reduce_scatter",
-    "reshape", "slice", "split", "sqrt", "square", "squeeze", "sub", "transpose",
-})  # fmt: skip
 
 
 def assemble(
@@ -84,7 +76,7 @@ def assemble(
             ids[v] = new_value(v.aval)
         literal_ids += [new_value(a.aval) for a in literals]
         dies = [v for v in reads[here] if last_read[v] == here and v not in results]
-        masked = _masked(graph, groups[here // 2], body, outs) if here % 2 else []
+        masked = masked_by(graph, groups[here // 2], body, outs) if here % 2 else []
         jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *masked], body, traced.jaxpr)
         segments.append(Segment(
             index=len(segments), kind="collective" if here % 2 else "compute",
@@ -105,22 +97,6 @@ def assemble(
         inputs=tuple(ids[v] for v in inner.invars), outputs=outputs, segments=tuple(segments), constants=constants,
         donated=donated, late=late, traced=traced,
     )  # fmt: skip
-
-
-def _masked(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """What is exchanged, read in the segment alone, and may not be finite where all that leaves the segment is: a norm
-    that gradients are divided by, for example.
-    """
-    exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    masked: set[Any] = set()
-    for e in reversed(body):
-        carries = e.primitive.name in _CARRY and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars)
-        lost = not masked.isdisjoint(e.outvars) and not exchanges_of(e, graph.traced)  # else it is looked at itself
-        if lost or not carries:
-            masked.update(variables(e.invars))
-        elif e.primitive.name == "div":
-            masked.update(variables(e.invars[1:]))
-    return [v for e in body for v in e.outvars if v in exchanged and v in masked and v not in outs]
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:

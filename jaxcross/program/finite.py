@@ -5,11 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.graph import exchanges_of
+from jaxcross.program.graph import Graph, Group, exchanges_of, variables
 from jaxcross.program.segments import Exchange, Program, Segment
+
+# What they make of a value that is not finite is not finite either, `div` of its numerator.
+_CARRY = frozenset({
+    "abs", "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate",
+    "convert_element_type", "copy", "div", "dynamic_slice", "dynamic_update_slice", "expand_dims", "mul", "neg",
+    "pbroadcast", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_precision", "reduce_scatter",
+    "reshape", "slice", "split", "sqrt", "square", "squeeze", "sub", "transpose",
+})  # fmt: skip
+
+
+def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """What is exchanged, read in the segment alone, and may not be finite where all that leaves the segment is: a norm
+    that gradients are divided by, for example.
+    """
+    exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    masked: set[Any] = set()
+    for e in reversed(body):
+        carries = e.primitive.name in _CARRY and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars)
+        lost = not masked.isdisjoint(e.outvars) and not exchanges_of(e, graph.traced)  # else it is looked at itself
+        if lost or not carries:
+            masked.update(variables(e.invars))
+        elif e.primitive.name == "div":
+            masked.update(variables(e.invars[1:]))
+    return [v for e in body for v in e.outvars if v in exchanged and v in masked and v not in outs]
 
 
 def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
