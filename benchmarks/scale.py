@@ -14,14 +14,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rivals.serving import status_bytes
 from workloads import parser, spread, write_json
 
 from jaxcross.runtime.messages import Event
@@ -113,9 +112,8 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
     # The difference of a long and a short run leaves out what a run costs once.
     raw = [(run(2 * steps) - run(steps)) / (steps * jobs * segments) * 1e6 for _ in range(repeats)]
     # Not `ru_maxrss`: a process inherits that of the one that started it.
-    (peak_kb,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return {"jobs": jobs, "segments": segments, "us_per_segment": spread(raw), "first_step_s": first_s,
-            "peak_rss_bytes": int(peak_kb) * 1024}  # fmt: skip
+            "peak_rss_bytes": status_bytes("VmHWM")}  # fmt: skip
 
 
 @functools.cache  # a size of both tables is measured once

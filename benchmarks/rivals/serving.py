@@ -92,7 +92,7 @@ def _measured(action: Action, command: Mapping[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": seconds, "cpu_s": cpu, "peak_rss_bytes": _status("VmHWM"), **facts}
+    return {"seconds": seconds, "cpu_s": cpu, "peak_rss_bytes": status_bytes("VmHWM"), **facts}
 
 
 def rest() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def rest() -> dict[str, Any]:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    return {"idle_rss_bytes": _status("VmRSS")}
+    return {"idle_rss_bytes": status_bytes("VmRSS")}
 
 
 def take_back() -> None:
@@ -136,7 +136,8 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """What Linux says of this process: `VmHWM`, the most memory it ever had, or `VmRSS`, what it has."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
