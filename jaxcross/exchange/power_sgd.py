@@ -118,15 +118,9 @@ def power_sgd(
             residuals[i] = matrix - _product(p, mine.T)
             if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # bfloat16 reaches as far, or as good as
                 residuals[i] += found - sent
-        shapes = [new.shape for new in factors if not isinstance(new, optax.MaskedNode)]
-        # One draw for all: each would be compiled for itself.
-        drawn = jax.random.normal(jax.random.key(seed), [*map(max, zip(*shapes, strict=True))] or (0,), jnp.float32)
-        factors = [
-            new if isinstance(new, optax.MaskedNode) else _directions(new, drawn[: new.shape[0], : new.shape[1]])
-            for new in factors
-        ]
+        factor = jax.tree.unflatten(treedef, factors)
         return jax.tree.unflatten(treedef, out), PowerSGDState(
-            factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
+            factor=_directions(factor, seed), residual=jax.tree.unflatten(treedef, residuals)
         )
 
     return once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
@@ -137,14 +131,24 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _directions(new: jax.Array, drawn: jax.Array) -> jax.Array:
+def _directions(factors: Any, seed: int) -> Any:
     """A step's right factors, which the next one begins with, their largest element 1: only directions matter.
 
     Another step's magnitudes would multiply with this one's and overflow. A column that came to nothing would stay
     nothing, and an old one can be orthogonal to all that comes: a random one stands in.
     """
-    largest = jnp.max(jnp.abs(new), axis=0)
-    return jnp.where(largest == 0, drawn, new / largest)
+    if not (shapes := [new.shape for new in jax.tree.leaves(factors)]):
+        return factors
+    largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
+    nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
+    # One draw for all, as each would be compiled for itself. Hardly a step needs it, and it takes milliseconds.
+    shape = [*map(max, zip(*shapes, strict=True))]
+    drawn = jax.lax.cond(
+        nothing, lambda: jax.random.normal(jax.random.key(seed), shape, jnp.float32), lambda: jnp.zeros(shape)
+    )
+    return jax.tree.map(
+        lambda new, size: jnp.where(size == 0, drawn[: new.shape[0], : new.shape[1]], new / size), factors, largest
+    )
 
 
 def _orthogonalised(p: jax.Array) -> jax.Array:
