@@ -33,15 +33,18 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     parts = [text.partition("\n")[::2] for text in texts]
     for how, verb in (("failed", "failed"), ("ejected", "was ejected")):
         if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
-            what = "; on ".join(f"rank {rank} {body}" for rank, body in guilty)
+            alike: dict[str, list[str]] = {}
+            for rank, body in guilty:
+                alike.setdefault(body, []).append(str(rank))
+            what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())
             return JobError(
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "
                 "them committed; other jobs go on."
             )
     kinds = {kind for kind, _ in parts}
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
-    alike = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
-    if alike and len(set(signatures)) > 1:
+    same = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
+    if same and len(set(signatures)) > 1:
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
     if kinds == {"step"}:
         return ExchangeError(f"Job {different_calls(job, [head.removeprefix('called ') for head in heads])}")

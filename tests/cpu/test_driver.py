@@ -297,6 +297,8 @@ def test_explanations():
     assert str(both).startswith(
         "Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves"
     )
+    alike = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: X"])
+    assert str(alike).startswith("Job `a` failed on ranks 0, 2 after step 3: X. Every rank leaves")
     mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
     assert str(mixed).startswith(
         "Job `a` does different things on different ranks after step 1: "

@@ -686,8 +686,8 @@ def test_batches_that_another_thread_asks_for_end_their_job_alone(ranks, opened_
 
     for error, bad in failing_loop_results(ranks, 0, start):
         assert re.match(
-            r"Job `bad` failed on rank \d after step 1: JobError: `job\.batches` of job `bad` was iterated in thread "
-            r"`mine`, not in the job's own: two threads would take each other's answers from the other ranks\.",
+            r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: `job\.batches` of job `bad` was iterated in"
+            r" thread `mine`, not in the job's own: two threads would take each other's answers from the other ranks\.",
             str(error),
         )
         assert bad.step == 1
