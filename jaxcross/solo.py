@@ -135,6 +135,8 @@ def _exchange(
             execution.run(index)
             execution.wait_outputs(index)
         ended[index] = True
+        if (what := execution.divided(index)) is not None:
+            raise ExchangeError(f"in step {step} of `{program.name}`: {what}")
     except BaseException as error:
         failed.append(error)
         raise

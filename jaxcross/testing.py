@@ -267,6 +267,9 @@ class FakeExecution:
             return None
         return f"`{segment.exchanges[0].line()}` made values that are not finite"
 
+    def divided(self, index: int) -> str | None:
+        """Its programs have no conditionals."""
+
     @property
     def skippable(self) -> bool:
         return True

@@ -77,6 +77,10 @@ class _Trial(Execution):
     def wait_inputs(self, index: int) -> None:
         self._attempt(partial(super().wait_inputs, index))
 
+    def divided(self, index: int) -> None:
+        """The step that counts will tell."""
+        self._counts.pop(index, None)
+
     def outputs(self) -> None:
         """Waits for the results, and drops them."""
         results = super().outputs

@@ -77,13 +77,15 @@ def assemble(
         literal_ids += [new_value(a.aval) for a in literals]
         dies = [v for v in reads[here] if last_read[v] == here and v not in results]
         masked = masked_by(graph, groups[here // 2], body, outs) if here % 2 else []
-        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *masked], body, traced.jaxpr)
+        counts = [v for v in made if v in traced.decisions]
+        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(Segment(
             index=len(segments), kind="collective" if here % 2 else "compute",
             inputs=tuple(ids[v] for v in reads[here]),
             outputs=(*(ids[v] for v in outs), *literal_ids) if literals else tuple(ids[v] for v in outs),
             dies=tuple(ids[v] for v in dies),
-            exchanges=_exchanges(body, graph, parts) if here % 2 else (), jaxpr=jaxpr,
+            exchanges=_exchanges(body, graph, parts) if here % 2 else (),
+            decisions=tuple(traced.decisions[v] for v in counts), jaxpr=jaxpr,
         ))  # fmt: skip
 
     remaining = iter(literal_ids)

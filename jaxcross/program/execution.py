@@ -28,7 +28,7 @@ class Runnable:
     Attributes:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
             so that its end can be waited for whatever became of the others. A collective segment's may have more, for
-            `nonfinite`.
+            `nonfinite` and `divided`.
         device: Where a collective segment runs; None for compute.
         releases: What it reads and the step does not return: dropped with its last reader.
         silent: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
@@ -90,7 +90,7 @@ class Compiled:
         peak = sum(alive.values())
         for runnable in self.runnables:
             segment, stats = runnable.segment, runnable.call.memory_analysis()
-            made = sum(program.values[v].nbytes for v in segment.outputs) + segment.masked_nbytes
+            made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
             extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
             peak = max(peak, sum(alive.values()) + extra)
             for v in segment.dies:
@@ -107,7 +107,7 @@ class Execution:
     Segments may be run from different threads and in any order, each after the segments that it reads.
     """
 
-    __slots__ = ("_arrived", "_compiled", "_env", "_fences", "_left", "_zeros")
+    __slots__ = ("_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -117,6 +117,7 @@ class Execution:
         # lanes may let go of a value at once.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._arrived: dict[int, Any] | None = None
+        self._counts: dict[int, Any] = {}
         self._zeros: dict[int, list[Any]] = {}
 
     def run(self, index: int) -> None:
@@ -132,6 +133,8 @@ class Execution:
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
             self._arrived[index] = outs
+        if segment.decisions:
+            self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
         if runnable.device is not None and runnable.shardings is not None:
             outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
@@ -195,6 +198,16 @@ class Execution:
             return None
         program = self._compiled.program
         return nonfinite(program, program.segments[index], self._arrived.pop(index))
+
+    def divided(self, index: int) -> str | None:
+        """What ranks decided differently in a collective segment that has run, for people; the same on every rank that
+        exchanged in it. Waits for the results.
+        """
+        if (counts := self._counts.pop(index, None)) is None:
+            return None
+        decisions = self._compiled.program.segments[index].decisions
+        found = (d.differs(np.asarray(c).tolist()) for d, c in zip(decisions, counts, strict=True))
+        return next((what for what in found if what is not None), None)
 
     @property
     def skippable(self) -> bool:

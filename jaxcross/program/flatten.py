@@ -19,6 +19,7 @@ from jax.ref import AbstractRef
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.conditional import Choose, predicate_of, split
+from jaxcross.program.decision import Decision
 from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.segments import Wire
 
@@ -43,6 +44,7 @@ class Flattener:
     like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
+    decisions: dict[Any, Decision] = field(default_factory=dict)  # of conditionals, by the variable that counts ranks
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
     _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
     _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
@@ -99,6 +101,13 @@ class Flattener:
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return list(outs)
+
+    def emit_for(self, eqn: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Emits a closed jaxpr for `eqn`, of whose line it is."""
+        before = len(self.eqns)
+        outs = self._inline(jaxpr, args)
+        self.eqns[before:] = [e.replace(source_info=eqn.source_info) for e in self.eqns[before:]]
+        return outs
 
     def _held_back(self, args: list[Any]) -> list[Any]:
         """`args`, but that what equations made of them can only be had together: what `checkpoint` recomputes waits for
@@ -190,8 +199,9 @@ class Flattener:
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)
+        self.decisions.update(walker.decisions)
         # Constants of a branch become further operands, so that every branch is closed.
-        return invars, drop_unread(walker.eqns, outs), outs
+        return invars, drop_unread(walker.eqns, [*outs, *walker.decisions]), outs
 
 
 def _rows_of(x: jax.Array, length: int) -> list[jax.Array]:

@@ -94,9 +94,11 @@ class Segment:
         dies: Values whose last use in this list is here. They are dropped once all their readers have run, and donated
             where no order of the segments could want them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
+        decisions: Conditionals of which a collective segment counts who takes which branch; see `Decision`.
         jaxpr: What it computes, closed: `len(inputs)` invars, `len(outputs)` outvars and, of a collective segment, one
-            more for each exchanged value that it reads itself and may make finite ones of, whatever that value is. A
-            collective segment's holds the named-axis collective equations themselves. None in a parsed program.
+            more for each exchanged value that it reads itself and may make finite ones of, whatever that value is, and
+            one for each decision. A collective segment's holds the named-axis collective equations themselves. None in
+            a parsed program.
     """
 
     index: int
@@ -105,6 +107,7 @@ class Segment:
     outputs: tuple[int, ...]
     dies: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    decisions: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -113,10 +116,10 @@ class Segment:
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
-    def masked_nbytes(self) -> int:
+    def extra_nbytes(self) -> int:
         """Bytes of the results beyond `outputs`."""
-        masked = [] if self.jaxpr is None else self.jaxpr.jaxpr.outvars[len(self.outputs) :]
-        return sum(v.aval.size * v.aval.dtype.itemsize for v in masked)
+        extra = [] if self.jaxpr is None else self.jaxpr.jaxpr.outvars[len(self.outputs) :]
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in extra)
 
 
 class Wire(Protocol):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.conditional import Choose, Predicate
+from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import drop_unread, holds_shard_map
 from jaxcross.program.segments import Program, Wire
@@ -36,6 +37,7 @@ class Traced:
         wire: What recognises and executes exchanges.
         late: Positions of flat arguments that are known after the step's exchanges only.
         undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
+        decisions: Those that only values decide, by the variable of the jaxpr that counts who takes which branch.
         whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
     """
 
@@ -50,6 +52,7 @@ class Traced:
     wire: Wire
     late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
+    decisions: Mapping[Any, Decision] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
     whole: Any = field(default=None, repr=False)
     _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # of all variants
@@ -188,7 +191,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     decide: Choose = choose
     walker = Flattener(base.axes, base.wire, decide, invars, base.whole)
     outs = walker.run(base.whole)
-    eqns = drop_unread(walker.eqns, outs)
+    eqns = drop_unread(walker.eqns, [*outs, *walker.decisions])
     read = {a for e in eqns for a in e.invars if not isinstance(a, compat.Literal)}
     read |= {a for a in outs if not isinstance(a, compat.Literal)}
     constvars = [v for v in walker.consts if v in read]
@@ -196,7 +199,8 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     return Traced(
         name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
         in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
-        late=base.late, undecided=found[0] if found else None, choices=choices, whole=base.whole, _own=base._own,
+        late=base.late, undecided=found[0] if found else None, decisions=walker.decisions, choices=choices,
+        whole=base.whole, _own=base._own,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxcross.errors import ExchangeError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.meeting import meet
@@ -206,6 +207,8 @@ class ExchangeLane:
         call.ends_ns[segment] = end_ns
         ready_ns = call.ready_ns(segment, start_ns)
         self._span("collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label)
+        if not zero and (what := execution.divided(segment)) is not None:
+            driver.post(driver.segment_failed(x, call, ExchangeError(what)))
         finite = True
         if call.nonfinite != "ignore" and not zero and (what := execution.nonfinite(segment)) is not None:
             if call.nonfinite == "skip":

@@ -1,0 +1,90 @@
+"""Do ranks take the same branch of a conditional that exchanges? They count it beside the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.segments import Exchange
+
+if TYPE_CHECKING:
+    from jaxcross.program.flatten import Flattener
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A `cond` or `switch` that only values decide, as the ranks that may exchange in it do.
+
+    Attributes:
+        axes: Those that it exchanges over.
+        takers: The branches that do. Ranks count who takes each of them, and last who takes another.
+        source: The user's line.
+    """
+
+    axes: tuple[str, ...]
+    takers: tuple[int, ...]
+    source: str
+
+    def differs(self, counts: Sequence[float]) -> str | None:
+        """What people are told where the ranks took more than one way.
+
+        Args:
+            counts: How many ranks took each; a rank that has failed took none.
+        """
+        ways = [*(f"branch {n}, which exchanges" for n in self.takers), "one that does not"]
+        taken = [f"{n:.0f} took {way}" for n, way in zip(counts, ways, strict=False) if n > 0]
+        if len(taken) < 2:
+            return None
+        return (
+            f"ranks decided the conditional at {self.source} differently. Of those that exchange in it over"
+            f" {', '.join(f'`{a}`' for a in self.axes)}, {', and '.join(taken)}. They would average zeros of those that"
+            " take no part, and drift apart. Decide by what all of them share, as `lax.pmax(flag, axis)`."
+            " `optax.apply_if_finite`, and `optax.MultiSteps` with a function that skips, look at a rank's own"
+            " gradients: put the exchange in front of them, not inside."
+        )
+
+
+def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]) -> None:
+    """Emits, for each group of ranks that exchange in a conditional, a sum over it of who takes which branch.
+
+    Eight bytes, where one of two branches exchanges. They share the buffer of other small sums.
+    """
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for n, eqns in enumerate(branches):
+        for x in dict.fromkeys(x for e in eqns for x in _exchanges(flat, e)):
+            key = x.axes, dict(x.params).get("groups")
+            if any(flat.axes[a] > 1 for a in x.axes) and n not in (takers := found.setdefault(key, [])):
+                takers.append(n)
+    for (axes, groups), takers in found.items():
+
+        def counted(i: Any, axes: Any = axes, groups: Any = groups, takers: Any = tuple(takers)) -> Any:
+            ways = [lax.eq(i, jnp.asarray(n, i.dtype)) for n in takers]
+            if len(ways) < len(branches):
+                other = ways[0]
+                for way in ways[1:]:
+                    other = lax.bitwise_or(other, way)
+                ways.append(lax.bitwise_not(other))
+            # Floats, that they may travel with gradients.
+            one_hot = lax.concatenate([lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0)
+            return lax.psum(one_hot, axes, axis_index_groups=groups)
+
+        closed = jax.make_jaxpr(counted, axis_env=list(flat.axes.items()))(
+            jax.ShapeDtypeStruct(index.aval.shape, index.aval.dtype)
+        )
+        for var in flat.emit_for(eqn, closed, [index]):
+            flat.decisions[var] = Decision(axes=axes, takers=tuple(takers), source=compat.source_of(eqn))
+
+
+def _exchanges(flat: Flattener, eqn: Any) -> Iterator[Exchange]:
+    if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
+        yield from found
+        return
+    for jaxpr in compat.sub_jaxprs(eqn):
+        for inner in compat.open_jaxpr(jaxpr)[0].eqns:
+            yield from _exchanges(flat, inner)

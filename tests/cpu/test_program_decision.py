@@ -1,0 +1,98 @@
+"""Conditionals that only values decide: what ranks count beside their exchanges, and what they are told."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxcross.program.decision import Decision
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks
+
+X = jnp.ones((4, 2))
+
+
+def cut(step, *args, axes):
+    return trace(step, args, axes=axes, wire=LocalRanks()).cut(bucket_bytes=0)
+
+
+def decisions(program):
+    return [d for segment in program.segments for d in segment.decisions]
+
+
+def by_value(x):
+    return lax.cond(x.sum() > 0, lambda v: lax.psum(v, "batch"), lambda v: v, x)
+
+
+def test_eight_bytes_beside_the_exchange() -> None:
+    program = cut(by_value, X, axes={"batch": 2})
+    assert program.exchange_signature().splitlines() == [
+        "axes batch=2", "psum batch float32[2]", "psum batch float32[4, 2]", "exchanges of each segment: 2",
+    ]  # fmt: skip
+    (decision,) = decisions(program)
+    assert (decision.axes, decision.takers) == (("batch",), (1,))
+    assert "test_program_decision.py" in decision.source and "(by_value)" in decision.source
+
+
+def test_none_where_there_is_nothing_to_decide() -> None:
+    """Nobody to differ from; a predicate that the host knows; no exchange inside."""
+    assert not decisions(cut(by_value, X, axes={"batch": 1}))
+
+    def by_counter(n, x):
+        return lax.cond(n % 2 == 0, lambda v: lax.psum(v, "batch"), lambda v: v, x)
+
+    traced = trace(by_counter, (jnp.int32(0), X), axes={"batch": 2}, wire=LocalRanks())
+    assert not any(decisions(traced.decide(branch).cut()) for branch in (0, 1))
+
+    def outside(x):
+        return lax.cond(x.sum() > 0, lambda v: v + 1, lambda v: v, lax.psum(x, "batch"))
+
+    assert not decisions(cut(outside, X, axes={"batch": 2}))
+
+
+def test_one_for_each_group_of_ranks() -> None:
+    def step(x):
+        ways = [
+            lambda v: lax.psum(lax.psum(v, "row"), "col"),
+            lambda v: lax.pmax(v, "row"),
+            lambda v: lax.psum(v, "col", axis_index_groups=[[0], [1]]),
+            lambda v: lax.psum(v, "one"),
+        ]
+        return lax.switch(jnp.round(x.sum()).astype(jnp.int32), ways, x)
+
+    program = cut(step, X, axes={"row": 2, "col": 2, "one": 1})
+    found = sorted((d.axes, d.takers) for d in decisions(program))
+    assert found == [(("col",), (0,)), (("col",), (2,)), (("row",), (0, 1))]
+    groups = [x for x in program.exchanges if dict(x.params).get("groups") and x.shape == (2,)]
+    assert len(groups) == 1
+
+
+def test_inside_another_it_is_counted_where_the_other_takes_it() -> None:
+    def step(x):
+        def inner(v):
+            return lax.cond(v[0, 0] > 2, lambda u: lax.psum(u, "batch"), lambda u: u - 1, v)
+
+        return lax.cond(x.sum() > 0, inner, lambda v: v, x)
+
+    program = cut(step, X, axes={"batch": 2})
+    assert [d.takers for d in decisions(program)] == [(1,), (1,)]
+    assert sorted(x.shape for x in program.exchanges) == [(2,), (2,), (4, 2)]
+
+
+DECISION = Decision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (step)")
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 0], [0, 3, 0], [0, 0, 4], [0, 0, 0]])
+def test_all_alike(counts) -> None:
+    """A rank that has failed counts for nothing."""
+    assert DECISION.differs(counts) is None
+
+
+def test_what_is_said() -> None:
+    assert str(DECISION.differs([2.0, 0.0, 1.0])).startswith(
+        "ranks decided the conditional at train.py:12 (step) differently. Of those that exchange in it over `row`,"
+        " `col`, 2 took branch 0, which exchanges, and 1 took one that does not. They would average zeros of those that"
+    )
+    both = Decision(axes=("row",), takers=(0, 1), source="here").differs([1.0, 3.0])
+    assert "1 took branch 0, which exchanges, and 3 took branch 1, which exchanges." in str(both)

@@ -1,0 +1,10 @@
+"""Conditionals that exchange, where ranks decide differently."""
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_are_told(mpirun, ranks):
+    finished = mpirun(ranks, "decisions.py", timeout=900).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: decisions done" in finished.stdout
