@@ -25,7 +25,7 @@ import numpy as np
 from workloads import in_turn, parser, spread, write_json
 
 from jaxcross.exchange import sparse
-from jaxcross.exchange.select import SAMPLE, chosen, select
+from jaxcross.exchange.select import chosen, sample_stride, select
 from jaxcross.world import pages
 
 WAYS = ("exact", "threshold")
@@ -44,7 +44,7 @@ def vector(data: str, size: int) -> np.ndarray:
         for block, scale in zip(np.array_split(x, min(161, size)), 10 ** rng.uniform(-4, 0, 161), strict=False):
             block *= np.float32(scale)
     elif data == "misleading":
-        x[:: max(1, size // SAMPLE)] *= np.float32(1e-6)
+        x[:: sample_stride(size)] *= np.float32(1e-6)
     return x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal, get_args
 
@@ -13,9 +14,10 @@ Selection = Literal["auto", "exact", "threshold"]
 # Backend -> the longest vector and the largest k, up to a power of two, of which `lax.top_k` was the faster way in
 # `benchmarks/selection.py`: its time grows with both, a threshold's many small operations cost the same for any k.
 # Others are taken for a CPU.
-_EXACT_UP_TO = {"cpu": (1 << 18, 1 << 10)}
-SAMPLE = 1 << 17
-"""At most so many elements tell the threshold search where to begin."""
+_EXACT_UP_TO = {"cpu": (1 << 16, 1 << 9)}
+_SAMPLE = (
+    1 << 15
+)  # at most so many elements tell the threshold search where to begin: looking through them is its floor
 _KEY_BITS = 31
 _INT32_MAX = (1 << 31) - 1
 
@@ -81,8 +83,7 @@ def _keys(x: jax.Array) -> jax.Array:
 def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     size = x.size
     # Where the sample's own k-th key would be, and four standard deviations of the count beyond.
-    stride = max(1, size // SAMPLE)
-    sample = _keys(x[::stride])
+    sample = _keys(x[:: sample_stride(size)])
     expected = sample.size * k / size
     rank = min(sample.size, math.ceil(expected + 4 * math.sqrt(expected) + 1))
     capacity = min(size, math.ceil(k * (rank + 5 * math.sqrt(rank)) / expected))
@@ -103,6 +104,15 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     # Fewer than k pass although every nonzero element may: then those are all there are.
     fits = (count <= capacity) & ((count >= k) | (bracket == 1))
     return jax.lax.cond(fits, near, far, None)
+
+
+def sample_stride(size: int) -> int:
+    """How far apart the elements lie that tell the threshold search of a vector where to begin.
+
+    Columns of weights may differ in scale, and most are multiples of 2, or of 3: with a stride that is neither the
+    sample has elements of all of them.
+    """
+    return next(n for n in itertools.count(-(-size // _SAMPLE)) if math.gcd(n, 6) == 1)
 
 
 def _kth(keys: jax.Array, k: int) -> jax.Array:

@@ -30,13 +30,13 @@ def vectors(size: int) -> dict[str, np.ndarray]:
         "heavy tails": (rng.standard_cauchy(size) ** 3).astype(np.float32),
         "ascending": np.arange(size, dtype=np.float32),
         "NaN and infinity": np.where(np.arange(size) == size // 2, np.nan, np.where(x > 2.5, np.inf, x)),
-        "what the sample does not see": np.where(np.arange(size) % 2, x, x / 1e6),
+        "what the sample does not see": np.where(np.arange(size) % selection.sample_stride(size), x, x / 1e6),
     }
 
 
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (31, 3), (33, 33), (5000, 50), (5000, 2500), (70001, 70)])
 def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "SAMPLE", 512)  # so that the sample is a part, and misleads where it can
+    monkeypatch.setattr(selection, "_SAMPLE", 512)  # so that the sample is a part, and misleads where it can
     chosen = jax.jit(functools.partial(select, k=k, selection="threshold"))
     for name, x in vectors(size).items():
         values, indices = map(np.asarray, chosen(x))
@@ -46,6 +46,15 @@ def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: p
         order = lambda v: np.sort(np.where(np.isnan(v), np.inf, np.abs(v)))  # noqa: E731
         np.testing.assert_array_equal(order(values), order(x)[size - k :], err_msg=name)
         assert np.isnan(values).sum() == np.isnan(x).sum(), name
+
+
+@pytest.mark.parametrize("size", [147456, 262144, 589824, 2359296, 25600000])
+def test_the_sample_has_elements_of_all_columns(size: int) -> None:
+    """Weights have rows of these lengths, and their columns differ in scale."""
+    stride = selection.sample_stride(size)
+    assert 10_000 <= size / stride <= selection._SAMPLE
+    for columns in (64, 96, 384, 512, 1536, 4096):
+        assert len({n % columns for n in range(0, size, stride)}) == columns
 
 
 def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
