@@ -33,8 +33,9 @@ _Level = tuple[int, str]
 
 
 def check_elementwise(
-    optimizer: optax.GradientTransformation, whole: Any, part: Any, state: Any, what: str, **extra: Any
-) -> None:
+    optimizer: optax.GradientTransformation, whole: Any, part: Any, state: Any, what: str, *, axis: Any = None,
+    **extra: Any,
+) -> None:  # fmt: skip
     """Refuses an optimizer that does something else to flat parts of leaves than to leaves. Computes nothing.
 
     Args:
@@ -43,10 +44,11 @@ def check_elementwise(
         part: The same as they are stepped.
         state: Of the optimizer on `part`.
         what: Whose optimizer it is, for the error.
+        axis: Over whose ranks the parts are.
         extra: Of `update`.
 
     Raises:
-        ValueError: It is no element-wise one.
+        ValueError: It is no element-wise one, or exchanges over `axis`.
     """
 
     def traced(updates: Any, state: Any, params: Any) -> Any:
@@ -55,6 +57,11 @@ def check_elementwise(
 
     (updates, params), state, whole = _types(part), _types(state), _types(whole)
     on_part = traced(updates, state, params)
+    if (name := _speaks_of(on_part, axis)) is not None:
+        raise ValueError(
+            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank steps another part of"
+            " each leaf, and unlike elements would be mixed. It gets the mean of the gradients: leave the exchange out."
+        )
     level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
     if level in (_PLACES, _OTHERS):
         raise ValueError(
@@ -71,6 +78,18 @@ def check_elementwise(
                 " which is what every rank steps: it looks at shapes, perhaps in a `mask` that is a function. Make a"
                 " tree of booleans of that."
             )
+
+
+def _speaks_of(jaxpr: Any, axis: Any) -> str | None:
+    """The first equation about an axis."""
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if axis is not None and axis in (named if isinstance(named, tuple | list) else (named,)):
+            return str(eqn.primitive.name)
+        for sub in compat.sub_jaxprs(eqn):
+            if (found := _speaks_of(compat.open_jaxpr(sub)[0], axis)) is not None:
+                return found
+    return None
 
 
 def _types(tree: Any) -> Any:

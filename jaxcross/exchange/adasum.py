@@ -82,8 +82,8 @@ def adasum(
         return jax.tree.unflatten(treedef, leaves), state
 
     axes = (axis, *(() if inner_axis is None else hops.axis_names(inner_axis)))
-    exchange = once("adasum", axes, optax.GradientTransformationExtraArgs(init, update))
-    return exchange if optimizer is None else optax.chain(optimizer, exchange)
+    exchange = optax.GradientTransformationExtraArgs(init, update)
+    return once("adasum", axes, exchange if optimizer is None else optax.chain(optimizer, exchange))
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:

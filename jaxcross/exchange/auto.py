@@ -183,13 +183,16 @@ def _seconds(job: Load, nbytes: Sequence[float]) -> list[float]:
 
 
 def _climb(seconds: Sequence[Sequence[float]], limit: float) -> list[int]:
-    """A rung a job, so that the seconds sum up to `limit` at most, where that can be had."""
+    """A rung a job, so that the seconds sum up to `limit` at most, where that can be had.
+
+    The job climbs whose next rung is the lowest: a job that must skip rungs waits for those that need not.
+    """
     at = [0] * len(seconds)
     while _total(seconds, at) > limit:
         steps = [(n, rung) for n in range(len(at)) if (rung := _next(seconds[n], at[n])) is not None]
         if not steps:
             break
-        job, rung = min(steps, key=lambda s: (at[s[0]], seconds[s[0]][s[1]] - seconds[s[0]][at[s[0]]]))
+        job, rung = min(steps, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][at[s[0]]]))
         at[job] = rung
     for job in sorted(range(len(at)), key=lambda n: -at[n]):
         for rung in range(at[job]):

@@ -20,9 +20,14 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     """One axis or several, which may come in a list, as a tuple.
 
     Raises:
-        ValueError: One is named twice.
+        ValueError: One is named twice, or there is none.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not names:
+        raise ValueError(
+            f"the axes of an exchange are `{axis_name!r}`: over none nothing is exchanged, and ranks would drift apart."
+            " Name an axis of the step."
+        )
     if len(set(names)) < len(names):
         raise ValueError(
             f"the axes of an exchange are `{names}`, one of them twice, and its ranks would count twice. Name"

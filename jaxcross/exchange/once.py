@@ -1,7 +1,8 @@
-"""No leaf is exchanged twice over one axis: a strategy refuses what another one hands it directly."""
+"""No leaf is exchanged twice over one axis: a strategy refuses what another one hands it, and to stand inside one."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -22,14 +23,25 @@ _marks: dict[int, _Mark] = {}
 """By the identity of what a strategy returned, arrays or tracers, as long as they live."""
 
 
+class _Running(threading.local):
+    """The exchanges whose `update` this thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, frozenset[Hashable]]] = []
+
+
+_running = _Running()
+
+
 def once(
     by: str, axis_name: hops.AxisName, exchange: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes.
+    """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes, and to
+    be in the optimizer of one.
 
-    That is two strategies in a chain whose masks overlap. Neither what was computed with in between is recognised nor a
-    mean that the step makes itself: the difference is between a mistake and a wish that nobody can see. Costs nothing
-    at run time.
+    The first is two strategies in a chain whose masks overlap. Neither what was computed with in between is recognised
+    nor a mean that the step makes itself: the difference is between a mistake and a wish that nobody can see. Costs
+    nothing at run time.
 
     Raises:
         ValueError: When traced, before the first step, and on every rank.
@@ -40,17 +52,26 @@ def once(
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        for outer, theirs in _running.all:
+            if shared := theirs & axes:
+                raise ValueError(
+                    f"`{by}` is inside the optimizer of `{outer}`, and both exchange over {_names(shared)}. A leaf is"
+                    " exchanged once: leave one of the two out."
+                )
         given = {id(leaf) for leaf in jax.tree.leaves(updates)}
         for path, leaf in jax.tree.leaves_with_path(updates):
             mark = _marks.get(id(leaf))
             if mark is not None and mark.leaf() is leaf and (shared := mark.axes & axes):
-                over = ", ".join(f"`{axis}`" for axis in sorted(shared, key=str))
                 raise ValueError(
-                    f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{mark.by}` has exchanged over "
-                    f"{over} already. A leaf is exchanged once: let the masks of `optax.masked` not overlap, or leave "
-                    "one of the two out."
+                    f"`{by}` is given the leaf `{jax.tree_util.keystr(path)}`, which `{mark.by}` has exchanged over"
+                    f" {_names(shared)} already. A leaf is exchanged once: let the masks of `optax.masked` not overlap,"
+                    " or leave one of the two out."
                 )
-        out, state = exchange.update(updates, state, params, **extra)
+        _running.all.append((by, axes))
+        try:
+            out, state = exchange.update(updates, state, params, **extra)
+        finally:
+            _running.all.pop()
         for leaf in jax.tree.leaves(out):
             if id(leaf) not in given and isinstance(leaf, jax.Array):  # what came back as it was is nobody's result
                 key = id(leaf)
@@ -58,3 +79,7 @@ def once(
         return out, state
 
     return optax.GradientTransformationExtraArgs(exchange.init, update)
+
+
+def _names(axes: frozenset[Hashable]) -> str:
+    return ", ".join(f"`{axis}`" for axis in sorted(axes, key=str))

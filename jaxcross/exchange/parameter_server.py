@@ -84,7 +84,7 @@ def parameter_server(
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
         mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
         _check_state(state, jax.eval_shape(inner.init, mean if parts is None else parts), size)
-        check_elementwise(inner, (whole, params), (mean, parts), state, "`parameter_server`", **extra)
+        check_elementwise(inner, (whole, params), (mean, parts), state, "`parameter_server`", axis=axis, **extra)
         stepped, state = inner.update(mean, state, parts, **extra)
         return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
 

@@ -144,7 +144,9 @@ def _directions(factors: Any, seed: int) -> Any:
     # One draw for all, as each would be compiled for itself. Hardly a step needs it, and it takes milliseconds.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
-        nothing, lambda: jax.random.normal(jax.random.key(seed), shape, jnp.float32), lambda: jnp.zeros(shape)
+        nothing,
+        lambda: jax.random.normal(jax.random.key(seed), shape, jnp.float32),
+        lambda: jnp.zeros(shape, jnp.float32),
     )
     return jax.tree.map(
         lambda new, size: jnp.where(size == 0, drawn[: new.shape[0], : new.shape[1]], new / size), factors, largest

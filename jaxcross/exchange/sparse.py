@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,12 +32,13 @@ def check_density(density: float, name: str = "density") -> None:
     """Refuses what is no share of elements.
 
     Raises:
-        ValueError: `density` is not in (0, 1].
+        ValueError: `density` is no number in (0, 1].
     """
-    if isinstance(density, bool) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, numbers.Real) or not 0 < density <= 1:
         raise ValueError(
-            f"`{name}` is {density!r}: it is the share of elements that are sent and must lie in (0, 1], for example"
-            " 0.01. To send everything, use `jaxcross.exchange.mean`."
+            f"`{name}` is {density!r}: it is the share of elements that are sent and must be a number in (0, 1], for"
+            " example 0.01. How many are sent is part of the program: a share that changes is a `warm_up` of `top_k`."
+            " To send everything, use `jaxcross.exchange.mean`."
         )
 
 

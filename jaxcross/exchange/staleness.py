@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import hops
-from jaxcross.exchange.mean import mean
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import whole_number, wide
 
@@ -63,7 +62,6 @@ def bounded_stale(
     bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
     names = hops.axis_names(axis_name)
     inner = optax.with_extra_args_support(optimizer)
-    exchange = mean(names)
 
     def init(params: optax.Params) -> StaleState:
         return StaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
@@ -71,8 +69,9 @@ def bounded_stale(
     def update(
         updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, StaleState]:
-        everybody, _ = exchange.update(updates, optax.EmptyState(), params)
+        everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
         queue, step = state.queue, state.step
+        _check_queue(queue, bound, "`bounded_stale`", f"`bound` is {bound}")
         if bound:
             ranks = jax.lax.psum(1, names)
             late = jax.tree.map(lambda q: q[step], queue)
@@ -126,7 +125,6 @@ def asynchronous(
     slots = int(table.max()) + 1
     period = int(np.lcm(len(table), slots))
     inner = optax.with_extra_args_support(optimizer)
-    exchange = mean(axis)
 
     def init(params: optax.Params) -> StaleState:
         return StaleState(jnp.zeros((), jnp.int32), _empty(params, slots if slots > 1 else 0), inner.init(params))
@@ -135,6 +133,7 @@ def asynchronous(
         updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, StaleState]:
         queue, step = state.queue, state.step
+        _check_queue(queue, slots if slots > 1 else 0, "`asynchronous`", f"the largest of `delays` is {slots - 1}")
         if slots > 1:
             delay = _delay(table, step, axis)
             sent = jax.tree.map(lambda q, g: q.at[(step + delay) % slots].add(g.astype(q.dtype)), queue, updates)
@@ -143,7 +142,7 @@ def asynchronous(
             step = (step + 1) % period
         else:
             _delay(table, step, axis)
-        updates, _ = exchange.update(updates, optax.EmptyState(), params)
+        updates = jax.tree.map(lambda g: jax.lax.pmean(g, axis), updates)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
@@ -155,6 +154,16 @@ def _empty(params: optax.Params, slots: int) -> Any:
     return (
         jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), wide(jnp.result_type(x))), params) if slots else None
     )
+
+
+def _check_queue(queue: Any, slots: int, what: str, why: str) -> None:
+    """Refuses a state of other delays: what waits would be lost, or counted twice."""
+    found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
+    if found not in ({slots}, set()):
+        raise ValueError(
+            f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which needs {slots}."
+            " Restore it with the delays that it was made with, or begin with a new state: what waits is lost then."
+        )
 
 
 def _table(delays: Any) -> np.ndarray:

@@ -150,8 +150,10 @@ def top_k(
         pairs = [select(x, sparse.slots(share, x.size), selection=selection) for x in groups]
         # The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
         types = [x.dtype for x in leaves]
-        types = [min(types, key=lambda dtype: float(jnp.finfo(dtype).max))] if bucket else types
-        sent = [hops.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types, strict=True)]
+        if bucket and len(set(types)) > 1:
+            sent = [_each_within(*pairs[0], bounds[1:], types, inner)]
+        else:
+            sent = [hops.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)]
         sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v in sent]
         counts = list(itertools.accumulate(v.size for v in sent))[:-1]
         every_value = jnp.split(hops.gather(jnp.concatenate(sent), across), counts, axis=1)
@@ -171,8 +173,25 @@ def top_k(
     return once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
+def _each_within(
+    values: jax.Array, indices: jax.Array, ends: Sequence[int], types: Sequence[Any], times: int
+) -> jax.Array:
+    """`hops.within` for elements of leaves of several types, which end at `ends`."""
+    most = float(jnp.finfo(values.dtype).max)
+    largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
+    largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(mode="clip")
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
+
+
 def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    steps = [until for until, _ in warm_up]
+    pairs = isinstance(warm_up, Sequence) and all(isinstance(stage, Sequence) and len(stage) == 2 for stage in warm_up)
+    if not pairs:
+        raise ValueError(
+            f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, for example"
+            " `[(100, 0.25), (200, 0.05)]`."
+        )
+    steps = [whole_number(until, "warm_up", "`top_k`, of which the first number of each pair is a step,", least=0)
+             for until, _ in warm_up]  # fmt: skip
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
             f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for example"

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -76,6 +77,15 @@ def test_a_delay_is_not_a_yes(delays: Any) -> None:
         (lambda: exchange.power_sgd(1, "batch", min_ratio=-1), r"^`min_ratio` of `power_sgd` is `-1`: it is"),
         (lambda: exchange.top_k(True, "batch"), r"^`density` is True: it is the share of elements"),
         (lambda: exchange.gtop_k(True, "batch"), r"^`density` is True: it is the share of elements"),
+        (lambda: exchange.top_k("0.1", "batch"), r"^`density` is '0\.1': it is the share of elements that are sent"),
+        (lambda: exchange.top_k(np.True_, "batch"), r"^`density` is np\.True_: it is the share of elements that are"),
+        (lambda: exchange.gtop_k(None, "batch"), r"^`density` is None: it is the share of elements that are sent"),
+        (lambda: exchange.top_k(optax.linear_schedule(1, 0.1, 5), "batch"), r"(?s)^`density` is <.* is a `warm_up` of"),
+        (lambda: exchange.top_k(0.1, "batch", warm_up=0.5), r"^`warm_up` is 0\.5: it is a list of pairs of a step and"),
+        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1,)]), r"^`warm_up` is \[\(1,\)\]: it is a list of pairs"),
+        (lambda: exchange.top_k(0.1, "batch", warm_up=[(1.5, 0.2)]), r"^`warm_up` of `top_k`, .* step, is `1\.5`: it "),
+        (lambda: exchange.mean(()), r"^the axes of an exchange are `\(\)`: over none nothing is exchanged"),
+        (lambda: exchange.local_sgd(optax.sgd(1.0), [], every=1), r"^the axes of an exchange are `\[\]`: over none"),
         (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
     ],
 )

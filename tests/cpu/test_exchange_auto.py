@@ -102,6 +102,19 @@ def test_no_job_can_step_back(seconds, limit):
         assert _total(seconds, at) == pytest.approx(best)
 
 
+def test_a_job_that_must_skip_rungs_waits_for_those_that_need_not():
+    """Of bfloat16 gradients 16 bits save nothing; the other job's bfloat16 is enough for both."""
+    told = []
+    half = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    single = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    loads = [
+        Load(name="half", compute_s=1.0, exchange_s=1.2, params=half),
+        Load(name="single", compute_s=1.0, exchange_s=1.0, params=single),
+    ]
+    exchange.auto(1.0, loads, "batch", ranks=2, say=told.append)
+    assert names(told[0]) == ["mean", "mean, bfloat16"]
+
+
 def test_the_ladder_descends():
     sent = [received_bytes(rung.make("batch"), PARAMS, "batch", 2) for rung in LADDER]
     assert sent == sorted(sent, reverse=True)

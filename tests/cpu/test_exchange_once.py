@@ -9,7 +9,17 @@ import pytest
 from exchange_row import Row
 from exchange_table import TABLE
 
-from jaxcross.exchange import lars, mean, once, qsgd, top_k
+from jaxcross.exchange import (
+    adasum,
+    bounded_stale,
+    lars,
+    local_sgd,
+    mean,
+    once,
+    parameter_server,
+    qsgd,
+    top_k,
+)
 from jaxcross.testing_wire import vmapped
 
 LEAVES = {"kernel": jnp.ones((4, 3)), "other": jnp.ones((4, 2))}
@@ -86,3 +96,23 @@ def test_nothing_is_kept():
     traced(mean("batch"), {"batch": 4})
     gc.collect()
     assert set(once._marks) <= before
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("mean", lambda tx: local_sgd(tx, "batch", every=1)),
+        ("top_k", lambda tx: adasum("batch", optimizer=tx)),
+        ("mean", lambda tx: bounded_stale(tx, "batch", bound=1)),
+        ("mean", lambda tx: parameter_server(tx, "batch")),
+    ],
+)
+def test_one_inside_the_optimizer_of_another_is_refused(inner, outer):
+    exchange = {"mean": mean("batch"), "top_k": top_k(0.5, "batch")}[inner]
+    nested = outer(optax.chain(exchange, optax.sgd(0.1)))
+    message = rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. A leaf is exchanged once"
+    with pytest.raises(ValueError, match=message):
+        traced(nested, {"batch": 4})
+    # Nothing is left of the failure; and over different axes they go together.
+    traced(outer(optax.sgd(0.1)), {"batch": 4})
+    traced(local_sgd(optax.chain(mean("local"), optax.sgd(0.1)), "node", every=1), AXES)

@@ -11,6 +11,7 @@ import pytest
 from jaxcross.exchange import mean, parallel_norms
 from jaxcross.exchange.parameter_server import parameter_server
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
+from jaxcross.testing_wire import vmapped
 
 pytestmark = pytest.mark.exhaustive
 
@@ -268,6 +269,38 @@ def test_staleness_needs_a_smaller_rate():
 def test_schedules_are_refused_when_they_are_made(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        (bounded_stale(optax.sgd(1.0), "batch", bound=1), bounded_stale(optax.sgd(1.0), "batch", bound=3)),
+        (bounded_stale(optax.sgd(1.0), "batch", bound=0), bounded_stale(optax.sgd(1.0), "batch", bound=3)),
+        (asynchronous(optax.sgd(1.0), "batch", delays=1), asynchronous(optax.sgd(1.0), "batch", delays=2)),
+        (asynchronous(optax.sgd(1.0), "batch", delays=1), asynchronous(optax.sgd(1.0), "batch", delays=0)),
+    ],
+)
+def test_a_state_of_other_delays_is_refused(of, to):
+    """What waits would be lost, or count twice."""
+    step = jax.vmap(lambda g: to.update(g, of.init(jnp.zeros(2)), jnp.zeros(2))[0], axis_name="batch")
+    with pytest.raises(ValueError, match=r"^`(bounded_stale|asynchronous)` got a state in which gradients wait in \d "):
+        step(jnp.ones((2, 2)))
+
+
+def test_an_optimizer_that_exchanges_is_refused():
+    """Every rank steps another part: a mean over the same ranks would be one of unlike elements."""
+
+    def step_on(axes, averaged):
+        own = optax.chain(optax.stateless(lambda u, _: jax.lax.pmean(u, averaged)), optax.sgd(1.0))
+        tx = parameter_server(own, "batch")
+        return vmapped(lambda g: tx.update(g, tx.init(g), g)[0], axes)
+
+    with pytest.raises(
+        ValueError, match=r"^the optimizer of `parameter_server` exchanges over `batch` itself, by `psum"
+    ):
+        step_on({"batch": 2}, "batch")(jnp.ones((2, 4)))
+    out = step_on({"other": 2, "batch": 2}, "other")(jnp.arange(16.0).reshape(2, 2, 4))
+    np.testing.assert_array_equal(out, -jnp.broadcast_to(jnp.arange(6.0, 10.0), (2, 2, 4)))
 
 
 @pytest.mark.parametrize("delays", [[0, 0], [1, 2]])

@@ -138,6 +138,18 @@ def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> 
         np.testing.assert_allclose(total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5)
 
 
+def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
+    """float16 ends at 65504; a float32 leaf beside it does not, and what float16 cannot hold waits."""
+    grads = {"wide": jnp.full((2, 4, 4), 1e6), "narrow": jnp.full((2, 4, 4), 6e4, jnp.float16)}
+    for bucket in (False, True):
+        tx = top_k(1.0, "batch", bucket=bucket)
+        state = tx.init(jax.tree.map(lambda x: x[0], grads))
+        state = state._replace(residual=jax.tree.map(lambda x: x + 3e4, state.residual))
+        updates, state = jax.vmap(lambda g, s=state, tx=tx: tx.update(g, s), axis_name="batch")(grads)
+        assert (updates["wide"] == 1e6 + 3e4).all() and (updates["narrow"] == 65504).all()
+        assert not state.residual["wide"].any() and (state.residual["narrow"] == 9e4 - 65504).all()
+
+
 def test_hierarchical_top_k_of_a_bucket_in_sixteen_bits_loses_nothing_either() -> None:
     axes = {"node": 2, "local": 2}
     options = {"bucket": True, "values_dtype": jnp.bfloat16}
