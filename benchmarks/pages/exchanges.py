@@ -30,8 +30,10 @@ def choose(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     yield "exchange", "bytes a rank receives", "time", "accuracy", "same", "use it when", "costs", "source (arXiv)"
     for member in FAMILY:
         name = member.measured
-        times = [time(rows, name) for rows in flat if name in rows]
-        if name in nodes and name not in flat[-1]:
+        # What knows nodes is for several ranks a host: of one rank a host each, its node would be two of them.
+        for_nodes = name in nodes and ("hierarchical" in name or name not in flat[-1])
+        times = [time(rows, name) for rows in (flat[:1] if for_nodes else flat) if name in rows]
+        if for_nodes:
             times.append(f"{time(nodes, name)} on nodes")
         trained = member.trained or name
         lost = [
