@@ -52,7 +52,7 @@ class Execution:
     def forget(self, index: int) -> None:
         pass
 
-    wait_outputs = forget
+    wait_outputs = divided = forget
 
 
 def overlapped(execution: Execution, *, silent: bool = False) -> Any:
