@@ -81,8 +81,10 @@ def check_elementwise(
 
 
 def _speaks_of(jaxpr: Any, axis: Any) -> str | None:
-    """The first equation about an axis."""
+    """The first exchange over an axis."""
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("axis_index", "pcast", "pvary"):
+            continue
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if axis is not None and axis in (named if isinstance(named, tuple | list) else (named,)):
             return str(eqn.primitive.name)

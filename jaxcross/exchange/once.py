@@ -53,9 +53,9 @@ def once(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         for outer, theirs in _running.all:
-            if shared := theirs & axes:
+            if theirs <= axes:  # over a part of its axes is another matter: a mean in the node, every step
                 raise ValueError(
-                    f"`{by}` is inside the optimizer of `{outer}`, and both exchange over {_names(shared)}. A leaf is"
+                    f"`{by}` is inside the optimizer of `{outer}`, and both exchange over {_names(theirs)}. A leaf is"
                     " exchanged once: leave one of the two out."
                 )
         given = {id(leaf) for leaf in jax.tree.leaves(updates)}

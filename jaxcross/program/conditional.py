@@ -79,7 +79,7 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
     X is always made, with zeros where its branch is not taken, so that ranks cannot disagree about who takes part.
     Only the branch taken contributes to the result. Beside it, ranks count who takes it. Follows cut rule 5.
     """
-    decision.count(flat, eqn, index, [eqns for _, eqns, _ in branches])
+    counts = decision.count(flat, eqn, index, [eqns for _, eqns, _ in branches])
     consts = [v for v in flat.consts if any(v in e.invars for _, eqns, _ in branches for e in eqns)
               or any(v is o for _, _, outs in branches for o in outs)]  # fmt: skip
     shared = [*operands, *consts]
@@ -117,9 +117,9 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
         values = _emit(flat, eqn, index, shared, first)
         packed = iter(values)
         received = [compat.new_var(v.aval) for v in exchange.outvars]
-        for old, new in zip(exchange.outvars, received, strict=True):
-            if old in flat.decisions:  # of a conditional inside this one
-                flat.decisions[new] = flat.decisions.pop(old)
+        flat.renamed(exchange.outvars, received)
+        for group in decision.groups_of(flat, exchange):
+            flat.counted.setdefault(counts[group], set()).update(received)
         args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
         flat.eqns.append(exchange.replace(invars=args, outvars=received))
         # The rest of this branch reads the residuals and what was received; the other branches ignore them.

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Exchange
 
 if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener
+
+Group = tuple[tuple[str, ...], Any]
+"""Axes, and the groups along them, if an exchange names some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +52,16 @@ class Decision:
         )
 
 
-def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]) -> None:
+def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
     """Emits, for each group of ranks that exchange in a conditional, a sum over it of who takes which branch.
 
     Eight bytes, where one of two branches exchanges. They share the buffer of other small sums.
     """
-    found: dict[tuple[Any, ...], list[int]] = {}
+    found: dict[Group, list[int]] = {}
+    counts: dict[Group, Any] = {}
     for n, eqns in enumerate(branches):
-        for x in dict.fromkeys(x for e in eqns for x in _exchanges(flat, e)):
-            key = x.axes, dict(x.params).get("groups")
-            if any(flat.axes[a] > 1 for a in x.axes) and n not in (takers := found.setdefault(key, [])):
-                takers.append(n)
+        for group in dict.fromkeys(g for e in eqns for g in groups_of(flat, e)):
+            found.setdefault(group, []).append(n)
     for (axes, groups), takers in found.items():
 
         def counted(i: Any, axes: Any = axes, groups: Any = groups, takers: Any = tuple(takers)) -> Any:
@@ -72,19 +73,24 @@ def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any
                 ways.append(lax.bitwise_not(other))
             # Floats, that they may travel with gradients.
             one_hot = lax.concatenate([lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0)
-            return lax.psum(one_hot, axes, axis_index_groups=groups)
+            # No light work, that it is not done between exchanges: of zeros in place of what a rank has failed to make
+            # it would make a vote.
+            return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         closed = jax.make_jaxpr(counted, axis_env=list(flat.axes.items()))(
             jax.ShapeDtypeStruct(index.aval.shape, index.aval.dtype)
         )
-        for var in flat.emit_for(eqn, closed, [index]):
-            flat.decisions[var] = Decision(axes=axes, takers=tuple(takers), source=compat.source_of(eqn))
+        (var,) = flat.emit_for(eqn, closed, [index])
+        flat.decisions[var] = Decision(axes=axes, takers=tuple(takers), source=compat.source_of(eqn))
+        counts[axes, groups] = var
+    return counts
 
 
-def _exchanges(flat: Flattener, eqn: Any) -> Iterator[Exchange]:
+def groups_of(flat: Flattener, eqn: Any) -> Iterator[Group]:
+    """The groups of several ranks that exchange in an equation, one for each exchange."""
     if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
-        yield from found
+        yield from ((x.axes, dict(x.params).get("groups")) for x in found if any(flat.axes[a] > 1 for a in x.axes))
         return
     for jaxpr in compat.sub_jaxprs(eqn):
         for inner in compat.open_jaxpr(jaxpr)[0].eqns:
-            yield from _exchanges(flat, inner)
+            yield from groups_of(flat, inner)

@@ -45,6 +45,7 @@ class Flattener:
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
     decisions: dict[Any, Decision] = field(default_factory=dict)  # of conditionals, by the variable that counts ranks
+    counted: dict[Any, set[Any]] = field(default_factory=dict)  # that variable -> what is exchanged where they decide
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
     _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
     _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
@@ -101,6 +102,18 @@ class Flattener:
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return list(outs)
+
+    def read(self, outs: Sequence[Any]) -> list[Any]:
+        """The equations that `outs` come from, and those that count who exchanges for them."""
+        made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
+        self.decisions = {v: d for v, d in self.decisions.items() if not made.isdisjoint(self.counted[v])}
+        return drop_unread(self.eqns, [*outs, *self.decisions])
+
+    def renamed(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """What a branch exchanges stands under new names in front of what is left of it."""
+        names = dict(zip(before, after, strict=True))
+        self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
+        self.counted = {names.get(v, v): {names.get(x, x) for x in xs} for v, xs in self.counted.items()}
 
     def emit_for(self, eqn: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Emits a closed jaxpr for `eqn`, of whose line it is."""
@@ -200,8 +213,9 @@ class Flattener:
         outs = walker.run(branch)
         self.consts.update(walker.consts)
         self.decisions.update(walker.decisions)
+        self.counted.update(walker.counted)
         # Constants of a branch become further operands, so that every branch is closed.
-        return invars, drop_unread(walker.eqns, [*outs, *walker.decisions]), outs
+        return invars, walker.read(outs), outs
 
 
 def _rows_of(x: jax.Array, length: int) -> list[jax.Array]:

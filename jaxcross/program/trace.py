@@ -17,7 +17,7 @@ from jaxcross.errors import CutError
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.jaxprs import drop_unread, holds_shard_map
+from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 
@@ -191,7 +191,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
     decide: Choose = choose
     walker = Flattener(base.axes, base.wire, decide, invars, base.whole)
     outs = walker.run(base.whole)
-    eqns = drop_unread(walker.eqns, [*outs, *walker.decisions])
+    eqns = walker.read(outs)
     read = {a for e in eqns for a in e.invars if not isinstance(a, compat.Literal)}
     read |= {a for a in outs if not isinstance(a, compat.Literal)}
     constvars = [v for v in walker.consts if v in read]

@@ -115,4 +115,5 @@ def test_one_inside_the_optimizer_of_another_is_refused(inner, outer):
         traced(nested, {"batch": 4})
     # Nothing is left of the failure; and over different axes they go together.
     traced(outer(optax.sgd(0.1)), {"batch": 4})
-    traced(local_sgd(optax.chain(mean("local"), optax.sgd(0.1)), "node", every=1), AXES)
+    for axes in ("node", ("node", "local")):
+        traced(local_sgd(optax.chain(mean("local"), optax.sgd(0.1)), axes, every=1), AXES)

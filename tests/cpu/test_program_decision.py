@@ -80,6 +80,27 @@ def test_inside_another_it_is_counted_where_the_other_takes_it() -> None:
     assert sorted(x.shape for x in program.exchanges) == [(2,), (2,), (4, 2)]
 
 
+def test_what_nobody_reads_is_not_counted() -> None:
+    def step(x):
+        lax.cond(x.sum() > 0, lambda v: lax.psum(v, "batch"), lambda v: v, x)
+        return x + 1
+
+    assert not cut(step, X, axes={"batch": 2}).exchanges
+
+
+def test_no_vote_is_made_between_exchanges() -> None:
+    """There it would be made of zeros on a rank that has failed, and would count."""
+
+    def step(x, t):
+        most = lax.pmax(x.max(), "batch")
+        y = lax.psum(x * most, "batch")
+        return lax.cond(most > t, lambda v: lax.psum(v, "batch"), lambda v: v, y)
+
+    program = cut(step, X, jnp.float32(5), axes={"batch": 2})
+    names = [e.primitive.name for s in program.collectives for e in s.jaxpr.jaxpr.eqns]
+    assert len(decisions(program)) == 1 and "eq" not in names and "concatenate" not in names
+
+
 DECISION = Decision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (step)")
 
 
