@@ -14,11 +14,11 @@ Selection = Literal["auto", "exact", "threshold"]
 # Backend -> the longest vector and the largest k, up to a power of two, of which `lax.top_k` was the faster way in
 # `benchmarks/selection.py`: its time grows with both, a threshold's many small operations cost the same for any k.
 # Others are taken for a CPU.
-_EXACT_UP_TO = {"cpu": (1 << 16, 1 << 9)}
-_SAMPLE = (
-    1 << 15
-)  # at most so many elements tell the threshold search where to begin: looking through them is its floor
+_EXACT_UP_TO = {"cpu": (1 << 15, 1 << 7)}
+# A threshold search begins with a sample, which it looks through once a bit: a seventh of the vector, at most so many.
+_SAMPLE, _STRIDE = 1 << 15, 7
 _KEY_BITS = 31
+_FLOAT_COUNTS = 1 << 24  # float32 counts exactly up to here
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -112,7 +112,7 @@ def sample_stride(size: int) -> int:
     Columns of weights may differ in scale. Rows are products of 2, 3 and 5 long, or nearly all: with a stride that none
     of them divides, the sample has elements of all columns.
     """
-    return next(n for n in itertools.count(-(-size // _SAMPLE)) if math.gcd(n, 30) == 1)
+    return next(n for n in itertools.count(max(_STRIDE, -(-size // _SAMPLE))) if math.gcd(n, 30) == 1)
 
 
 def _kth(keys: jax.Array, k: int) -> jax.Array:
@@ -120,10 +120,16 @@ def _kth(keys: jax.Array, k: int) -> jax.Array:
 
     def bit(i: jax.Array, found: jax.Array) -> jax.Array:
         tried = found | jnp.left_shift(jnp.int32(1), _KEY_BITS - 1 - i)
-        return jnp.where(jnp.sum(keys >= tried, dtype=jnp.int32) >= k, tried, found)
+        return jnp.where(_reaching(keys, tried) >= k, tried, found)
 
     # A zero that is this rank's own, for `shard_map` with `check_vma`.
     return jax.lax.fori_loop(0, _KEY_BITS, bit, keys[0] & 0)
+
+
+def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
+    """How many keys reach one. As floats: XLA's CPU backend sums them by whole vectors, integers one by one."""
+    parts = (keys[start : start + _FLOAT_COUNTS] for start in range(0, keys.size, _FLOAT_COUNTS))
+    return sum((jnp.sum((part >= key).astype(jnp.float32)).astype(jnp.int32) for part in parts), jnp.int32(0))
 
 
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
