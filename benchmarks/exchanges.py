@@ -6,7 +6,8 @@ The gradients of ResNet-50 and of a small Transformer, a rank on each host, a re
 exchange and SGD alone: no forward or backward pass. The strategies take turns, each from its first state, in one run.
 total: a step, its computing included; wire: its exchanges, without waiting for a rank that computes longer. Both, over
 those of `mean` in the same repeat, and bytes too. A target is undecided where repeats lie on both sides of it.
-What exchanges every few steps is measured over all of these, and is a mean of them.
+What exchanges every few steps is measured over all of these, and is a mean of them. A turn has two steps, of a small
+model up to eight, whose waits for one another weigh more.
 `ParameterServer` is the real one; its wire is `push_pull`, in which servers step and others may be waited for.
 """
 
@@ -36,6 +37,8 @@ TARGETS = (
     ("bfloat16, wire", "wire", "mean, bfloat16", "mean", 0.55),
     ("norms shared out", "total", "shared norms", "norms on every rank", 1.0),
 )
+
+TURN = 20_000_000  # elements that a turn exchanges, in whole steps
 
 # The servers that are measured, and how many steps a worker may be ahead.
 SERVERS = {"ParameterServer, synchronous": 0, "ParameterServer, asynchronous": math.inf}
@@ -123,7 +126,7 @@ def worker(args: Any) -> int:
         return not args.only or name == "mean" or name.startswith(tuple(args.only))
 
     servers = {name: bound for name, bound in SERVERS.items() if wanted(name)}
-    repeats, fewest = (1, 2) if args.smoke else (args.repeats, 2)
+    repeats = 1 if args.smoke else args.repeats
 
     def cross(tx: optax.GradientTransformation, axes: dict[str, int]) -> Any:
         def step(state: Any, grads: Any) -> Any:
@@ -136,6 +139,8 @@ def worker(args: Any) -> int:
     def measure(model: str, work: Any) -> dict[str, Any]:
         """All chosen ones on a model's gradients, in turn."""
         params = jax.tree.map(np.asarray, work.state(0)[0])
+        elements = sum(x.size for x in jax.tree.leaves(params))
+        fewest = 2 if args.smoke else max(2, min(8, TURN // elements))
         rng = np.random.default_rng(world.rank)
         grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, dtype=np.float32)), params)
         made = {s.name: s.make(setting) for s in rivals if wanted(s.name)}
@@ -194,7 +199,7 @@ def worker(args: Any) -> int:
             row["bytes_over_mean"] = row["bytes"] / rows["mean"]["bytes"]
             for key in ("total", "wire"):
                 row[f"{key}_over_mean"] = statistics.median(ratios(rows, name, key))
-        return {"elements": sum(x.size for x in jax.tree.leaves(params)), "strategies": rows}
+        return {"elements": elements, "steps": fewest, "strategies": rows}
 
     models = {model: measure(model, work) for model, work in works.items()}
     if world.rank == 0:
