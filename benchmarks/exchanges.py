@@ -6,8 +6,8 @@ The gradients of ResNet-50 and of a small Transformer, a rank on each host, a re
 exchange and SGD alone: no forward or backward pass. The strategies take turns, each from its first state, in one run.
 total: a step, its computing included; wire: its exchanges, without waiting for a rank that computes longer. Both, over
 those of `mean` in the same repeat, and bytes too. A target is undecided where repeats lie on both sides of it.
-What exchanges every few steps is measured over all of these, and is a mean of them. A turn has two steps, of a small
-model up to eight, whose waits for one another weigh more.
+What exchanges every few steps is measured over all of these, and is a mean of them. A turn has two steps, or
+up to eight of a small model: as many as exchange some 20 million elements.
 `ParameterServer` is the real one; its wire is `push_pull`, in which servers step and others may be waited for.
 """
 

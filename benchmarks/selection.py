@@ -53,7 +53,7 @@ def measure(size: int, density: float, repeats: int, data: str = "normal") -> di
     """One length, density and kind of data: seconds of each way, and what it found."""
     k = sparse.slots(density, size)
     # A few milliseconds a turn: a call of a short vector's is as short as the clock's and the dispatch's noise. Each
-    # call has other numbers: a processor learns the branches that sorting the same ones takes.
+    # has other numbers: a processor learns the branches that sorting the same ones takes.
     steps = max(1, min(100, (1 << 20) // size))
     xs = [jnp.asarray(vector(data, size, seed)) for seed in range(steps)]
     x = xs[0]

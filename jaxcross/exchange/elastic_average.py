@@ -10,7 +10,7 @@ import optax
 
 from jaxcross.exchange.hops import AxisName, axis_names
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import add, needed, sum_of, whole_number
+from jaxcross.exchange.parameters import add, as_number, needed, optimizer_in, sum_of, whole_number
 
 
 class ElasticAverageState(NamedTuple):
@@ -66,11 +66,12 @@ def elastic_average(
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axis_name)
-    pull = alpha if beta is None else beta
-    for name, value in (("alpha", alpha), ("beta", pull)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"`{name}` of `elastic_average` is `{value}`: it is part of a distance, in [0, 1].")
-    inner = optax.with_extra_args_support(optimizer)
+    for name, value in (("alpha", alpha), ("beta", alpha if beta is None else beta)):
+        if not 0 <= as_number(value) <= 1:
+            raise ValueError(f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, 1].")
+    alpha = as_number(alpha)
+    pull = alpha if beta is None else as_number(beta)
+    inner = optimizer_in(optimizer, "`elastic_average`")
 
     def init(params: optax.Params) -> ElasticAverageState:
         # A copy: an array that is parameter and centre at once could not be donated.

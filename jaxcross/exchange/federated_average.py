@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import needed, steer, sum_of, whole_number, wide
+from jaxcross.exchange.parameters import as_number, needed, optimizer_in, steer, sum_of, whole_number, wide
 
 
 class FederatedAverageState(NamedTuple):
@@ -69,11 +69,11 @@ def federated_average(
     """
     axis = hops.one_axis(axis_name, "`federated_average`")
     every = whole_number(every, "every", "`federated_average`")
-    if not 0 < participation <= 1:
-        raise ValueError(f"`participation` of `federated_average` is `{participation}`: it is a fraction in (0, 1].")
-    if weights is not None and not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"`weights` of `federated_average` are `{list(weights)}`: each must be positive and finite.")
-    inner = optax.with_extra_args_support(optimizer)
+    share_of_ranks = as_number(participation)
+    if not 0 < share_of_ranks <= 1:
+        raise ValueError(f"`participation` of `federated_average` is `{participation!r}`: it is a fraction in (0, 1].")
+    samples = None if weights is None else _positive(weights)
+    inner = optimizer_in(optimizer, "`federated_average`")
 
     def init(params: optax.Params) -> FederatedAverageState:
         zero = jnp.zeros((), jnp.int32)
@@ -83,10 +83,10 @@ def federated_average(
         updates: optax.Updates, state: FederatedAverageState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, FederatedAverageState]:
         params = needed(params, "`federated_average`")
-        shares = _shares(state.round, jax.lax.axis_size(axis), participation, weights, seed)
+        shares = _shares(state.round, jax.lax.axis_size(axis), share_of_ranks, samples, seed)
         share = shares[jax.lax.axis_index(axis)]
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        if participation < 1:
+        if share_of_ranks < 1:
             updates = jax.tree.map(lambda u: jnp.where(share > 0, u, jnp.zeros_like(u)), updates)
             inner_state = jax.tree.map(lambda new, old: jnp.where(share > 0, new, old), inner_state, state.inner)
 
@@ -101,6 +101,15 @@ def federated_average(
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 
     return once("federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+
+
+def _positive(weights: Any) -> list[float]:
+    found = [as_number(w) for w in weights] if isinstance(weights, Iterable) else [math.nan]
+    if not all(0 < w < math.inf for w in found):
+        raise ValueError(
+            f"`weights` of `federated_average` are `{weights!r}`: give one number for each rank, positive and finite."
+        )
+    return found
 
 
 def _shares(number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int) -> Any:

@@ -14,7 +14,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import add, floats, needed
+from jaxcross.exchange.parameters import add, floats, needed, optimizer_in
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
 _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
@@ -76,7 +76,7 @@ def gossip(
     axis = hops.one_axis(axis_name, "`gossip`")
     if topology not in _TOPOLOGIES:
         raise ValueError(f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}.")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optimizer_in(optimizer, "`gossip`")
 
     def init(params: optax.Params) -> GossipState:
         return GossipState(jnp.zeros((), jnp.int32), inner.init(params))

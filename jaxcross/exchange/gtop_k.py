@@ -11,7 +11,7 @@ import optax
 
 from jaxcross.exchange import hops, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_float32
+from jaxcross.exchange.parameters import check_float32, check_state
 from jaxcross.exchange.select import Selection, check_selection, select
 
 
@@ -57,12 +57,16 @@ def gtop_k(
 
     Source: Shi et al., arXiv 1901.04359, whose final broadcast recursive doubling makes superfluous.
     """
-    sparse.check_density(density)
+    density = sparse.check_density(density)
     check_selection(selection)
     axis = hops.one_axis(axis_name, "`gtop_k`")
 
-    def init(params: optax.Params) -> GTopKState:
+    def fresh(params: optax.Params) -> GTopKState:
         return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
+
+    def init(params: optax.Params) -> GTopKState:
+        sparse.warn_if_none(params, skip, "`gtop_k`")
+        return fresh(params)
 
     def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
         del params
@@ -72,6 +76,7 @@ def gtop_k(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
                 " any number of ranks."
             )
+        check_state(state, fresh, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         chosen = sparse.choose(found, skip)
         residual = treedef.flatten_up_to(state.residual)

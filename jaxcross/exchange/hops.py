@@ -20,12 +20,17 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     """One axis or several, which may come in a list, as a tuple.
 
     Raises:
-        ValueError: One is named twice, or there is none.
+        ValueError: One is named twice, or by a number, or there is none.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names:
         raise ValueError(
             f"the axes of an exchange are `{axis_name!r}`: over none nothing is exchanged, and ranks would drift apart."
+            " Name an axis of the step."
+        )
+    if any(isinstance(name, int) for name in names):
+        raise ValueError(
+            f"the axes of an exchange are `{names}`: a number is to JAX a dimension of an array, not an axis of ranks."
             " Name an axis of the step."
         )
     if len(set(names)) < len(names):

@@ -10,7 +10,7 @@ import optax
 
 from jaxcross.exchange.hops import AxisName, axis_names
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import mean_of, needed, steer, whole_number
+from jaxcross.exchange.parameters import mean_of, needed, optimizer_in, steer, whole_number
 
 
 class LocalSGDState(NamedTuple):
@@ -52,7 +52,7 @@ def local_sgd(
     """
     every = whole_number(every, "every", "`local_sgd`")
     names = axis_names(axis_name)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optimizer_in(optimizer, "`local_sgd`")
 
     def init(params: optax.Params) -> LocalSGDState:
         return LocalSGDState(jnp.zeros((), jnp.int32), inner.init(params))

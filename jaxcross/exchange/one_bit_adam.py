@@ -13,7 +13,7 @@ import optax
 from jaxcross.exchange import bits, hops
 from jaxcross.exchange.flat import Layout, layout
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_real, whole_number
+from jaxcross.exchange.parameters import as_number, check_real, check_state, whole_number
 
 
 class OneBitAdamState(NamedTuple):
@@ -67,8 +67,8 @@ def one_bit_adam(
         block: Elements that share a scale, a multiple of 8. The last ones may be fewer: padding has no part in it.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks, or a leaf is not real
-            floating-point, or float64.
+        ValueError: An argument is out of range; (when traced) the axis has not `ranks` ranks, the state has other
+            shapes than `init` makes, or a leaf is not real floating-point, or float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -80,10 +80,10 @@ def one_bit_adam(
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
     for name, decay in (("b1", b1), ("b2", b2)):
-        if not 0 <= decay < 1:
-            raise ValueError(f"`{name}` of `one_bit_adam` is `{decay}`: it is a moment's decay, from 0 to below 1.")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"`eps` of `one_bit_adam` is `{eps}`: it keeps a division finite and must be above 0.")
+        if not 0 <= as_number(decay) < 1:
+            raise ValueError(f"`{name}` of `one_bit_adam` is `{decay!r}`: it is a moment's decay, from 0 to below 1.")
+    if not 0 < as_number(eps) < math.inf:
+        raise ValueError(f"`eps` of `one_bit_adam` is `{eps!r}`: it keeps a division finite and must be above 0.")
     if block % 8:
         raise ValueError(f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8.")
 
@@ -108,6 +108,7 @@ def one_bit_adam(
                 f"`ranks` of `one_bit_adam` is {ranks}, but axis `{axis}` has {size}: residuals were cut for {ranks}."
                 f" Make the exchange with `ranks={size}` and its state anew."
             )
+        check_state(state, init, updates, "`one_bit_adam`")
         step = jnp.asarray(optax.safe_increment(state.step))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         if not jax.tree.leaves(updates):

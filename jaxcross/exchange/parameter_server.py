@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from jaxcross.elementwise import check_elementwise
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import by_type, whole_number, wide
+from jaxcross.exchange.parameters import by_type, check_state, optimizer_in, whole_number, wide
 
 
 def parameter_server(
@@ -56,7 +56,7 @@ def parameter_server(
     """
     axis = hops.one_axis(axis_name, "`parameter_server`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`parameter_server`")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optimizer_in(optimizer, "`parameter_server`")
 
     def init(params: optax.Params) -> optax.OptState:
         bound = _bound_size(axis)
@@ -83,7 +83,7 @@ def parameter_server(
         mean = _mean_parts(leaves, axis)
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
         mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
-        _check_state(state, jax.eval_shape(inner.init, mean if parts is None else parts), size)
+        check_state(state, inner.init, mean if parts is None else parts, "`parameter_server`")
         check_elementwise(inner, (whole, params), (mean, parts), state, "`parameter_server`", axis=axis, **extra)
         stepped, state = inner.update(mean, state, parts, **extra)
         return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
@@ -136,18 +136,6 @@ def _agreed(ranks: int | None, bound: int | None) -> int:
             f" are cut into as many parts as there are ranks. Make both anew for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
-
-
-def _check_state(state: optax.OptState, fresh: optax.OptState, size: int) -> None:
-    if jax.tree.structure(state) != jax.tree.structure(fresh):
-        return  # the optimizer itself will say so
-    for (path, x), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True):
-        if jnp.shape(x) != new.shape:
-            raise ValueError(
-                f"the state of `parameter_server` is {list(jnp.shape(x))} at `{jax.tree_util.keystr(path)}`, but a part"
-                f" for {size} ranks is {list(new.shape)}: it was made for another number of ranks, or other parameters."
-                " Make it anew."
-            )
 
 
 def _reads_values(init: Any, params: optax.Params) -> bool:

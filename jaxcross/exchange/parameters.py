@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcross.exchange import flat
@@ -35,6 +37,47 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
     return int(value)
+
+
+def as_number(value: Any) -> float:
+    """One real number of Python, NumPy or JAX, as Python's. NaN, which is in no range, where it is none, or traced."""
+    if isinstance(value, bool | str | jax.core.Tracer):
+        return math.nan
+    try:
+        return math.nan if np.ndim(value) or jnp.result_type(value) == jnp.bool_ else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def optimizer_in(optimizer: Any, what: str) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that `what` wraps, which takes more arguments.
+
+    Raises:
+        ValueError: `optimizer` is none.
+    """
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise ValueError(
+            f"the optimizer of {what} is `{optimizer!r}`: it must be one of optax, for example `optax.sgd(0.1)`."
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
+def check_state(state: Any, init: Callable[[Any], Any], params: Any, what: str) -> None:
+    """Refuses a state whose arrays have other shapes than those that `init` makes of `params`.
+
+    Raises:
+        ValueError: One has.
+    """
+    fresh = jax.eval_shape(init, params)
+    if jax.tree.structure(state) != jax.tree.structure(fresh):
+        return  # whoever takes it apart will say so
+    for (path, x), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True):
+        if jnp.shape(x) != new.shape:
+            raise ValueError(
+                f"the state of {what} is {list(jnp.shape(x))} at `{jax.tree_util.keystr(path)}`, but must be"
+                f" {list(new.shape)} here: it was made with other arguments, for other ranks, or for other parameters."
+                " Make it anew; what it holds is lost."
+            )
 
 
 def check_float32(path: Any, leaf: Any, what: str) -> None:

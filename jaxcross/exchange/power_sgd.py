@@ -11,7 +11,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_float32, whole_number
+from jaxcross.exchange.parameters import as_number, check_float32, check_state, whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
 _EPSILON = 1e-5
@@ -55,7 +55,7 @@ def power_sgd(
 
     Raises:
         ValueError: `rank` is no whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
-            that is compressed is float64.
+            that is compressed is float64, or the state has other shapes than `init` makes.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
@@ -63,10 +63,11 @@ def power_sgd(
     and one that depends on earlier ones becomes zero.
     """
     rank = whole_number(rank, "rank", "`power_sgd`")
-    if not 0 <= min_ratio < math.inf:
+    least = as_number(min_ratio)
+    if not 0 <= least < math.inf:
         raise ValueError(
-            f"`min_ratio` of `power_sgd` is `{min_ratio}`: it is the least factor by which a compressed matrix shrinks,"
-            " a number from 0 on."
+            f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a compressed matrix"
+            " shrinks, a number from 0 on."
         )
     names = hops.axis_names(axis_name)
 
@@ -77,7 +78,7 @@ def power_sgd(
         m = jnp.shape(leaf)[-1]
         n = math.prod(jnp.shape(leaf)[:-1])
         r = min(rank, n, m)
-        return (n, m, r) if r * (n + m) * min_ratio < n * m else None
+        return (n, m, r) if r * (n + m) * least < n * m else None
 
     def init(params: optax.Params) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)
@@ -98,6 +99,7 @@ def power_sgd(
 
     def update(updates: Any, state: PowerSGDState, params: optax.Params | None = None) -> tuple[Any, PowerSGDState]:
         del params
+        check_state(state, init, updates, "`power_sgd`")
         paths, treedef = jax.tree.flatten_with_path(updates)
         factors, residuals = treedef.flatten_up_to(state.factor), treedef.flatten_up_to(state.residual)
         out: list[Any] = [None] * len(paths)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 Selection = Literal["auto", "exact", "threshold"]
 
-# Backend -> the longest vector and the largest k, up to a power of two, of which `lax.top_k` was the faster way in
-# `benchmarks/selection.py`: its time grows with both, a threshold's many small operations cost the same for any k.
-# Others are taken for a CPU.
+# Backend -> the longest vector and the largest k of which `lax.top_k` is the faster way, as far as
+# `benchmarks/selection.py` tells: about where the two meet, whose times grow with both. Others are taken for a CPU.
 _EXACT_UP_TO = {"cpu": (1 << 15, 1 << 7)}
 # A threshold search begins with a sample, which it looks through once a bit: a seventh of the vector, at most so many.
 _SAMPLE, _STRIDE = 1 << 15, 7

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import hops
+from jaxcross.exchange.parameters import as_number
 
 Skip = Callable[[str, Any], bool]
 
@@ -28,18 +29,19 @@ def bias_or_norm(path: str, leaf: Any) -> bool:
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
-def check_density(density: float, name: str = "density") -> None:
-    """Refuses what is no share of elements.
+def check_density(density: Any, name: str = "density") -> float:
+    """A share of elements, as Python's number.
 
     Raises:
         ValueError: `density` is no number in (0, 1].
     """
-    if isinstance(density, bool) or not isinstance(density, numbers.Real) or not 0 < density <= 1:
+    if not 0 < (share := as_number(density)) <= 1:
         raise ValueError(
             f"`{name}` is {density!r}: it is the share of elements that are sent and must be a number in (0, 1], for"
             " example 0.01. How many are sent is part of the program: a share that changes is a `warm_up` of `top_k`."
             " To send everything, use `jaxcross.exchange.mean`."
         )
+    return share
 
 
 def slots(density: float, size: int) -> int:
@@ -65,6 +67,22 @@ def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
         for (_, leaf), chosen in zip(found, choose(found, skip), strict=True)
     ]
     return jax.tree.unflatten(treedef, vectors)
+
+
+def warn_if_none(params: Any, skip: Skip, what: str) -> None:
+    """Says that `what` compresses nothing where vectors are all that it was given, behind `optax.flatten` for example.
+
+    Not while tracing, as who asks for shapes alone does, and not where `skip` is the user's own.
+    """
+    found = jax.tree.leaves_with_path(params)
+    if skip is not bias_or_norm or any(choose(found, skip)) or any(isinstance(x, jax.core.Tracer) for _, x in found):
+        return
+    if any(choose(found, lambda path, leaf: jnp.size(leaf) < 2)):
+        warnings.warn(
+            f"{what} compresses none of these parameters: vectors, biases and the scales of norms are averaged as they"
+            " are unless `skip` says otherwise. To compress them, too, write `skip=lambda path, leaf: False`.",
+            stacklevel=2,
+        )
 
 
 def rounded(values: jax.Array, dtype: Any) -> jax.Array:

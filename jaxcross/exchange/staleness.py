@@ -16,7 +16,7 @@ import optax
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import whole_number, wide
+from jaxcross.exchange.parameters import optimizer_in, whole_number, wide
 
 
 class StaleState(NamedTuple):
@@ -61,7 +61,7 @@ def bounded_stale(
     """
     bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
     names = hops.axis_names(axis_name)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optimizer_in(optimizer, "`bounded_stale`")
 
     def init(params: optax.Params) -> StaleState:
         return StaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
@@ -124,7 +124,7 @@ def asynchronous(
     # One slot for each step from now to the latest arrival.
     slots = int(table.max()) + 1
     period = int(np.lcm(len(table), slots))
-    inner = optax.with_extra_args_support(optimizer)
+    inner = optimizer_in(optimizer, "`asynchronous`")
 
     def init(params: optax.Params) -> StaleState:
         return StaleState(jnp.zeros((), jnp.int32), _empty(params, slots if slots > 1 else 0), inner.init(params))

@@ -13,7 +13,7 @@ import optax
 
 from jaxcross.exchange import blocks, hops, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_float32, whole_number
+from jaxcross.exchange.parameters import check_float32, check_state, whole_number
 from jaxcross.exchange.select import Selection, check_selection, select
 
 Pattern = Literal["flat", "hierarchical"]
@@ -77,14 +77,17 @@ def top_k(
         local_size: Ranks of the inner axis of `"hierarchical"`, which residuals are as long as 1/L of.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, or a leaf or
-            bucket that is compressed has 2^31 elements or more, or is float64.
+        ValueError: An argument is out of range; (when traced) the inner axis is not `local_size` long, the state has
+            other shapes than `init` makes, or a leaf or bucket that is compressed has 2^31 elements or more, or is
+            float64.
+
+    `init` warns where it compresses nothing, unless `skip` is your own.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 
     Source: error feedback, Stich et al., arXiv 1809.07599; HiTopKComm and MSTopK, Shi et al., arXiv 2010.10458.
     """
-    sparse.check_density(density)
+    density = sparse.check_density(density)
     check_selection(selection)
     stages = _stages(density, warm_up)
     if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
@@ -107,13 +110,18 @@ def top_k(
     inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
     across = names[:1] if hierarchical else names
 
-    def init(params: optax.Params) -> TopKState:
+    def fresh(params: optax.Params) -> TopKState:
         keep = sparse.residuals(params, skip, lambda size: blocks.width((size,), inner)) if error_feedback else None
         return TopKState(step=jnp.zeros((), jnp.int32), residual=keep)
+
+    def init(params: optax.Params) -> TopKState:
+        sparse.warn_if_none(params, skip, "`top_k`")
+        return fresh(params)
 
     def update(updates: Any, state: TopKState, params: optax.Params | None = None) -> tuple[Any, TopKState]:
         del params
         _check_local_size(names, inner if hierarchical else None)
+        check_state(state, fresh, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         leaves, chosen = [leaf for _, leaf in found], sparse.choose(found, skip)
         residual: list[Any] = []
@@ -197,9 +205,8 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
             f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for example"
             " `[(100, 0.25), (200, 0.05)]`."
         )
-    for _, share in warm_up:
-        sparse.check_density(share, "warm_up")
-    return [*warm_up, (-1, density)]
+    shares = [sparse.check_density(share, "warm_up") for _, share in warm_up]
+    return [*zip(steps, shares, strict=True), (-1, density)]
 
 
 def _check_local_size(names: tuple[Hashable, ...], inner: int | None) -> None:

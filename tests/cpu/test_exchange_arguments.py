@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,6 +64,9 @@ def test_a_delay_is_not_a_yes(delays: Any) -> None:
         exchange.asynchronous(SGD, "batch", delays=delays)
 
 
+federated = partial(exchange.federated_average, SGD, "batch", every=2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -86,12 +90,108 @@ def test_a_delay_is_not_a_yes(delays: Any) -> None:
         (lambda: exchange.top_k(0.1, "batch", warm_up=[(1.5, 0.2)]), r"^`warm_up` of `top_k`, .* step, is `1\.5`: it "),
         (lambda: exchange.mean(()), r"^the axes of an exchange are `\(\)`: over none nothing is exchanged"),
         (lambda: exchange.local_sgd(optax.sgd(1.0), [], every=1), r"^the axes of an exchange are `\[\]`: over none"),
+        (
+            lambda: exchange.mean(0),
+            r"^the axes of an exchange are `\(0,\)`: a number is to JAX a dimension of",
+        ),
+        (lambda: exchange.one_bit_adam(1, "batch", ranks=2, b1="0.9"), r"^`b1` of `one_bit_adam` is `'0\.9'`: it is a"),
+        (lambda: exchange.power_sgd(1, "batch", min_ratio=None), r"^`min_ratio` of `power_sgd` is `None`: it is"),
+        (
+            lambda: exchange.elastic_average(SGD, "batch", every=1, alpha="1"),
+            r"^`alpha` of .* is `'1'`: it is part of a",
+        ),
+        (lambda: exchange.elastic_average(SGD, "batch", every=1, alpha=0.1, beta=True), r"^`beta` of .* is `True`: it"),
+        (lambda: federated(participation=None), r"^`participation` of `federated_average` is `None`: it is a fraction"),
+        (
+            lambda: federated(weights=2.0),
+            r"^`weights` of `federated_average` are `2\.0`: give one number for each rank",
+        ),
+        (
+            lambda: federated(weights=[1, "2"]),
+            r"^`weights` of `federated_average` are `\[1, '2'\]`: give one number for",
+        ),
         (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
     ],
 )
 def test_numbers_out_of_range_are_refused_when_it_is_made(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_may_be_numpys_and_jaxs() -> None:
+    """Also in a step, where what is computed from JAX's would be traced."""
+    grads = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+    for number in (np.float32(0.5), np.asarray(0.5), jnp.float32(0.5), jnp.bfloat16(0.5)):
+        for tx in (
+            federated(participation=number, weights=[number, 2]),
+            federated(weights=jnp.asarray([100, 200])),
+            exchange.elastic_average(SGD, "batch", every=1, alpha=number),
+            exchange.power_sgd(1, "batch", min_ratio=number),
+            exchange.one_bit_adam(1, "batch", ranks=2, b1=number),
+            exchange.top_k(number, "batch", warm_up=[(3, number)]),
+            exchange.gtop_k(number, "batch"),
+        ):
+            state = jax.eval_shape(tx.init, grads)
+            found = jax.make_jaxpr(tx.update, axis_env=[("batch", 2)], return_shape=True)(grads, state, grads)[1]
+            assert found == (grads, state)
+
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "local_sgd": lambda inner: exchange.local_sgd(inner, "batch", every=2),
+    "federated_average": lambda inner: exchange.federated_average(inner, "batch", every=2),
+    "elastic_average": lambda inner: exchange.elastic_average(inner, "batch", every=2, alpha=0.1),
+    "gossip": lambda inner: exchange.gossip(inner, "batch"),
+    "parameter_server": lambda inner: exchange.parameter_server(inner, "batch"),
+    "bounded_stale": lambda inner: exchange.bounded_stale(inner, "batch", bound=1),
+    "asynchronous": lambda inner: exchange.asynchronous(inner, "batch", delays=1),
+    "adasum": lambda inner: exchange.adasum("batch", inner),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("inner", [0.1, optax.sgd])
+def test_what_is_no_optimizer_is_refused(name: str, inner: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^the optimizer of `{name}` is `.*`: it must be one of optax"):
+        AROUND[name](inner)
+
+
+NODES = partial(exchange.top_k, 0.1, list(AXES), pattern="hierarchical")
+BITS = partial(exchange.one_bit_adam, 1, "node", block=8)
+LOW = partial(exchange.power_sgd, axis_name="node", min_ratio=0)
+WIDE, NARROW = jnp.ones((6, 10)), jnp.ones((6, 9))
+# The exchange, the one whose state it is given, the parameters of that, and where shapes differ.
+OTHERS: dict[str, tuple[Any, Any, jax.Array, str]] = {
+    "top_k": (NODES(local_size=2), NODES(local_size=4), WIDE, r"\[15\] at `\.residual`, but must be \[30\] here"),
+    "one_bit_adam": (BITS(ranks=2), BITS(ranks=4), WIDE, r"\[16\] at `\.server_residual`, but must be \[32\] here"),
+    "gtop_k": (*[exchange.gtop_k(0.1, "node")] * 2, NARROW, r"\[54\] at `\.residual`, but must be \[60\] here"),
+    "power_sgd, of another rank": (LOW(1), LOW(2), WIDE, r"\[10, 2\] at `\.factor`, but must be \[10, 1\] here"),
+    "power_sgd": (*[exchange.power_sgd(1, "node")] * 2, NARROW, r"\[9, 1\] at `\.factor`, but must be \[10, 1\] here"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_of_other_shapes_is_refused(name: str) -> None:
+    tx, other, params, where = OTHERS[name]
+    step = vmapped(lambda g: tx.update(g, other.init(params)), AXES)
+    with pytest.raises(ValueError, match=rf"^the state of `{name.split(',')[0]}` is {where}"):
+        jax.eval_shape(step, jnp.ones((2, 2, *WIDE.shape)))
+
+
+@pytest.mark.parametrize("make", [exchange.top_k, exchange.gtop_k])
+def test_who_compresses_nothing_is_told_once(make: Any) -> None:
+    tx, grads = optax.flatten(make(0.1, "batch")), {"w": jnp.ones((4, 6)), "b": jnp.ones(4)}
+    with pytest.warns(UserWarning, match="^`g?top_k` compresses none of these parameters: vectors"):
+        state = tx.init(grads)
+    jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(grads, state)  # warnings are errors in this suite
+
+
+def test_who_compresses_something_or_asked_for_nothing_is_not() -> None:
+    exchange.top_k(0.1, "batch").init({"w": jnp.ones((4, 6)), "b": jnp.ones(4)})
+    exchange.top_k(0.1, "batch").init({"s": jnp.ones(()), "n": jnp.ones(3, jnp.int32), "e": jnp.ones(0)})
+    exchange.top_k(0.1, "batch", skip=lambda path, leaf: True).init(jnp.ones(5))
+    optax.flatten(exchange.top_k(0.1, "batch", skip=lambda path, leaf: False)).init(jnp.ones(5))
+    load = exchange.Load(name="a", compute_s=1.0, exchange_s=2.0, params=jnp.ones(5))
+    exchange.auto(1.0, [load], "batch", ranks=2)
 
 
 FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {

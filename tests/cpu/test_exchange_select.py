@@ -37,6 +37,7 @@ def vectors(size: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("size", "k"), [(1, 1), (31, 3), (33, 33), (5000, 50), (5000, 2500), (70001, 70)])
 def test_a_threshold_selects_what_sorting_does(size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_SAMPLE", 512)  # so that the sample is a part, and misleads where it can
+    monkeypatch.setattr(selection, "_FLOAT_COUNTS", 20_000)  # so that long ones are counted in parts
     chosen = jax.jit(functools.partial(select, k=k, selection="threshold"))
     for name, x in vectors(size).items():
         values, indices = map(np.asarray, chosen(x))
@@ -68,6 +69,11 @@ def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
         taken = raw.pop(selection.chosen(row["size"], row["k"]))
         (other,) = raw.values()
         assert min(taken) <= max(other), row  # where runs of both overlap, noise decides
+    # No vector is sorted that is longer than those of which sorting was faster.
+    sorted_faster = [row for row in rows if row["faster"] == "exact"]
+    longest, most = (max(row[key] for row in sorted_faster) for key in ("size", "k"))
+    assert selection.chosen(longest, most) == "exact"
+    assert selection.chosen(longest + 1, 1) == "threshold"
 
 
 def test_selection_by_size_takes_the_largest_both_ways() -> None:

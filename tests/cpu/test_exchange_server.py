@@ -90,9 +90,7 @@ def test_parameter_server_is_synchronous_training(name, ranks):
 def test_a_state_of_another_number_of_ranks_is_refused():
     state = parameter_server(optax.adam(0.1), "batch", ranks=2).init(parameters())
     state = jax.tree.map(lambda x: np.stack([x] * RANKS), state)
-    text = (
-        r"^the state of `parameter_server` is \[2\] at `\[0\]\.mu\['b'\]`, but a part for 3 ranks is \[1\]: it was made"
-    )
+    text = r"^the state of `parameter_server` is \[2\] at `\[0\]\.mu\['b'\]`, but must be \[1\] here: it was made with"
     with pytest.raises(ValueError, match=text):
         train(parameter_server(optax.adam(0.1), "batch"), parameters(), 1, state=state)
 

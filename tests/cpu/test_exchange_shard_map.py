@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from exchange_row import Row
 from exchange_table import TABLE, gradients, start, step_of
 from jax.sharding import PartitionSpec
+
+from jaxcross.exchange import parameter_server
 
 ON_DEVICES = """
 import jax, numpy as np
@@ -62,3 +67,20 @@ def test_replication_is_checked(row: Row) -> None:
     )  # fmt: skip
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), (carry, grads))
     assert jax.eval_shape(mapped, *many)[0] == many[0]
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("batch")])
+def test_a_servers_optimizer_may_take_more_arguments(spec: PartitionSpec) -> None:
+    """The same on every rank, or a rank's own."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, loss: jax.Array, **_: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda u: -u / (1 + jnp.mean(loss)), updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = parameter_server(optax.chain(optax.trace(0.9), inner), "batch")
+    mesh = jax.sharding.AbstractMesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda g, loss: tx.update(g, tx.init(g), g, loss=loss)[0],
+        mesh=mesh, in_specs=(PartitionSpec("batch"), spec), out_specs=PartitionSpec("batch"), check_vma=True,
+    )  # fmt: skip
+    assert jax.eval_shape(mapped, jnp.ones((8, 3)), jnp.ones(4)).shape == (8, 3)
