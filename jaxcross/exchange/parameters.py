@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxcross.exchange import flat
 
@@ -41,7 +42,7 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
 
 def as_number(value: Any) -> float:
     """One real number of Python, NumPy or JAX, as Python's. NaN, which is in no range, where it is none, or traced."""
-    if isinstance(value, bool | str | jax.core.Tracer):
+    if isinstance(value, bool | str | Tracer):
         return math.nan
     try:
         return math.nan if np.ndim(value) or jnp.result_type(value) == jnp.bool_ else float(value)

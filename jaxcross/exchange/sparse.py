@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from jaxcross.exchange import hops
 from jaxcross.exchange.parameters import as_number
@@ -75,7 +76,7 @@ def warn_if_none(params: Any, skip: Skip, what: str) -> None:
     Not while tracing, as who asks for shapes alone does, and not where `skip` is the user's own.
     """
     found = jax.tree.leaves_with_path(params)
-    if skip is not bias_or_norm or any(choose(found, skip)) or any(isinstance(x, jax.core.Tracer) for _, x in found):
+    if skip is not bias_or_norm or any(choose(found, skip)) or any(isinstance(x, Tracer) for _, x in found):
         return
     if any(choose(found, lambda path, leaf: jnp.size(leaf) < 2)):
         warnings.warn(
