@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
+from jaxcross._jax_compat import Tracer
 from jaxcross.exchange import flat
 
 

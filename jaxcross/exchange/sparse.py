@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
+from jaxcross._jax_compat import Tracer
 from jaxcross.exchange import hops
 from jaxcross.exchange.parameters import as_number
 
