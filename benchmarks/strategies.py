@@ -156,8 +156,7 @@ def _warmed_up(name: str, stages: Callable[[Setting], list[tuple[int, float]]]) 
     )
 
 
-# Top-k that might lose less behind Adam: it sends or begins with more, selects from what each rank's own optimizer
-# made, or goes further in a step.
+# Top-k that loses less behind Adam: it sends or begins with more, or selects from what each rank's own optimizer made.
 GENTLER = (
     Strategy(name="top_k 2%, exact", make=_before(lambda: exchange.top_k(0.02, AXIS, selection="exact"))),
     Strategy(name="top_k 5%, exact", make=_before(lambda: exchange.top_k(0.05, AXIS, selection="exact"))),
@@ -166,8 +165,6 @@ GENTLER = (
     _warmed_up("10% at first", lambda s: [(2 * s.freeze_step, 0.1)]),
     Strategy(name="top_k 1%, of deltas",
              make=lambda s: optax.chain(s.optimizer, exchange.top_k(0.01, AXIS, selection="exact"))),
-    Strategy(name="top_k 1%, twice the rate",
-             make=lambda s: optax.chain(exchange.top_k(0.01, AXIS, selection="exact"), s.optimizer, optax.scale(2.0))),
 )  # fmt: skip
 
 
