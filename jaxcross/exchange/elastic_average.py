@@ -66,11 +66,11 @@ def elastic_average(
     """
     every = whole_number(every, "every", "`elastic_average`")
     names = axis_names(axis_name)
-    for name, value in (("alpha", alpha), ("beta", alpha if beta is None else beta)):
+    given = {"alpha": alpha, "beta": alpha if beta is None else beta}
+    for name, value in given.items():
         if not 0 <= as_number(value) <= 1:
             raise ValueError(f"`{name}` of `elastic_average` is `{value!r}`: it is part of a distance, in [0, 1].")
-    alpha = as_number(alpha)
-    pull = alpha if beta is None else as_number(beta)
+    alpha, pull = map(as_number, given.values())
     inner = optimizer_in(optimizer, "`elastic_average`")
 
     def init(params: optax.Params) -> ElasticAverageState:

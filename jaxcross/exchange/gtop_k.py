@@ -61,12 +61,9 @@ def gtop_k(
     check_selection(selection)
     axis = hops.one_axis(axis_name, "`gtop_k`")
 
-    def fresh(params: optax.Params) -> GTopKState:
-        return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
-
     def init(params: optax.Params) -> GTopKState:
         sparse.warn_if_none(params, skip, "`gtop_k`")
-        return fresh(params)
+        return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
 
     def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
         del params
@@ -76,7 +73,7 @@ def gtop_k(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
                 " any number of ranks."
             )
-        check_state(state, fresh, updates, "`gtop_k`")
+        check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         chosen = sparse.choose(found, skip)
         residual = treedef.flatten_up_to(state.residual)

@@ -204,11 +204,11 @@ def sum_rows(x: jax.Array) -> jax.Array:
     return total
 
 
-def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def gather(x: jax.Array, axis_name: Hashable | tuple[Hashable, ...]) -> jax.Array:
     """Every rank's `x` along a new first axis, over one axis or several (the last one varies fastest), or none."""
     rows = x[None]
     # One axis after the other: `vmap` cannot gather over two at once.
-    for name in reversed(() if axis_name == () else axis_names(axis_name)):
+    for name in reversed(axis_name if isinstance(axis_name, tuple) else (axis_name,)):
         rows = jax.lax.all_gather(rows, name, tiled=True)
     return rows
 

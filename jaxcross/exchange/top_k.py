@@ -110,18 +110,15 @@ def top_k(
     inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
     across = names[:1] if hierarchical else names
 
-    def fresh(params: optax.Params) -> TopKState:
-        keep = sparse.residuals(params, skip, lambda size: blocks.width((size,), inner)) if error_feedback else None
-        return TopKState(step=jnp.zeros((), jnp.int32), residual=keep)
-
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
-        return fresh(params)
+        keep = sparse.residuals(params, skip, lambda size: blocks.width((size,), inner)) if error_feedback else None
+        return TopKState(step=jnp.zeros((), jnp.int32), residual=keep)
 
     def update(updates: Any, state: TopKState, params: optax.Params | None = None) -> tuple[Any, TopKState]:
         del params
         _check_local_size(names, inner if hierarchical else None)
-        check_state(state, fresh, updates, "`top_k`")
+        check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         leaves, chosen = [leaf for _, leaf in found], sparse.choose(found, skip)
         residual: list[Any] = []
