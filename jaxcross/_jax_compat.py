@@ -16,6 +16,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import api_util as _api_util
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
@@ -32,6 +33,7 @@ Literal = _excore.Literal
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl
+InternalFloatingPointError = _api_util.InternalFloatingPointError  # of executables under jax_debug_nans
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
 _generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs  # whose module has moved between versions
 

@@ -128,7 +128,10 @@ class Execution:
         args = [env[v] for v in segment.inputs] if zeros is None else zeros
         if runnable.moves:
             args = [_one_copy(x, runnable.device) for x in args]
-        outs = runnable.call(*args)
+        try:
+            outs = runnable.call(*args)
+        except compat.InternalFloatingPointError as error:
+            raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
         if runnable.device is None:
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
@@ -239,6 +242,16 @@ def _one_copy(value: Any, device: Any) -> Any:
     if value.sharding.is_fully_replicated:
         value = value.addressable_data(0)
     return value if value.devices() == {device} else jax.device_put(value, device)
+
+
+def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
+    """Words for a value that `jax_debug_nans` or `jax_debug_infs` finds: the executable's own error has none."""
+    kind = error.args[-1] if error.args else "nan"
+    what = "+".join(dict.fromkeys(x.op for x in segment.exchanges)) or "computation"
+    return (
+        f"segment {segment.index} of `{program.name}` ({what}) made an invalid value ({kind}) on this rank. To find the"
+        " operation, call the undecorated step under `jax.vmap(..., axis_name=...)` with the same setting."
+    )
 
 
 def _decided_by_data(jaxpr: Any, traced: Traced) -> str | None:

@@ -77,6 +77,15 @@ print(raised(lambda: fold({"key": state["key"], "p": new["p"]})))
 with jax.disable_jit():
     print(raised(lambda: leaf(1.0, jnp.ones(1))))
 
+
+def logarithm(x):
+    return lax.psum(jnp.log(x), "batch")
+
+
+jax.config.update("jax_debug_nans", True)
+print(raised(lambda: crossed(logarithm)(-jnp.ones(3))))
+jax.config.update("jax_debug_nans", False)
+
 # JAX's configuration
 double = crossed(lambda x: lax.psum(x, "batch") + jnp.linspace(0.0, 1.0, 3).sum())
 constant = crossed(lambda x: (lax.psum(x, "batch"), np.arange(3) * 0.5))
@@ -128,6 +137,7 @@ def lines() -> list[str]:
         "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is no array and no pytree of arrays.",
         "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
         "CutError: `<lambda>` was called under `jax.disable_jit()`: a crossover step exists as executables only",
+        "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value (nan) on this rank.",
     ],
 )
 def test_first_sentences(lines: list[str], sentence: str) -> None:
