@@ -17,6 +17,7 @@ from jaxcross.program.cheap import LIGHT, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
+from jaxcross.program.unit import holds_calls, unit_of
 
 Cut = Literal["whole", "auto"] | int
 BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying its operand into a shared buffer
@@ -28,7 +29,7 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
 
     Args:
         traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
-        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
+        cut: Of no effect on a step that calls mpi4jax, whose exchanges are one segment. `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
             into that many collective segments, in the order in which their operands become ready. `"auto"`: one
             segment per 25 MB of gradients, 8 at most.
         bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
@@ -38,8 +39,9 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
     """
     cut, bucket_bytes = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
-    pieces = _pieces(cut, graph)
-    groups = _merge_light(graph, _levels(graph))
+    unit = holds_calls(graph)
+    pieces = 1 if unit else _pieces(cut, graph)
+    groups = [unit_of(graph)] if unit else _merge_light(graph, _levels(graph))
     if pieces > 1:
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
