@@ -169,7 +169,7 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
             dtype="uint8" if aval is None else str(aval.dtype),
             shape=(0,) if aval is None else tuple(aval.shape),
             params=tuple(found),
-            source=compat.source_of(eqn),
+            source=compat.source_of(eqn, outside="mpi4jax/_src"),
         ),
     )
 
