@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal
 
+import jax
+
 from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
 from jaxcross.program.cheap import LIGHT, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
-from jaxcross.program.unit import holds_calls, unit_of
+from jaxcross.program.unit import holds_calls, joined_by_light_work, unit_of
 
 Cut = Literal["whole", "auto"] | int
 BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying its operand into a shared buffer
@@ -46,6 +48,9 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
     place = _places(graph, groups)
+    if unit and jax.default_backend() == "cpu":
+        groups[0] = joined_by_light_work(graph, groups[0], place)
+        place.update(dict.fromkeys(groups[0].between, 1))
     copies = recompute(graph, place, exact=pieces == 1)
     return assemble(graph, groups, place, copies, bucket_bytes).verify()
 

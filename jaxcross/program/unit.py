@@ -6,7 +6,8 @@ order in which they are written, as under `jit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,6 +19,12 @@ from jaxcross.program.jaxprs import holds_exchange
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.segments import Segment
 from jaxcross.program.trace import Traced
+
+# Work that another job's exchange can hide. The rest only passes over memory.
+_HEAVY = frozenset({
+    "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
+    "sort", "svd", "triangular_solve", "while",
+})  # fmt: skip
 
 
 def holds_calls(graph: Graph) -> bool:
@@ -34,6 +41,27 @@ def unit_of(graph: Graph) -> Group:
         if not after.isdisjoint(graph.makers(i)):
             after.add(i)
     return Group((tuple(wires),), frozenset((needed & after) - set(wires)), as_written=True)
+
+
+def joined_by_light_work(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
+    """The unit with what is computed before it, and behind it, where that is light: one executable then, as under `jit`.
+
+    Callbacks stay outside: a rank that fails in one still makes its calls.
+    """
+    joined = set(unit.between)
+    for here in (0, 2):
+        members = [i for i, p in place.items() if p == here]
+        late = here == 2 and graph.traced.late
+        if not late and not any(_is_heavy(graph.eqns[i]) for i in members):
+            joined.update(members)
+    return replace(unit, between=frozenset(joined))
+
+
+def _is_heavy(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return name in _HEAVY or bool(eqn.effects) or "callback" in name or any(
+        _is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns
+    )
 
 
 def calls_alone(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
