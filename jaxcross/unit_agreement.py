@@ -133,7 +133,7 @@ def _agree(
         rank, call = alike
         raise ExchangeError(
             f"`{name}` uses two communicators of ranks {dict(call.params)['ranks']} that ranks cannot tell apart, on"
-            f" rank {rank} at {call.source}. Give each a name, the same on all ranks: `comm.Set_name(\"halo\")`."
+            f' rank {rank} at {call.source}. Give each a name, the same on all ranks: `comm.Set_name("halo")`.'
         )
     taken = {(_key(key), number) for _, busy in told for key, number in busy}
     own_comms = world.job_comms.of(job)

@@ -82,7 +82,9 @@ class Variant:
         program = self.program = self.default = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
         self.signature = list_hash(self.world, program) if program.is_unit else program.exchange_hash()
         self.kinds = _without_values(self.traced, leaves)
-        self.chooses = self.cut == "auto" and not program.is_unit and any(not program.silent(s) for s in program.collectives)
+        self.chooses = (
+            self.cut == "auto" and not program.is_unit and any(not program.silent(s) for s in program.collectives)
+        )
         if self.chooses:
             self.leaves = leaves
         _advise(program, self.told)

@@ -31,9 +31,9 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
 
     Args:
         traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
-        cut: Of no effect on a step that calls mpi4jax, whose exchanges are one segment. `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
+        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
             into that many collective segments, in the order in which their operands become ready. `"auto"`: one
-            segment per 25 MB of gradients, 8 at most.
+            segment per 25 MB of gradients, 8 at most. Of no effect on a step that calls mpi4jax.
         bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
 
     Raises:

@@ -93,7 +93,13 @@ class Flattener:
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
         if inside and not whole and name == "cond":
             return self._cond(eqn, args)
-        if inside and not whole and name == "scan" and 0 < eqn.params["length"] <= self.room and all(map(self._is_straight, inside)):
+        if (
+            inside
+            and not whole
+            and name == "scan"
+            and 0 < eqn.params["length"] <= self.room
+            and all(map(self._is_straight, inside))
+        ):
             return self._unroll(eqn, inside[0], args)
         if inside and not whole and name not in ("scan", "while"):
             raise CutError(

@@ -72,8 +72,8 @@ def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> boo
 
 
 def can_be_run(lists: Mapping[int, Sequence[Exchange]]) -> bool:
-    """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, no two
-    communicators that look alike.
+    """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, and
+    no two communicators that look alike.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -94,7 +94,7 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
     run = _Run(lists)
     try:
         run.to_the_end()
-    except _Misfit as misfit:
+    except _MisfitError as misfit:
         return f"the mpi4jax calls of `{name}` do not fit together: {misfit}"
     if run.blocked():
         lines = "\n".join(f"    rank {r} {run.stands_at(r)}" for r in run.blocked())
@@ -107,7 +107,7 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
     return None
 
 
-class _Misfit(Exception):
+class _MisfitError(Exception):
     """Two calls meet that do not match."""
 
 
@@ -122,11 +122,11 @@ class _Run:
         self.at = dict.fromkeys(sorted(self.lists), 0)
 
     def to_the_end(self) -> None:
-        while any([self._advance(rank) for rank in self.at]):
+        while any(self._advance(rank) for rank in self.at):
             pass
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
-                raise _Misfit(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
+                raise _MisfitError(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
 
     def blocked(self) -> list[int]:
         return [rank for rank in self.at if self._call(rank) is not None]
@@ -152,7 +152,7 @@ class _Run:
         if kind not in ("send", "recv", "sendrecv"):
             return self._collective(call)
         params = dict(call.params)
-        ranks, comm = params["ranks"], _comm(call)
+        comm = _comm(call)
         if params.get("dest") is not None and rank not in self.sent:
             dest = _member(call, rank, "dest")
             self.mail.setdefault((comm, rank, dest), deque()).append(call)
@@ -165,7 +165,7 @@ class _Run:
             if found is None:
                 return False
             mail.remove(found)
-            _check_message(ranks, rank, call, source, found)
+            _check_message(rank, call, source, found)
         self.sent.discard(rank)
         self.at[rank] += 1
         return True
@@ -179,7 +179,7 @@ class _Run:
         for rank, other in zip(ranks, calls, strict=True):
             assert first is not None and other is not None
             if _shared(other, rank) != _shared(first, ranks[0]):
-                raise _Misfit(
+                raise _MisfitError(
                     f"in the same place\n    rank {ranks[0]} makes {_text(first)}\n    rank {rank} makes"
                     f" {_text(other)}\nAll members of a communicator must make the same collective calls, with the"
                     " same numbers of elements, types, operators and roots."
@@ -203,11 +203,11 @@ def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
     return kind, call.dtype, count, params.get("reduction"), params.get("root") if kind in _ROOTED else None
 
 
-def _check_message(ranks: Sequence[int], rank: int, call: Exchange, source: int, message: Exchange) -> None:
+def _check_message(rank: int, call: Exchange, source: int, message: Exchange) -> None:
     params = dict(call.params)
     dtype, shape = params.get("recv_dtype", call.dtype), params.get("recv_shape", call.shape)
     if (message.dtype, message.count) != (dtype, math.prod(shape)):
-        raise _Misfit(
+        raise _MisfitError(
             f"\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
             "The message must have as many elements as the receiver expects, of the same type."
         )
@@ -217,7 +217,7 @@ def _member(call: Exchange, rank: int, end: str) -> int:
     params = dict(call.params)
     ranks, number = params["ranks"], params[end]
     if not 0 <= number < len(ranks):
-        raise _Misfit(f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} only.")
+        raise _MisfitError(f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} only.")
     return ranks[number]
 
 

@@ -44,7 +44,7 @@ def unit_of(graph: Graph) -> Group:
 
 
 def joined_by_light_work(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
-    """The unit with what is computed before it, and behind it, where that is light: one executable then, as under `jit`.
+    """The unit with what is computed before and after it, where that is light: one executable then, as under `jit`.
 
     Callbacks stay outside: a rank that fails in one still makes its calls.
     """
@@ -59,8 +59,11 @@ def joined_by_light_work(graph: Graph, unit: Group, place: Mapping[int, int]) ->
 
 def _is_heavy(eqn: Any) -> bool:
     name = eqn.primitive.name
-    return name in _HEAVY or bool(eqn.effects) or "callback" in name or any(
-        _is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns
+    return (
+        name in _HEAVY
+        or bool(eqn.effects)
+        or "callback" in name
+        or any(_is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
     )
 
 

@@ -77,4 +77,3 @@ def _comms_in(jaxpr: Any, axes: Mapping[str, int]) -> Iterator[Any]:
             continue
         for sub in compat.sub_jaxprs(eqn):
             yield from _comms_in(sub, axes)
-

@@ -181,10 +181,8 @@ def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]
     from mpi4py import MPI
 
     peers: dict[int, Any] = {MPI.PROC_NULL: None, MPI.ANY_SOURCE: "any"}
-    found: list[tuple[str, Any]] = []
-    for name in ("dest", "source"):
-        if name in params:
-            found.append((name, peers.get(int(params[name]), int(params[name]))))
+    ends = {name: int(params[name]) for name in ("dest", "source") if name in params}
+    found = [(name, peers.get(number, number)) for name, number in ends.items()]
     tags = {"send": {"send_tag": "tag"}, "recv": {"recv_tag": "tag"}}
     for name, param in tags.get(op, {"send_tag": "sendtag", "recv_tag": "recvtag"}).items():
         if param in params:

@@ -14,8 +14,8 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.job_comms import JobComms
+from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
 from jaxcross.world.neighbours import gather_connected
 from jaxcross.world.slices import ask_for_short_slices
@@ -129,7 +129,12 @@ class World:
         return MpiWire(self, lane=lane)
 
     def gather_connected(
-        self, name: str, text: str, partners: Iterable[int], *, complete: Callable[[Mapping[int, str]], bool] | None = None
+        self,
+        name: str,
+        text: str,
+        partners: Iterable[int],
+        *,
+        complete: Callable[[Mapping[int, str]], bool] | None = None,
     ) -> dict[int, str]:
         """The texts of the ranks that exchange with this one in step `name`, directly or through others, by rank.
 
