@@ -182,7 +182,7 @@ class Step:
         anew = signature is None or ONLY_THREAD.unsure
         if node is self._agreed and not anew:
             return
-        if anew or node.units.differ or signature != self._signature:
+        if anew or signature != self._signature or not node.is_current:
             ONLY_THREAD.unsure = True  # should this be interrupted
             try:
                 node.agree(self._calls)

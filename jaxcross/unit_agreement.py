@@ -26,6 +26,8 @@ from jaxcross.world import World
 from jaxcross.world.control import Control
 from jaxcross.world.job_comms import Key
 
+# Whether a program is one of these follows from its calls, on each rank by itself.
+_REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 Lists = Mapping[int, tuple[Exchange, ...]]
 
 
@@ -33,19 +35,23 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """What was agreed of a step's programs that call mpi4jax. Shared by all variants of a step.
 
-    Ranks whose lists are equal agree again where the list changes, wherever they have other argument types: on one rank
-    alone a batch may be shorter. Where lists differ, a rank cannot see that another one's changes, and ranks agree
-    again for all argument types.
+    Ranks whose lists are equal agree again only where the list changes: on one rank alone a batch may be shorter. Where
+    lists differ, a rank cannot see that another one's changes, and ranks agree again for other shapes of arguments.
 
     Attributes:
         differ: Whether the lists of the latest agreement outside a runner differed.
-        of_job: By job, the hash of all lists for each list of this rank that was agreed, and whether lists differed.
+        shapes: The shapes of the arguments then.
+        of_job: By job, the hash of all lists for each list of this rank that was agreed, with the shapes of arguments
+            where lists differed.
     """
 
     differ: bool = False
-    of_job: WeakKeyDictionary[runtime.JobContext, dict[str, tuple[str, bool]]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    shapes: str = ""
+    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[str, ...], str]] = field(default_factory=WeakKeyDictionary)
+
+    def is_current(self, program: Program) -> bool:
+        """Whether the latest agreement outside a runner holds for these shapes of arguments."""
+        return not self.differ or self.shapes == _shapes(program)
 
     def agree_alone(self, world: World, program: Program) -> None:
         """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
@@ -55,6 +61,7 @@ class Units:
         """
         calls = world.wire().calls(program)
         lists = _gathered(world, program.name, calls)
+        self.shapes = _shapes(program)
         self.differ = len({rank_lists.compared(theirs) for theirs in lists.values()}) > 1
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
@@ -67,12 +74,12 @@ class Units:
         """
         calls = world.wire().calls(program)
         agreed = self.of_job.setdefault(job, {})
-        mine = rank_lists.compared(calls)
-        digest, differ = agreed.get(mine, ("", True))
-        if differ:
-            label = f"first call of `{program.name}`, which calls mpi4jax"
+        mine, shapes = rank_lists.compared(calls), _shapes(program)
+        digest = agreed.get((mine,)) or agreed.get((mine, shapes))
+        if digest is None:
+            label = f"first call of `{program.name}`, which calls mpi4jax ({_REMEDY})"
             digest, differ = job.together(label, partial(_agree, job, world, program.name, calls))
-            agreed[mine] = digest, differ
+            agreed[(mine, shapes) if differ else (mine,)] = digest
         wire = MpiWire(world, comms=world.job_comms.of(job))
         return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
 
@@ -112,9 +119,8 @@ def _decoded(name: str, texts: list[str]) -> Lists:
 def without_calls(name: str, ranks: list[int]) -> str:
     """The message for ranks that call a step without any call of mpi4jax, while others make some."""
     return (
-        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}."
-        " There it needs a call, too, so that all ranks know that they take turns: for example"
-        " `mpi4jax.barrier(comm=MPI.COMM_SELF)`."
+        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
+        f" {_REMEDY}."
     )
 
 
@@ -151,6 +157,11 @@ def _agree(
 def _key(value: Any) -> Key:
     ranks, label = value
     return tuple(ranks), label
+
+
+def _shapes(program: Program) -> str:
+    """Shapes and element types of the arguments."""
+    return " ".join(f"{a.dtype}{list(a.shape)}" for a in program.traced.in_avals)
 
 
 def _number(text: str) -> int:

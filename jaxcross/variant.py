@@ -103,6 +103,11 @@ class Variant:
 
         return self.children.get(index, make).choose(leaves)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the ranks need not agree again on these types of arguments, if this rank exchanges as it did."""
+        return not self.default.is_unit or self.units.is_current(self.default)
+
     def agree(self, call: int) -> None:
         """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
 

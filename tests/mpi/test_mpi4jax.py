@@ -19,3 +19,23 @@ def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, s
     env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
     done = mpirun(ranks, "mpi4jax_table.py", "jobs", env=env, timeout=900).check()
     assert done.stdout.count("jobs done") == ranks, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (4, "opposite_orders"),
+        (2, "a_shorter_message"),
+        (3, "a_rank_fails_before_its_calls"),
+        (3, "a_rank_without_calls"),
+        (2, "eager_calls_in_another_job"),
+        (2, "communicators_that_look_alike"),
+        (2, "batches_of_other_shapes"),
+        (2, "values_that_are_not_finite"),
+        (4, "groups_with_steps_of_their_own"),
+        (4, "a_chain_through_all_ranks"),
+    ],
+)
+def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int, case: str) -> None:
+    done = mpirun(ranks, "mpi4jax_faults.py", case, env=quick_compiler).check()
+    assert done.stdout.count("case done") == ranks, done.stdout + done.stderr
