@@ -36,24 +36,24 @@ class Units:
     """What was agreed of a step's programs that call mpi4jax. Shared by all variants of a step.
 
     Ranks whose lists are equal agree again only where the list changes: on one rank alone a batch may be shorter. Where
-    lists differ, a rank cannot see that another one's changes, and ranks agree again for other shapes of arguments.
+    lists differ, a rank cannot see that another one's changes, and ranks agree again for each kind of arguments.
 
     Attributes:
         differ: Whether the lists of the latest agreement outside a runner differed.
-        shapes: The shapes of the arguments then.
-        of_job: By job, the hash of all lists for each list of this rank that was agreed, with the shapes of arguments
+        kind: The kind of the arguments then.
+        of_job: By job, the hash of all lists for each list of this rank that was agreed, with the kind of arguments
             where lists differed.
     """
 
     differ: bool = False
-    shapes: str = ""
-    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[str, ...], str]] = field(default_factory=WeakKeyDictionary)
+    kind: Any = None
+    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[Any, ...], str]] = field(default_factory=WeakKeyDictionary)
 
-    def is_current(self, program: Program) -> bool:
-        """Whether the latest agreement outside a runner holds for these shapes of arguments."""
-        return not self.differ or self.shapes == _shapes(program)
+    def is_current(self, program: Program, asked: Any) -> bool:
+        """Whether the latest agreement outside a runner holds for arguments of this kind."""
+        return not self.differ or self.kind == _kind(program, asked)
 
-    def agree_alone(self, world: World, program: Program) -> None:
+    def agree_alone(self, world: World, program: Program, asked: Any) -> None:
         """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
 
         Raises:
@@ -61,12 +61,12 @@ class Units:
         """
         calls = world.wire().calls(program)
         lists = _gathered(world, program.name, calls)
-        self.shapes = _shapes(program)
+        self.kind = _kind(program, asked)
         self.differ = len({rank_lists.compared(theirs) for theirs in lists.values()}) > 1
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
 
-    def agree_in(self, job: runtime.JobContext, world: World, program: Program) -> Program:
+    def agree_in(self, job: runtime.JobContext, world: World, program: Program, asked: Any) -> Program:
         """The program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
 
         Raises:
@@ -74,12 +74,12 @@ class Units:
         """
         calls = world.wire().calls(program)
         agreed = self.of_job.setdefault(job, {})
-        mine, shapes = rank_lists.compared(calls), _shapes(program)
-        digest = agreed.get((mine,)) or agreed.get((mine, shapes))
+        mine, kind = rank_lists.compared(calls), _kind(program, asked)
+        digest = agreed.get((mine,)) or agreed.get((mine, kind))
         if digest is None:
             label = f"first call of `{program.name}`, which calls mpi4jax ({_REMEDY})"
             digest, differ = job.together(label, partial(_agree, job, world, program.name, calls))
-            agreed[(mine, shapes) if differ else (mine,)] = digest
+            agreed[(mine, kind) if differ else (mine,)] = digest
         wire = MpiWire(world, comms=world.job_comms.of(job))
         return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
 
@@ -95,8 +95,8 @@ def _gathered(world: World, name: str, calls: tuple[Exchange, ...]) -> Lists:
     everyone = tuple(range(world.size))
     if not any(sorted(dict(x.params)["ranks"]) == list(everyone) and "dest" not in dict(x.params)
                and "source" not in dict(x.params) for x in calls):  # fmt: skip
-        some = partial(_knows_senders, rank) if rank_lists.expects_unknown(calls) else None
-        texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), complete=some)
+        accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
+        texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
         return {r: rank_lists.decode(t) for r, t in texts.items()}
     number = _number(rank_lists.compared(calls))
     with world.watching(job=name, step=0, segment=-1, what="agreement"):
@@ -106,8 +106,12 @@ def _gathered(world: World, name: str, calls: tuple[Exchange, ...]) -> Lists:
         return _decoded(name, world.control.allgather_text(text))
 
 
-def _knows_senders(rank: int, texts: Mapping[int, str]) -> bool:
-    return rank_lists.all_senders_known({r: rank_lists.decode(t) for r, t in texts.items()}, rank)
+def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
+    """See `jaxcross.world.neighbours`."""
+    lists = {r: rank_lists.decode(t) for r, t in texts.items()}
+    if other is None:
+        return not rank_lists.all_senders_known(lists, rank)
+    return rank_lists.sends_to(lists[rank], rank, rank_lists.decode(other))
 
 
 def _decoded(name: str, texts: list[str]) -> Lists:
@@ -159,9 +163,9 @@ def _key(value: Any) -> Key:
     return tuple(ranks), label
 
 
-def _shapes(program: Program) -> str:
-    """Shapes and element types of the arguments."""
-    return " ".join(f"{a.dtype}{list(a.shape)}" for a in program.traced.in_avals)
+def _kind(program: Program, asked: Any) -> Any:
+    """Of the arguments: structure, static ones, shapes, element types."""
+    return asked, tuple((str(a.dtype), a.shape) for a in program.traced.in_avals)
 
 
 def _number(text: str) -> int:

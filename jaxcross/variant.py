@@ -46,9 +46,10 @@ class Variant:
         pieces: Into how many `cut="auto"` cut the step first in this process, 0 for `default`, and that program's
             signature; by `signature`. Shared by all variants of a step, since shapes may change on one rank alone, and
             the others would not come to search.
-        units: What was agreed of programs that call mpi4jax. Shared likewise.
         leaves: Arguments to try cuts on; dropped once one was chosen.
         world: Whose communicators and executables.
+        units: What was agreed of programs that call mpi4jax. Shared by all variants of a step.
+        asked: What else than types told the step's variants apart: structure, static arguments, configuration.
         program: What the latest call ran; `default` before that.
         default: As `cut` says, under `"auto"` beside other jobs.
         compiled: By number of pieces; 0: `default`.
@@ -58,10 +59,11 @@ class Variant:
     cut: Cut
     bucket_bytes: int
     told: set[str]
-    units: Units
     pieces: dict[int, tuple[int, int]]
     leaves: tuple[Any, ...] | None
     world: World
+    units: Units = field(default_factory=Units)
+    asked: Any = None
     children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
@@ -98,7 +100,7 @@ class Variant:
         def make() -> Variant:
             return Variant(
                 traced=self.traced.decide(index), cut=self.cut, bucket_bytes=self.bucket_bytes, told=self.told,
-                units=self.units, pieces=self.pieces, leaves=tuple(leaves), world=self.world,
+                units=self.units, asked=self.asked, pieces=self.pieces, leaves=tuple(leaves), world=self.world,
             )  # fmt: skip
 
         return self.children.get(index, make).choose(leaves)
@@ -106,7 +108,7 @@ class Variant:
     @property
     def is_current(self) -> bool:
         """Whether the ranks need not agree again on these types of arguments, if this rank exchanges as it did."""
-        return not self.default.is_unit or self.units.is_current(self.default)
+        return not self.default.is_unit or self.units.is_current(self.default, self.asked)
 
     def agree(self, call: int) -> None:
         """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
@@ -115,7 +117,7 @@ class Variant:
             ExchangeError: They are not; on every rank.
         """
         if self.default.is_unit:
-            self.units.agree_alone(self.world, self.default)
+            self.units.agree_alone(self.world, self.default, self.asked)
             return
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
         agree_alone(self.world, self.default, call, by_call=bool(self.traced.choices))
@@ -143,7 +145,7 @@ class Variant:
 
     def _unit_in(self, job: runtime.JobContext) -> Compiled:
         if (known := self.of_job.get(job)) is None:
-            program = self.units.agree_in(job, self.world, self.default)
+            program = self.units.agree_in(job, self.world, self.default, self.asked)
             with self._compiling(job, program.name):
                 known = self.of_job[job] = program.compile(self.kinds, cache=self.world.executables)
         return known

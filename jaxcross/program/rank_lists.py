@@ -71,6 +71,13 @@ def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> boo
     return sent >= wanted
 
 
+def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -> bool:
+    """Whether another rank's list has a message that a receive of `rank` from any source takes."""
+    wanted = {(_comm(x), dict(x.params)["recv_tag"]) for x in calls if dict(x.params).get("source") == "any"}
+    sent = [(_comm(x), dict(x.params)["send_tag"]) for x in others if _dest(x) == rank]
+    return any((comm, tag) in wanted or (comm, "any") in wanted for comm, tag in sent)
+
+
 def can_be_run(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, and
     no two communicators that look alike.

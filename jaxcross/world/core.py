@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.job_comms import JobComms
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
-from jaxcross.world.neighbours import gather_connected
+from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.slices import ask_for_short_slices
 from jaxcross.world.standing import missing
 from jaxcross.world.watchdog import Awaited, Watch, Watchdog
@@ -72,6 +72,7 @@ class World:
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
     job_comms: JobComms = field(default_factory=JobComms, repr=False)
+    _neighbours: Neighbours = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
     _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -134,18 +135,18 @@ class World:
         text: str,
         partners: Iterable[int],
         *,
-        complete: Callable[[Mapping[int, str]], bool] | None = None,
+        accepts: Accepts | None = None,
     ) -> dict[int, str]:
         """The texts of the ranks that exchange with this one in step `name`, directly or through others, by rank.
 
         Waits for those ranks only, each of which must call it. See `jaxcross.world.neighbours`.
         """
         partners = set(partners)
-        if not partners and complete is None:
+        if not partners and accepts is None:
             return {self.rank: text}
         awaited = partial(missing, name, _AGREEMENT, sorted(partners), patient=False)
         with self.watching(job=name, step=0, segment=-1, what=_AGREEMENT, awaited=awaited):
-            return gather_connected(self._base, text, partners, complete=complete)
+            return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks, which must call it in one order."""

@@ -14,55 +14,86 @@ from typing import Any
 _FIRST_TAG = 1000
 
 Known = dict[int, tuple[str, frozenset[int]]]
+Accepts = Callable[[Mapping[int, str], str | None], bool]
 
 
-def gather_connected(
-    comm: Any, text: str, partners: Iterable[int], *, complete: Callable[[Mapping[int, str]], bool] | None = None
-) -> dict[int, str]:
-    """The texts of all ranks that are connected with this one. Waits for them; each must call it.
+class Neighbours:
+    """Gathers texts of connected ranks, one gathering at a time.
 
     Args:
         comm: An mpi4py communicator on which nothing else sends single messages.
-        text: This rank's.
-        partners: The ranks it exchanges with. A rank is a partner of its partners.
-        complete: Given for a rank that cannot name all of its partners: whether those whose texts it has are all.
-
-    Returns:
-        The texts by rank, this one's included; the same on all connected ranks.
     """
-    me = comm.Get_rank()
-    mine = set(partners)
-    known: Known = {me: (text, frozenset(mine))}
-    requests = [comm.isend((dict(known), False), dest=p, tag=_FIRST_TAG) for p in sorted(mine)]
-    received = {p: comm.recv(source=p, tag=_FIRST_TAG) for p in sorted(mine)}
-    while complete is not None and not complete(_texts(known, received)):
-        p, message = _from_any(comm)
-        received[p] = message
-        mine.add(p)
-        known[me] = (text, frozenset(mine))
-        requests.append(comm.isend((dict(known), False), dest=p, tag=_FIRST_TAG))
-    sent_to = dict.fromkeys(mine, {me: known[me]} if complete is None else {})
-    open_from, tag = set(mine), _FIRST_TAG
-    for theirs, _ in received.values():
-        _learn(known, theirs)
-    finished = False
-    while open_from or not finished:
-        tag += 1
-        last = not finished and _is_closed(known)
-        if not finished:
-            for p in sorted(mine):
-                new = {r: k for r, k in known.items() if sent_to[p].get(r) != k}
-                requests.append(comm.isend((new, last), dest=p, tag=tag))
-                sent_to[p] = dict(known)
-        for p in sorted(open_from):
-            theirs, over = comm.recv(source=p, tag=tag)
+
+    __slots__ = ("_comm", "_early")
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._early: dict[int, Any] = {}  # first messages of ranks that are partners in a later gathering
+
+    def gather(self, text: str, partners: Iterable[int], *, accepts: Accepts | None = None) -> dict[int, str]:
+        """The texts of all ranks that are connected with this one. Waits for them; each must call it.
+
+        Args:
+            text: This rank's.
+            partners: The ranks it exchanges with. A rank is a partner of its partners.
+            accepts: Given for a rank that cannot name all of its partners. Of the texts by rank that it has, and the
+                text of another rank that names this one: whether that is a partner, too. With None for that text:
+                whether more partners are to come.
+
+        Returns:
+            The texts by rank, this one's included; the same on all connected ranks.
+        """
+        comm, me, mine = self._comm, self._comm.Get_rank(), set(partners)
+        known: Known = {me: (text, frozenset(mine))}
+        requests = [comm.isend((dict(known), False), dest=p, tag=_FIRST_TAG) for p in sorted(mine)]
+        received = {p: self._first_from(p) for p in sorted(mine)}
+        sent_to: dict[int, Known] = {p: dict(known) for p in mine}
+        while accepts is not None and accepts(_texts(known, received), None):
+            p, message = self._first_from_any(lambda theirs: accepts(_texts(known, received), theirs))
+            received[p] = message
+            mine.add(p)
+            known[me] = (text, frozenset(mine))
+            requests.append(comm.isend((dict(known), False), dest=p, tag=_FIRST_TAG))
+            sent_to[p] = dict(known)
+        for theirs, _ in received.values():
             _learn(known, theirs)
-            if over:
-                open_from.discard(p)
-        finished = finished or last
-    for request in requests:
-        request.wait()
-    return {rank: known[rank][0] for rank in sorted(known)}
+        open_from, tag, finished = set(mine), _FIRST_TAG, False
+        while open_from or not finished:
+            tag += 1
+            last = not finished and _is_closed(known)
+            if not finished:
+                for p in sorted(mine):
+                    new = {r: k for r, k in known.items() if sent_to[p].get(r) != k}
+                    requests.append(comm.isend((new, last), dest=p, tag=tag))
+                    sent_to[p] = dict(known)
+            for p in sorted(open_from):
+                theirs, over = comm.recv(source=p, tag=tag)
+                _learn(known, theirs)
+                if over:
+                    open_from.discard(p)
+            finished = finished or last
+        for request in requests:
+            request.wait()
+        return {rank: known[rank][0] for rank in sorted(known)}
+
+    def _first_from(self, partner: int) -> Any:
+        if partner in self._early:
+            return self._early.pop(partner)
+        return self._comm.recv(source=partner, tag=_FIRST_TAG)
+
+    def _first_from_any(self, accepts: Callable[[str], bool]) -> tuple[int, Any]:
+        from mpi4py import MPI
+
+        for p, message in self._early.items():
+            if accepts(message[0][p][0]):
+                return p, self._early.pop(p)
+        status = MPI.Status()
+        while True:
+            message = self._comm.recv(source=MPI.ANY_SOURCE, tag=_FIRST_TAG, status=status)
+            p = status.Get_source()
+            if accepts(message[0][p][0]):
+                return p, message
+            self._early[p] = message  # it waits for an answer to this one, and sends no other
 
 
 def _learn(known: Known, theirs: Known) -> None:
@@ -79,11 +110,3 @@ def _texts(known: Known, received: Mapping[int, tuple[Known, bool]]) -> dict[int
     texts = {rank: text for rank, (text, _) in known.items()}
     texts.update({p: message[0][p][0] for p, message in received.items()})
     return texts
-
-
-def _from_any(comm: Any) -> tuple[int, Any]:
-    from mpi4py import MPI
-
-    status = MPI.Status()
-    message = comm.recv(source=MPI.ANY_SOURCE, tag=_FIRST_TAG, status=status)
-    return status.Get_source(), message
