@@ -191,9 +191,18 @@ def is_array_type(value: Any) -> bool:
     return _core.valid_jaxtype(value)
 
 
-def source_of(eqn: Any) -> str:
-    """The user's line that made an equation, `file.py:12:4 (function)`, or `unknown line`."""
-    return _source_info_util.summarize(eqn.source_info) or "unknown line"
+def source_of(eqn: Any, *, outside: str = "") -> str:
+    """The user's line that made an equation, `file.py:12:4 (function)`, or `unknown line`.
+
+    Args:
+        eqn: The equation.
+        outside: Part of a path, `package/folder`, whose files are not the user's.
+    """
+    info = eqn.source_info
+    frames = list(_source_info_util.user_frames(info.traceback)) if outside else []
+    inner = next((n for n, f in enumerate(frames) if f"/{outside}/" not in f.file_name.replace("\\", "/")), None)
+    lines = _source_info_util.summarize(info, num_frames=1 if inner is None else inner + 1).split("\n")
+    return lines[0] or "unknown line"
 
 
 def backends_started() -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
+from jaxcross.program.segments import Program
 from jaxcross.world import World
+from jaxcross.world.standing import Standing, missing
 
 
 class OnlyThread:
@@ -120,6 +123,13 @@ def _nothing() -> None:
     """What an idle thread does at once."""
 
 
+def _missing_partners(
+    world: World, program: Program, what: str, answers: Mapping[int, Standing | None]
+) -> dict[int, str] | None:
+    partners = rank_lists.partners(world.wire().calls(program), world.rank)
+    return missing(program.name, what, sorted(partners), answers, patient=False)
+
+
 def _exchange(
     world: World, compiled: Compiled, execution: Execution, step: int, failed: list[BaseException],
     ended: dict[int, bool], index: int,
@@ -129,8 +139,10 @@ def _exchange(
     program = compiled.program
     try:
         execution.wait_inputs(index)
-        what = program.segments[index].exchanges[0].op
-        with world.watching(job=program.name, step=step, segment=index, what=what):
+        what = "calls of mpi4jax" if program.is_unit else program.segments[index].exchanges[0].op
+        # Ranks that do not exchange with one another may make other numbers of such calls.
+        awaited = partial(_missing_partners, world, program, what) if program.is_unit else None
+        with world.watching(job=program.name, step=step, segment=index, what=what, awaited=awaited):
             ended[index] = False
             execution.run(index)
             execution.wait_outputs(index)

@@ -21,6 +21,7 @@ from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.runtime import threads as runtime
 from jaxcross.solo import ONLY_THREAD, run_alone
+from jaxcross.unit_agreement import Units
 from jaxcross.variant import Variant
 from jaxcross.world import World, current
 from jaxcross.world.mesh import axis_sizes
@@ -107,6 +108,7 @@ class Step:
         self._signature: int | None = None  # of its exchanges
         self._calls = 0  # outside a runner
         self.told: set[str] = set()  # loops whose exchanges were spoken of
+        self._units = Units()
         self._pieces: dict[int, tuple[int, int]] = {}  # what `cut="auto"` found; see `Variant`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +182,7 @@ class Step:
         anew = signature is None or ONLY_THREAD.unsure
         if node is self._agreed and not anew:
             return
-        if anew or signature != self._signature:
+        if anew or signature != self._signature or not node.is_current:
             ONLY_THREAD.unsure = True  # should this be interrupted
             try:
                 node.agree(self._calls)
@@ -252,7 +254,7 @@ class Step:
                 self._notice_change(last, asked, kinds, args, kwargs)
             return Variant(
                 traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
-                told=self.told, pieces=self._pieces, leaves=tuple(leaves), world=world,
+                told=self.told, units=self._units, asked=asked, pieces=self._pieces, leaves=tuple(leaves), world=world,
             )  # fmt: skip
 
         node = self._roots.get(key, make)

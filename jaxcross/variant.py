@@ -25,6 +25,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
+from jaxcross.unit_agreement import Units, list_hash, without_calls
 from jaxcross.world import World
 from jaxcross.world.control import Control
 
@@ -47,6 +48,8 @@ class Variant:
             the others would not come to search.
         leaves: Arguments to try cuts on; dropped once one was chosen.
         world: Whose communicators and executables.
+        units: What was agreed of programs that call mpi4jax. Shared by all variants of a step.
+        asked: What else than types told the step's variants apart: structure, static arguments, configuration.
         program: What the latest call ran; `default` before that.
         default: As `cut` says, under `"auto"` beside other jobs.
         compiled: By number of pieces; 0: `default`.
@@ -59,6 +62,8 @@ class Variant:
     pieces: dict[int, tuple[int, int]]
     leaves: tuple[Any, ...] | None
     world: World
+    units: Units = field(default_factory=Units)
+    asked: Any = None
     children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
@@ -77,9 +82,11 @@ class Variant:
             self.predicate = _on_host(self.traced.undecided)
             return
         program = self.program = self.default = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
-        self.signature = program.exchange_hash()
+        self.signature = list_hash(self.world, program) if program.is_unit else program.exchange_hash()
         self.kinds = _without_values(self.traced, leaves)
-        self.chooses = self.cut == "auto" and any(not program.silent(s) for s in program.collectives)
+        self.chooses = (
+            self.cut == "auto" and not program.is_unit and any(not program.silent(s) for s in program.collectives)
+        )
         if self.chooses:
             self.leaves = leaves
         _advise(program, self.told)
@@ -93,10 +100,15 @@ class Variant:
         def make() -> Variant:
             return Variant(
                 traced=self.traced.decide(index), cut=self.cut, bucket_bytes=self.bucket_bytes, told=self.told,
-                pieces=self.pieces, leaves=tuple(leaves), world=self.world,
+                units=self.units, asked=self.asked, pieces=self.pieces, leaves=tuple(leaves), world=self.world,
             )  # fmt: skip
 
         return self.children.get(index, make).choose(leaves)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the ranks need not agree again on these types of arguments, if this rank exchanges as it did."""
+        return not self.default.is_unit or self.units.is_current(self.default, self.asked)
 
     def agree(self, call: int) -> None:
         """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
@@ -104,6 +116,9 @@ class Variant:
         Raises:
             ExchangeError: They are not; on every rank.
         """
+        if self.default.is_unit:
+            self.units.agree_alone(self.world, self.default, self.asked)
+            return
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
         agree_alone(self.world, self.default, call, by_call=bool(self.traced.choices))
 
@@ -113,7 +128,9 @@ class Variant:
         The ranks agree (without a job: by `agree`) before anything is compiled. Jobs agree each for themselves, making
         their communicators: which of two like jobs compiles first may differ between ranks.
         """
-        if not self.chooses:
+        if self.default.is_unit and job is not None:
+            compiled = self._unit_in(job)
+        elif not self.chooses:
             if job is not None:
                 self._agree_in(job, self.default)
             compiled = self.compiled.get(0) or self._compile(job, 0, self.default)
@@ -125,6 +142,13 @@ class Variant:
             compiled = self.of_job[job] = self._choose_in(job)
         self.program = compiled.program
         return compiled
+
+    def _unit_in(self, job: runtime.JobContext) -> Compiled:
+        if (known := self.of_job.get(job)) is None:
+            program = self.units.agree_in(job, self.world, self.default, self.asked)
+            with self._compiling(job, program.name):
+                known = self.of_job[job] = program.compile(self.kinds, cache=self.world.executables)
+        return known
 
     def _choose_alone(self) -> Compiled:
         """What runs outside a runner, for good. Waits for all ranks, unless they know."""
@@ -247,6 +271,8 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
         if low != -high:
             told = [t.partition("\n") for t in world.control.allgather_text(f"{call}\n{program.exchange_signature()}")]
             texts = [text for *_, text in told]
+            if any(not text for text in texts):  # calls of mpi4jax, which have no number before them
+                raise ExchangeError(without_calls(program.name, [r for r, text in enumerate(texts) if text]))
             if len(set(texts)) == 1:
                 raise ExchangeError(different_calls(program.name, [f"call {number}" for number, *_ in told]))
             raise ExchangeError(disagreement(program.name, texts))
@@ -287,7 +313,7 @@ def _advise(program: Program, told: set[str]) -> None:
         if (loop := dict(x.params).get("loop")) is not None:
             loops.setdefault(loop, x.source)
     for loop, source in loops.items():
-        if loop in told:
+        if loop in told or program.is_unit:
             continue
         told.add(loop)
         _log.warning(

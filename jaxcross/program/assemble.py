@@ -128,6 +128,8 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[
 
     Of each buffer adds to `parts` how many operands it holds, and a hash of their sizes.
     """
+    if group.as_written:
+        return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
     between = sorted(group.between, key=lambda i: (graph.level[i], i))
     for level in group.levels:

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal
 
+import jax
+
 from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
 from jaxcross.program.cheap import LIGHT, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
+from jaxcross.program.unit import holds_calls, joined_by_light_work, unit_of
 
 Cut = Literal["whole", "auto"] | int
 BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying its operand into a shared buffer
@@ -30,7 +33,7 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
         traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
         cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
             into that many collective segments, in the order in which their operands become ready. `"auto"`: one
-            segment per 25 MB of gradients, 8 at most.
+            segment per 25 MB of gradients, 8 at most. Of no effect on a step that calls mpi4jax.
         bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
 
     Raises:
@@ -38,12 +41,16 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
     """
     cut, bucket_bytes = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
-    pieces = _pieces(cut, graph)
-    groups = _merge_light(graph, _levels(graph))
+    unit = holds_calls(graph)
+    pieces = 1 if unit else _pieces(cut, graph)
+    groups = [unit_of(graph)] if unit else _merge_light(graph, _levels(graph))
     if pieces > 1:
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
     place = _places(graph, groups)
+    if unit and jax.default_backend() == "cpu":
+        groups[0] = joined_by_light_work(graph, groups[0], place)
+        place.update(dict.fromkeys(groups[0].between, 1))
     copies = recompute(graph, place, exact=pieces == 1)
     return assemble(graph, groups, place, copies, bucket_bytes).verify()
 

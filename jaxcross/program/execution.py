@@ -16,9 +16,10 @@ import numpy as np
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.finite import nonfinite
-from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.jaxprs import INLINED, holds_exchange
 from jaxcross.program.segments import Program, Segment
 from jaxcross.program.trace import Traced
+from jaxcross.program.unit import calls_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class Execution:
     Segments may be run from different threads and in any order, each after the segments that it reads.
     """
 
-    __slots__ = ("_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
+    __slots__ = ("_alone", "_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
@@ -119,19 +120,23 @@ class Execution:
         self._arrived: dict[int, Any] | None = None
         self._counts: dict[int, Any] = {}
         self._zeros: dict[int, list[Any]] = {}
+        self._alone: dict[int, Any] = {}  # in place of a unit that calls mpi4jax, after a failure
 
     def run(self, index: int) -> None:
         """Dispatches a segment from this thread. A compute segment returns at once, a collective one may wait."""
         runnable = self._compiled.runnables[index]
         segment, env = runnable.segment, self._env
         zeros = self._zeros.pop(index, None)
-        args = [env[v] for v in segment.inputs] if zeros is None else zeros
-        if runnable.moves:
-            args = [_one_copy(x, runnable.device) for x in args]
-        try:
-            outs = runnable.call(*args)
-        except compat.InternalFloatingPointError as error:
-            raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
+        if (alone := self._alone.pop(index, None)) is not None:
+            outs = alone()
+        else:
+            args = [env[v] for v in segment.inputs] if zeros is None else zeros
+            if runnable.moves:
+                args = [_one_copy(x, runnable.device) for x in args]
+            try:
+                outs = runnable.call(*args)
+            except compat.InternalFloatingPointError as error:
+                raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
         if runnable.device is None:
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
@@ -182,6 +187,10 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
                 " it cannot know how often the others will exchange."
             )
+        if program.is_unit:
+            with jax.default_device(device), jax.enable_x64(True):
+                self._alone[index] = calls_alone(segment, program.traced)
+            return
         # Random keys included, which NumPy cannot make; 64 bits where the step has them: its contexts do not hold here.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
@@ -258,7 +267,7 @@ def _decided_by_data(jaxpr: Any, traced: Traced) -> str | None:
     """The loop or conditional, if any, that decides by values how often something inside it is exchanged."""
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
-        if inside and eqn.primitive.name in ("while", "cond"):
+        if inside and eqn.primitive.name != "scan" and eqn.primitive.name not in INLINED:
             return eqn.primitive.name
         for j in inside:
             if (found := _decided_by_data(j, traced)) is not None:

@@ -2,7 +2,7 @@
 
 `jit`, remat and custom derivatives whose body holds an exchange are inlined, and so is a `shard_map` over our axes;
 `cond` is decided by the host where it can be, and split around its exchanges where it cannot; a short `scan` is
-unrolled, other loops keep their exchanges inside; what nobody reads is dropped.
+unrolled, other loops keep their exchanges inside, as does whatever calls mpi4jax; what nobody reads is dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxcross.errors import CutError
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.decision import Decision
 from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
+from jaxcross.program.rank_lists import is_call
 from jaxcross.program.segments import Wire
 
 UNROLLED = 64
@@ -89,11 +90,18 @@ class Flattener:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
                 return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
-        if inside and name == "cond":
+        whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
+        if inside and not whole and name == "cond":
             return self._cond(eqn, args)
-        if inside and name == "scan" and 0 < eqn.params["length"] <= self.room and all(map(self._is_straight, inside)):
+        if (
+            inside
+            and not whole
+            and name == "scan"
+            and 0 < eqn.params["length"] <= self.room
+            and all(map(self._is_straight, inside))
+        ):
             return self._unroll(eqn, inside[0], args)
-        if inside and name not in ("scan", "while"):
+        if inside and not whole and name not in ("scan", "while"):
             raise CutError(
                 f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross inlines jit, remat and"
                 " custom derivatives, splits cond, unrolls short scans and keeps other loops whole. Move the exchange"

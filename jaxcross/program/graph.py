@@ -16,10 +16,14 @@ from jaxcross.program.trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The exchanges of one collective segment, and the light equations that stay between them (cut rule 4)."""
+    """The exchanges of one collective segment, and the light equations that stay between them (cut rule 4).
+
+    Of a unit that calls mpi4jax, any equations, and all in the order in which they are written (`as_written`).
+    """
 
     levels: tuple[tuple[int, ...], ...]
     between: frozenset[int] = frozenset()
+    as_written: bool = False
 
     @property
     def exchanges(self) -> tuple[int, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Wire
+from jaxcross.program.segments import Exchange, Wire
 
 INLINED = frozenset({
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
@@ -15,11 +15,14 @@ INLINED = frozenset({
 """Primitives that only call a jaxpr: what it does could stand in their place."""
 
 
-def holds_exchange(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> bool:
-    """Whether a jaxpr, or one inside it, puts something on the wire."""
+def holds_exchange(
+    jaxpr: Any, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
+) -> bool:
+    """Whether a jaxpr, or one inside it, puts something on the wire, of which `only` holds."""
     inner, _ = compat.open_jaxpr(jaxpr)
     return any(
-        wire.recognise(eqn, axes) is not None or any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
+        any(map(only, wire.recognise(eqn, axes) or ()))
+        or any(holds_exchange(j, axes, wire, only=only) for j in compat.sub_jaxprs(eqn))
         for eqn in inner.eqns
     )
 

@@ -152,6 +152,7 @@ class Program:
         donated: Inputs whose arrays the step may overwrite, after its last exchange at the earliest.
         segments: In an order in which they may run.
         late: Inputs, read by no segment before the last exchange, whose values may be changed until the commit.
+        calls: Of a program that calls mpi4jax, a hash of all ranks' calls, once they are agreed.
         traced: What it was cut from; None in a parsed program.
     """
 
@@ -164,6 +165,7 @@ class Program:
     constants: int = 0
     donated: frozenset[int] = frozenset()
     late: frozenset[int] = field(default=frozenset(), compare=False)
+    calls: str = field(default="", compare=False)
     traced: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -191,6 +193,11 @@ class Program:
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that it puts on the wire, in order."""
         return tuple(x for s in self.segments for x in s.exchanges)
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether it calls mpi4jax: its exchanges are one segment, and may differ by rank."""
+        return any(x.op.startswith("mpi.") for x in self.exchanges)
 
     @property
     def speaks(self) -> bool:
@@ -314,8 +321,11 @@ class Program:
 
     def exchange_signature(self) -> str:
         """What all ranks must have in common: every exchange in order, and how many each segment makes, which may join
-        them in one message. Never ranks, handles or compute.
+        them in one message. Never ranks, handles or compute. Calls of mpi4jax may differ by rank: of them all ranks
+        have the hash of all lists in common.
         """
+        if self.is_unit:
+            return f"axes {self._axes_text()}\ncalls of mpi4jax {self.calls or 'that are not agreed yet'}"
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)

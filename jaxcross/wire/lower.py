@@ -13,8 +13,10 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.jaxprs import INLINED
 from jaxcross.program.segments import Exchange
 from jaxcross.wire import collectives, region, together
+from jaxcross.wire.calls import over_comms
 from jaxcross.wire.messages import Channel, is_narrow_float
-from jaxcross.wire.recognise import LOCAL, REDUCTIONS, recognise, speaks_of, touches
+from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axes, recognise, speaks_of
+from jaxcross.world.job_comms import Key
 from jaxcross.world.mesh import Mesh
 
 # How exchanges reach their peers: (axes, groups) -> channel.
@@ -23,13 +25,16 @@ Connect = Callable[[Sequence[str], Any], Channel]
 _LOOPS = ("scan", "while", "cond")
 
 
-def lower(jaxpr: Any, mesh: Mesh, connect: Connect) -> Callable[..., list[Any]]:
+def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | None = None) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
     All exchanges of one call are ordered by one token chain, in equation order, but for sums with no other exchange
     between them: they may be one message, in the place of the last. The function communicates when it runs; this call
-    may, too: communicators are made here, so all members of a group must lower.
+    may, too: communicators are made here, so all members of a group must lower. mpi4jax's own calls go over `comms`
+    where it has one for theirs.
     """
+    if comms:
+        jaxpr = compat.close(over_comms(compat.open_jaxpr(jaxpr)[0], comms))
     lowered = _retrace(jaxpr, mesh, connect)
     if not lowered.effects:  # every group has one rank: nothing is sent
         return lambda *args: list(_evaluate(lowered, args, mesh, connect))
@@ -75,7 +80,7 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
     if name in LOCAL and speaks_of(eqn, mesh.sizes):
         return values
-    inside = [j for j in compat.sub_jaxprs(eqn) if touches(j, mesh.sizes)]
+    inside = [j for j in compat.sub_jaxprs(eqn) if names_axes(j, mesh.sizes)]
     if inside and name in _LOOPS:
         return compat.bind_equation(eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect)))
     if inside and name not in INLINED:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
-from jaxcross.program.segments import Exchange
+from jaxcross.program.segments import Exchange, Program
+from jaxcross.wire.calls import calls_of
 from jaxcross.wire.lower import group_of, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.recognise import recognise
 from jaxcross.world.core import World
+from jaxcross.world.job_comms import Key
 
 
 @final
@@ -20,14 +22,18 @@ class MpiWire:
         world: Whose ranks and communicators.
         lane: The exchange lane that will run what is lowered. Two lanes never share a communicator.
         max_count: Elements of the longest message; longer ones are split.
+        comms: In place of the communicators that mpi4jax's own calls name.
     """
 
-    __slots__ = ("_lane", "_max_count", "_world")
+    __slots__ = ("_comms", "_lane", "_max_count", "_world")
 
-    def __init__(self, world: World, *, lane: int = 0, max_count: int = MAX_COUNT) -> None:
+    def __init__(
+        self, world: World, *, lane: int = 0, max_count: int = MAX_COUNT, comms: Mapping[Key, Any] | None = None
+    ) -> None:
         self._world = world
         self._lane = lane
         self._max_count = max_count
+        self._comms = dict(comms or {})
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
@@ -46,7 +52,12 @@ class MpiWire:
             comm = self._world.communicator(mesh, names, groups, lane=self._lane)
             return Channel(comm=comm, rank=ranks.index(mesh.rank), size=len(ranks), max_count=self._max_count)
 
-        return lower(jaxpr, mesh, connect)
+        return lower(jaxpr, mesh, connect, self._comms)
+
+    def calls(self, program: Program) -> tuple[Exchange, ...]:
+        """Everything that a program exchanges, in order, each with its `ranks`. Neither waits nor communicates."""
+        mesh = self._world.mesh(dict(program.axes))
+        return calls_of(program, lambda exchange: mesh.group(*group_of(exchange, mesh)))
 
     def meet(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
         """Makes the communicators that these exchanges need, so that `lower` waits for nobody.
@@ -68,6 +79,6 @@ class MpiWire:
     def __hash__(self) -> int:
         return hash(self._identity())
 
-    def _identity(self) -> tuple[int, int, int]:
+    def _identity(self) -> tuple[Any, ...]:
         """What executables depend on: they hold handles of this world's communicators of this lane."""
-        return id(self._world), self._lane, self._max_count
+        return id(self._world), self._lane, self._max_count, tuple((k, id(c)) for k, c in sorted(self._comms.items()))

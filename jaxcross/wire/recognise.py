@@ -5,6 +5,7 @@ Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +105,14 @@ def concerns(eqn: Any, axes: Mapping[str, int]) -> bool:
     )
 
 
+def names_axes(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation inside names one of our axes."""
+    return any(
+        speaks_of(eqn, axes) or any(names_axes(sub, axes) for sub in compat.sub_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
 def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
     """Whether an equation inside concerns us."""
     return any(concerns(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
@@ -139,31 +148,57 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
     params = eqn.params
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
-    comm = _unwrap(params["comm"])
-    found: list[tuple[str, Any]] = [("ranks", _world_ranks(comm))]
+    comm = unwrap(params["comm"])
+    found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
+    if label := comm.Get_name():
+        found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
-        found.append(("reduction", _reduction_name(_unwrap(params["op"]))))
+        found.append(("reduction", _reduction_name(unwrap(params["op"]))))
     if "root" in params:
         found.append(("root", int(params["root"])))
+    op = eqn.primitive.name.removesuffix("_mpi")
+    found += _point_to_point(op, params)
+    if op == "sendrecv":
+        got = eqn.outvars[0].aval
+        found += [("recv_dtype", str(got.dtype)), ("recv_shape", tuple(got.shape))]
     aval = eqn.invars[0].aval if eqn.invars else None
     return (
         Exchange(
-            op=f"mpi.{eqn.primitive.name.removesuffix('_mpi')}",
+            op=f"mpi.{op}",
             axes=(),
             dtype="uint8" if aval is None else str(aval.dtype),
             shape=(0,) if aval is None else tuple(aval.shape),
             params=tuple(found),
-            source=compat.source_of(eqn),
+            source=compat.source_of(eqn, outside="mpi4jax/_src"),
         ),
     )
 
 
-def _unwrap(value: Any) -> Any:
+def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Peers and tags of a send or a receive. A peer is a rank of the communicator, None for `PROC_NULL`, or `any`; a
+    tag is a number or `any`.
+    """
+    from mpi4py import MPI
+
+    peers: dict[int, Any] = {MPI.PROC_NULL: None, MPI.ANY_SOURCE: "any"}
+    ends = {name: int(params[name]) for name in ("dest", "source") if name in params}
+    found = [(name, peers.get(number, number)) for name, number in ends.items()]
+    tags = {"send": {"send_tag": "tag"}, "recv": {"recv_tag": "tag"}}
+    for name, param in tags.get(op, {"send_tag": "sendtag", "recv_tag": "recvtag"}).items():
+        if param in params:
+            tag = int(params[param])
+            found.append((name, "any" if tag == MPI.ANY_TAG else tag))
+    return found
+
+
+def unwrap(value: Any) -> Any:
+    """The MPI object behind a parameter of an mpi4jax equation."""
     # mpi4jax wraps handles in a class with a hash but no equality.
     return value.wrapped if type(value).__name__ == "HashableMPIType" else value
 
 
-def _world_ranks(comm: Any) -> tuple[int, ...]:
+def world_ranks(comm: Any) -> tuple[int, ...]:
+    """The ranks of `COMM_WORLD` that a communicator joins, in its own order."""
     from mpi4py import MPI
 
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()

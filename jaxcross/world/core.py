@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +14,18 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.flight import FlightRecorder
+from jaxcross.world.job_comms import JobComms
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.mesh import Mesh, make_mesh
+from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.slices import ask_for_short_slices
 from jaxcross.world.standing import missing
 from jaxcross.world.watchdog import Awaited, Watch, Watchdog
 
 if TYPE_CHECKING:
     from jaxcross.wire import MpiWire
+
+_AGREEMENT = "agreement of the ranks that exchange with one another"
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class World:
     )
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
+    job_comms: JobComms = field(default_factory=JobComms, repr=False)
+    _neighbours: Neighbours = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
     _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -101,22 +107,46 @@ class World:
             slot = self._slots.setdefault(key, _Slot())
         with slot.lock:
             if slot.comm is None:
-                group = self._base.Get_group().Incl(ranks)
-                # MPI tells concurrent creations over one parent apart by their tag alone.
-                tag = zlib.crc32(repr(key).encode()) % 2**20
                 what, others = f"making a communicator of ranks {ranks}", [r for r in ranks if r != self.rank]
                 # In a job's thread, hence in no order with what the lanes do.
                 awaited = partial(missing, "", what, others, patient=False)
                 with self.watching(job="", step=0, segment=-1, what=what, awaited=awaited):
-                    slot.comm = self._base.Create_group(group, tag)
-                group.Free()
+                    # MPI tells concurrent creations over one parent apart by their tag alone.
+                    slot.comm = self.new_communicator(ranks, repr(key))
         return slot.comm
+
+    def new_communicator(self, ranks: Sequence[int], what: str) -> Any:
+        """A new mpi4py communicator of these ranks in this order. Waits for them; all must call it in one order."""
+        group = self._base.Get_group().Incl(ranks)
+        try:
+            return self._base.Create_group(group, zlib.crc32(what.encode()) % 2**20)
+        finally:
+            group.Free()
 
     def wire(self, lane: int = 0) -> MpiWire:
         """How programs make their exchanges in one lane. Does not communicate."""
         from jaxcross.wire import MpiWire
 
         return MpiWire(self, lane=lane)
+
+    def gather_connected(
+        self,
+        name: str,
+        text: str,
+        partners: Iterable[int],
+        *,
+        accepts: Accepts | None = None,
+    ) -> dict[int, str]:
+        """The texts of the ranks that exchange with this one in step `name`, directly or through others, by rank.
+
+        Waits for those ranks only, each of which must call it. See `jaxcross.world.neighbours`.
+        """
+        partners = set(partners)
+        if not partners and accepts is None:
+            return {self.rank: text}
+        awaited = partial(missing, name, _AGREEMENT, sorted(partners), patient=False)
+        with self.watching(job=name, step=0, segment=-1, what=_AGREEMENT, awaited=awaited):
+            return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks, which must call it in one order."""

@@ -21,6 +21,7 @@ from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
 from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.launcher import MPI_SETTINGS, check_launch, read_launch, vendor_of
+from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.terminate import Termination
 from jaxcross.world.watchdog import Watchdog
 
@@ -143,7 +144,8 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
         silence_s=silence_s,
         control=MpiControl(world.Dup(), mpi.MIN),
         flight=flight,
-        _base=world.Dup(),
+        _base=(base := world.Dup()),
+        _neighbours=Neighbours(base),
         _watchdog=watchdog,
     )
 

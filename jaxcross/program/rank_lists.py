@@ -1,0 +1,267 @@
+"""Whether lists of MPI calls, one a rank, fit together: each list is run against the others.
+
+Sends are buffered, receives block, and a collective blocks until all members of its communicator are at it. A receive
+that names its source is matched in one way only, so the outcome does not depend on which rank goes first. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxcross.program.segments import Exchange
+
+PREFIX = "mpi."
+"""How the `op` of an exchange begins that is a call of mpi4jax."""
+_ROOTED = ("bcast", "gather", "reduce", "scatter")
+
+
+def is_call(exchange: Exchange) -> bool:
+    """Whether an exchange is a call of mpi4jax."""
+    return exchange.op.startswith(PREFIX)
+
+
+def encode(calls: Iterable[Exchange]) -> str:
+    """One rank's calls as text, for the other ranks."""
+    return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
+
+
+def decode(text: str) -> tuple[Exchange, ...]:
+    """Reads `encode`'s text back."""
+    return tuple(
+        Exchange(op=op, axes=tuple(axes), dtype=dtype, shape=tuple(shape), params=_tuples(params), source=source)
+        for op, axes, dtype, shape, params, source in json.loads(text)
+    )
+
+
+def compared(calls: Iterable[Exchange]) -> str:
+    """What two lists of calls have in common where they are equal: everything but the user's lines."""
+    return "\n".join(x.line() for x in calls)
+
+
+def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
+    """The ranks that these calls of `rank` exchange with, as far as the calls name them."""
+    found: set[int] = set()
+    for x in calls:
+        params = dict(x.params)
+        ranks = params["ranks"]
+        named = [params[end] for end in ("source", "dest") if end in params]
+        found.update(ranks[n] for n in named if isinstance(n, int)) if named else found.update(ranks)
+    return found - {rank}
+
+
+def names_peers(calls: Iterable[Exchange]) -> bool:
+    """Whether some call is a send or a receive."""
+    return any("dest" in params or "source" in params for params in (dict(x.params) for x in calls))
+
+
+def expects_unknown(calls: Iterable[Exchange]) -> bool:
+    """Whether a receive takes messages from any source."""
+    return any(dict(x.params).get("source") == "any" for x in calls)
+
+
+def all_senders_known(lists: Mapping[int, Sequence[Exchange]], rank: int) -> bool:
+    """Whether the lists hold as many sends to `rank` as `rank` makes receives."""
+    wanted = sum(x.times for x in lists[rank] if dict(x.params).get("source") is not None)
+    sent = sum(x.times for calls in lists.values() for x in calls if _dest(x) == rank)
+    return sent >= wanted
+
+
+def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -> bool:
+    """Whether another rank's list has a message that a receive of `rank` from any source takes."""
+    wanted = {(_comm(x), dict(x.params)["recv_tag"]) for x in calls if dict(x.params).get("source") == "any"}
+    sent = [(_comm(x), dict(x.params)["send_tag"]) for x in others if _dest(x) == rank]
+    return any((comm, tag) in wanted or (comm, "any") in wanted for comm, tag in sent)
+
+
+def can_be_run(lists: Mapping[int, Sequence[Exchange]]) -> bool:
+    """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, and
+    no two communicators that look alike.
+    """
+    return not any(
+        "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
+        for calls in lists.values()
+        for params in (dict(x.params) for x in calls)
+    )
+
+
+def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
+    """Why the ranks' calls do not fit together, as the message of an `ExchangeError`; None if they do.
+
+    Args:
+        name: The step.
+        lists: The calls of each rank, in the order in which they are made. Every rank that one of them names is there.
+    """
+    if not can_be_run(lists):
+        return None
+    run = _Run(lists)
+    try:
+        run.to_the_end()
+    except _MisfitError as misfit:
+        return f"the mpi4jax calls of `{name}` do not fit together: {misfit}"
+    if run.blocked():
+        lines = "\n".join(f"    rank {r} {run.stands_at(r)}" for r in run.blocked())
+        return (
+            f"the mpi4jax calls of `{name}` would wait for each other forever:\n{lines}\n"
+            "Make the calls in an order in which each one finds its partners: for example all ranks first exchange"
+            " along rows, then along columns; between two ranks one sends first and the other receives first, or both"
+            " call `sendrecv`."
+        )
+    return None
+
+
+class _MisfitError(Exception):
+    """Two calls meet that do not match."""
+
+
+@dataclass(slots=True)
+class _Run:
+    lists: Mapping[int, Sequence[Exchange]]
+    at: dict[int, int] = field(init=False)
+    sent: set[int] = field(default_factory=set)  # ranks whose present `sendrecv` has sent
+    mail: dict[tuple[Any, int, int], deque[Exchange]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at = dict.fromkeys(sorted(self.lists), 0)
+
+    def to_the_end(self) -> None:
+        while any(self._advance(rank) for rank in self.at):
+            pass
+        for (_, source, dest), messages in self.mail.items():
+            if messages and not self.blocked():
+                raise _MisfitError(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
+
+    def blocked(self) -> list[int]:
+        return [rank for rank in self.at if self._call(rank) is not None]
+
+    def stands_at(self, rank: int) -> str:
+        call = self._call(rank)
+        assert call is not None
+        return f"stands at its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
+
+    def _call(self, rank: int) -> Exchange | None:
+        calls = self.lists.get(rank, ())
+        return calls[self.at[rank]] if rank in self.at and self.at[rank] < len(calls) else None
+
+    def _advance(self, rank: int) -> bool:
+        """Makes the calls of one rank until one blocks; whether it made any."""
+        made = False
+        while (call := self._call(rank)) is not None and self._make(rank, call):
+            made = True
+        return made
+
+    def _make(self, rank: int, call: Exchange) -> bool:
+        kind = call.op.removeprefix(PREFIX)
+        if kind not in ("send", "recv", "sendrecv"):
+            return self._collective(call)
+        params = dict(call.params)
+        comm = _comm(call)
+        if params.get("dest") is not None and rank not in self.sent:
+            dest = _member(call, rank, "dest")
+            self.mail.setdefault((comm, rank, dest), deque()).append(call)
+            self.sent.add(rank)
+        if params.get("source") is not None:
+            source = _member(call, rank, "source")
+            mail = self.mail.get((comm, source, rank), deque())
+            tag = params["recv_tag"]
+            found = next((m for m in mail if tag in ("any", dict(m.params)["send_tag"])), None)
+            if found is None:
+                return False
+            mail.remove(found)
+            _check_message(rank, call, source, found)
+        self.sent.discard(rank)
+        self.at[rank] += 1
+        return True
+
+    def _collective(self, call: Exchange) -> bool:
+        ranks, comm = dict(call.params)["ranks"], _comm(call)
+        calls = [self._call(rank) for rank in ranks]
+        if any(c is None or _comm(c) != comm or _dest(c, named=True) for c in calls):
+            return False
+        first = calls[0]
+        for rank, other in zip(ranks, calls, strict=True):
+            assert first is not None and other is not None
+            if _shared(other, rank) != _shared(first, ranks[0]):
+                raise _MisfitError(
+                    f"in the same place\n    rank {ranks[0]} makes {_text(first)}\n    rank {rank} makes"
+                    f" {_text(other)}\nAll members of a communicator must make the same collective calls, with the"
+                    " same numbers of elements, types, operators and roots."
+                )
+        for rank in ranks:
+            self.at[rank] += 1
+        return True
+
+
+def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
+    """What all members of a communicator must have in common in a collective call."""
+    if not is_call(call):
+        return (call.line(),)
+    params, kind = dict(call.params), call.op.removeprefix(PREFIX)
+    if kind == "barrier":
+        return (kind,)
+    count: float = call.count
+    ranks = params["ranks"]
+    if kind == "scatter" and ranks[params["root"]] == rank:
+        count /= len(ranks)
+    return kind, call.dtype, count, params.get("reduction"), params.get("root") if kind in _ROOTED else None
+
+
+def _check_message(rank: int, call: Exchange, source: int, message: Exchange) -> None:
+    params = dict(call.params)
+    dtype, shape = params.get("recv_dtype", call.dtype), params.get("recv_shape", call.shape)
+    if (message.dtype, message.count) != (dtype, math.prod(shape)):
+        raise _MisfitError(
+            f"\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
+            "The message must have as many elements as the receiver expects, of the same type."
+        )
+
+
+def _member(call: Exchange, rank: int, end: str) -> int:
+    params = dict(call.params)
+    ranks, number = params["ranks"], params[end]
+    if not 0 <= number < len(ranks):
+        raise _MisfitError(f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} only.")
+    return ranks[number]
+
+
+def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
+    """The rank of the world that a call sends to; with `named` whether the call names a peer at all."""
+    params = dict(call.params)
+    if named:
+        return "dest" in params or "source" in params
+    number, ranks = params.get("dest"), params["ranks"]
+    return ranks[number] if isinstance(number, int) and 0 <= number < len(ranks) else None
+
+
+def _comm(call: Exchange) -> tuple[Any, ...]:
+    """What tells communicators apart: members in their order, and the name."""
+    params = dict(call.params)
+    return params["ranks"], params.get("comm", ""), is_call(call)
+
+
+def _text(call: Exchange) -> str:
+    """A call for people, with ranks as `COMM_WORLD` counts them."""
+    params = dict(call.params)
+    ranks, kind = params["ranks"], call.op.removeprefix(PREFIX)
+    said = f"`{kind}` of {call.dtype}{list(call.shape)}" if kind != "barrier" else "`barrier`"
+    for end, word in (("dest", "to"), ("source", "from")):
+        number = params.get(end)
+        if isinstance(number, int):
+            rank = ranks[number] if 0 <= number < len(ranks) else number
+            said += f" {word} rank {rank}"
+    for key, word in (("send_tag", "send tag"), ("recv_tag", "receive tag"), ("reduction", "operator")):
+        if params.get(key, "any") != "any":
+            said += f", {word} {params[key]}"
+    if kind in _ROOTED:
+        said += f", root {ranks[params['root']]}"
+    if "dest" not in params and "source" not in params:
+        said += f" over ranks {', '.join(map(str, ranks))}"
+    return f"{said}, at {call.source or 'unknown line'}"
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

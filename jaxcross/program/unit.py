@@ -1,0 +1,110 @@
+"""Programs that call mpi4jax: what lies between the first call and the last is one collective segment.
+
+The calls may differ by rank, so ranks cannot agree on an order of parts of them. In one segment they are made in the
+order in which they are written, as under `jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.graph import Graph, Group
+from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.rank_lists import is_call
+from jaxcross.program.segments import Segment
+from jaxcross.program.trace import Traced
+
+# Work that another job's exchange can hide. The rest only passes over memory.
+_HEAVY = frozenset({
+    "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
+    "sort", "svd", "triangular_solve", "while",
+})  # fmt: skip
+
+
+def holds_calls(graph: Graph) -> bool:
+    """Whether the step calls mpi4jax."""
+    return any(is_call(x) for found in graph.wires.values() for x in found)
+
+
+def unit_of(graph: Graph) -> Group:
+    """All exchanges of a step, with what is computed from some of them for others."""
+    wires = sorted(graph.wires)
+    needed = graph.ancestors(wires, {})
+    after = set(wires)
+    for i in range(len(graph.eqns)):
+        if not after.isdisjoint(graph.makers(i)):
+            after.add(i)
+    return Group((tuple(wires),), frozenset((needed & after) - set(wires)), as_written=True)
+
+
+def joined_by_light_work(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
+    """The unit with what is computed before and after it, where that is light: one executable then, as under `jit`.
+
+    Callbacks stay outside: a rank that fails in one still makes its calls.
+    """
+    joined = set(unit.between)
+    for here in (0, 2):
+        members = [i for i, p in place.items() if p == here]
+        late = here == 2 and graph.traced.late
+        if not late and not any(_is_heavy(graph.eqns[i]) for i in members):
+            joined.update(members)
+    return replace(unit, between=frozenset(joined))
+
+
+def _is_heavy(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return (
+        name in _HEAVY
+        or bool(eqn.effects)
+        or "callback" in name
+        or any(_is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
+    )
+
+
+def calls_alone(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
+    """What a rank runs in place of a unit once it has failed: the same calls in the same order, with zeros.
+
+    Nothing is computed between them: a loop that ends by its values might not end on zeros. Compiles; the function
+    returned waits for the peers and returns zeros in place of the segment's results.
+    """
+
+    def calls() -> list[Any]:
+        _make_calls(segment.jaxpr, traced)
+        return []
+
+    jaxpr = jax.make_jaxpr(calls, axis_env=list(traced.axes.items()))()
+    run = jax.jit(traced.wire.lower(jaxpr, dict(traced.axes))).lower().compile()
+    zeros = [jax.lax.full(v.aval.shape, 0, v.aval.dtype) for v in segment.jaxpr.jaxpr.outvars]
+
+    def run_calls() -> list[Any]:
+        run()
+        return zeros
+
+    return run_calls
+
+
+def _make_calls(jaxpr: Any, traced: Traced) -> None:
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
+        if traced.wire.recognise(eqn, traced.axes) is not None:
+            zeros = [jax.lax.full(a.aval.shape, 0, a.aval.dtype) for a in eqn.invars]
+            compat.bind_equation(eqn, zeros, eqn.params)
+        elif inside and eqn.primitive.name == "scan":
+            _repeat(inside[0], eqn.params["length"], traced)
+        else:
+            for j in inside:
+                _make_calls(j, traced)
+
+
+def _repeat(body: Any, length: int, traced: Traced) -> None:
+    def iteration(carry: Any, _: Any) -> tuple[Any, None]:
+        _make_calls(body, traced)
+        return carry, None
+
+    jax.lax.scan(iteration, jnp.zeros(()), None, length=length)

@@ -1,0 +1,172 @@
+"""How ranks agree on programs that call mpi4jax, whose calls may differ by rank.
+
+Each rank's list of calls is run against the others'. Outside a runner only ranks that exchange with one another take
+part; in a job all ranks do, and the calls get communicators of the job's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program import rank_lists
+from jaxcross.program.segments import Exchange, Program
+from jaxcross.runtime import job as runtime
+from jaxcross.wire import MpiWire
+from jaxcross.wire.calls import key_of
+from jaxcross.world import World
+from jaxcross.world.control import Control
+from jaxcross.world.job_comms import Key
+
+# Whether a program is one of these follows from its calls, on each rank by itself.
+_REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
+Lists = Mapping[int, tuple[Exchange, ...]]
+
+
+@dataclass(slots=True)
+class Units:
+    """What was agreed of a step's programs that call mpi4jax. Shared by all variants of a step.
+
+    Ranks whose lists are equal agree again only where the list changes: on one rank alone a batch may be shorter. Where
+    lists differ, a rank cannot see that another one's changes, and ranks agree again for each kind of arguments.
+
+    Attributes:
+        differ: Whether the lists of the latest agreement outside a runner differed.
+        kind: The kind of the arguments then.
+        of_job: By job, the hash of all lists for each list of this rank that was agreed, with the kind of arguments
+            where lists differed.
+    """
+
+    differ: bool = False
+    kind: Any = None
+    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[Any, ...], str]] = field(default_factory=WeakKeyDictionary)
+
+    def is_current(self, program: Program, asked: Any) -> bool:
+        """Whether the latest agreement outside a runner holds for arguments of this kind."""
+        return not self.differ or self.kind == _kind(program, asked)
+
+    def agree_alone(self, world: World, program: Program, asked: Any) -> None:
+        """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
+
+        Raises:
+            ExchangeError: They do not; on each of those ranks.
+        """
+        calls = world.wire().calls(program)
+        lists = _gathered(world, program.name, calls)
+        self.kind = _kind(program, asked)
+        self.differ = len({rank_lists.compared(theirs) for theirs in lists.values()}) > 1
+        if (why := rank_lists.mismatch(program.name, lists)) is not None:
+            raise ExchangeError(why)
+
+    def agree_in(self, job: runtime.JobContext, world: World, program: Program, asked: Any) -> Program:
+        """The program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
+
+        Raises:
+            ExchangeError: The calls do not fit together; on every rank.
+        """
+        calls = world.wire().calls(program)
+        agreed = self.of_job.setdefault(job, {})
+        mine, kind = rank_lists.compared(calls), _kind(program, asked)
+        digest = agreed.get((mine,)) or agreed.get((mine, kind))
+        if digest is None:
+            label = f"first call of `{program.name}`, which calls mpi4jax ({_REMEDY})"
+            digest, differ = job.together(label, partial(_agree, job, world, program.name, calls))
+            agreed[(mine, kind) if differ else (mine,)] = digest
+        wire = MpiWire(world, comms=world.job_comms.of(job))
+        return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
+
+
+def list_hash(world: World, program: Program) -> int:
+    """This rank's list of calls as a number of 62 bits."""
+    return _number(rank_lists.compared(world.wire().calls(program)))
+
+
+def _gathered(world: World, name: str, calls: tuple[Exchange, ...]) -> Lists:
+    """The lists of all ranks that exchange with this one, directly or through others. Waits for them."""
+    rank, text = world.rank, rank_lists.encode(calls)
+    everyone = tuple(range(world.size))
+    if not any(sorted(dict(x.params)["ranks"]) == list(everyone) and "dest" not in dict(x.params)
+               and "source" not in dict(x.params) for x in calls):  # fmt: skip
+        accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
+        texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
+        return {r: rank_lists.decode(t) for r, t in texts.items()}
+    number = _number(rank_lists.compared(calls))
+    with world.watching(job=name, step=0, segment=-1, what="agreement"):
+        low, high = world.control.allreduce_min(np.array([number, -number], np.int64))
+        if low == -high and not rank_lists.names_peers(calls):
+            return dict.fromkeys(everyone, calls)
+        return _decoded(name, world.control.allgather_text(text))
+
+
+def _accepts(rank: int, texts: Mapping[int, str], other: str | None) -> bool:
+    """See `jaxcross.world.neighbours`."""
+    lists = {r: rank_lists.decode(t) for r, t in texts.items()}
+    if other is None:
+        return not rank_lists.all_senders_known(lists, rank)
+    return rank_lists.sends_to(lists[rank], rank, rank_lists.decode(other))
+
+
+def _decoded(name: str, texts: list[str]) -> Lists:
+    if others := [rank for rank, text in enumerate(texts) if not text.startswith("[")]:
+        raise ExchangeError(without_calls(name, others))
+    return {rank: rank_lists.decode(text) for rank, text in enumerate(texts)}
+
+
+def without_calls(name: str, ranks: list[int]) -> str:
+    """The message for ranks that call a step without any call of mpi4jax, while others make some."""
+    return (
+        f"`{name}` calls mpi4jax on some ranks, but not on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}:"
+        f" {_REMEDY}."
+    )
+
+
+def _agree(
+    job: runtime.JobContext, world: World, name: str, calls: tuple[Exchange, ...], control: Control
+) -> tuple[str, bool]:
+    """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks."""
+    job.check_alike(control)
+    own = json.dumps([rank_lists.encode(calls), world.job_comms.busy()])
+    told = [json.loads(text) for text in control.allgather_text(own)]
+    lists = {rank: rank_lists.decode(text) for rank, (text, _) in enumerate(told)}
+    if (why := rank_lists.mismatch(name, lists)) is not None:
+        raise ExchangeError(why)
+    named = [(rank, x) for rank, theirs in lists.items() for x in theirs if rank_lists.is_call(x)]
+    if alike := next(((r, x) for r, x in named if "#" in dict(x.params).get("comm", "")), None):
+        rank, call = alike
+        raise ExchangeError(
+            f"`{name}` uses two communicators of ranks {dict(call.params)['ranks']} that ranks cannot tell apart, on"
+            f' rank {rank} at {call.source}. Give each a name, the same on all ranks: `comm.Set_name("halo")`.'
+        )
+    taken = {(_key(key), number) for _, busy in told for key, number in busy}
+    own_comms = world.job_comms.of(job)
+    for key in sorted({key_of(x) for _, x in named} - set(own_comms)):
+        ranks, label = key
+        if world.rank not in ranks:
+            continue
+        number = next(n for n in range(len(taken) + 1) if (key, n) not in taken)
+        what = f"{ranks} {label} {number}"
+        world.job_comms.lend(job, key, number, partial(world.new_communicator, ranks, what))
+    texts = [rank_lists.compared(theirs) for theirs in lists.values()]
+    return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16], len(set(texts)) > 1
+
+
+def _key(value: Any) -> Key:
+    ranks, label = value
+    return tuple(ranks), label
+
+
+def _kind(program: Program, asked: Any) -> Any:
+    """Of the arguments: structure, static ones, shapes, element types."""
+    return asked, tuple((str(a.dtype), a.shape) for a in program.traced.in_avals)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

@@ -1,0 +1,79 @@
+"""mpi4jax's own calls in a program: what each rank's list of them says, and the communicators that they go over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.segments import Exchange, Program
+from jaxcross.wire.recognise import recognise, unwrap
+from jaxcross.world.job_comms import Key
+
+
+def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -> tuple[Exchange, ...]:
+    """Everything that a program exchanges, in order, each with the `ranks` of its group.
+
+    A communicator that another one of the list looks like, of the same ranks and name, is told from it by a number
+    after its name: `#1`.
+
+    Args:
+        program: Any.
+        members: The ranks of an exchange over named axes.
+    """
+    found: list[Exchange] = []
+    alike: dict[Key, list[int]] = {}  # handles, by what can be seen of a communicator
+    for segment in program.collectives:
+        comms = _comms_in(segment.jaxpr, dict(program.axes))
+        for exchange, comm in zip(segment.exchanges, comms, strict=True):
+            if comm is None:
+                found.append(replace(exchange, params=(*exchange.params, ("ranks", members(exchange)))))
+                continue
+            handles = alike.setdefault(key_of(exchange), [])
+            handle = handle_of(comm)
+            if handle not in handles:
+                handles.append(handle)
+            if number := handles.index(handle):
+                params = {**dict(exchange.params), "comm": f"{key_of(exchange)[1]}#{number}"}
+                exchange = replace(exchange, params=tuple(params.items()))
+            found.append(exchange)
+    return tuple(found)
+
+
+def key_of(exchange: Exchange) -> Key:
+    """What can be seen of a call's communicator on every rank: its members and its name."""
+    params = dict(exchange.params)
+    return params["ranks"], params.get("comm", "")
+
+
+def handle_of(comm: Any) -> int:
+    """MPI's own name of a communicator in this process."""
+    from mpi4py import MPI
+
+    return MPI._handleof(comm)
+
+
+def over_comms(jaxpr: Any, comms: Mapping[Key, Any]) -> Any:
+    """The open jaxpr with mpi4jax's calls over `comms` in place of the user's communicators; inner jaxprs included."""
+
+    def changed(eqn: Any) -> Any:
+        found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None
+        if found is None:
+            return compat.map_sub_jaxprs(eqn, lambda inner: over_comms(inner, comms))
+        comm = comms.get(key_of(found[0]))
+        wrapper = type(eqn.params["comm"])
+        return eqn if comm is None else eqn.replace(params={**eqn.params, "comm": wrapper(comm)})
+
+    return compat.replace_eqns(jaxpr, [changed(eqn) for eqn in jaxpr.eqns], jaxpr.outvars)
+
+
+def _comms_in(jaxpr: Any, axes: Mapping[str, int]) -> Iterator[Any]:
+    """The communicator of each exchange, None for those over named axes, in the order of `Segment.exchanges`."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        found = recognise(eqn, axes)
+        if found is not None:
+            yield from (unwrap(eqn.params["comm"]) if x.op.startswith("mpi.") else None for x in found)
+            continue
+        for sub in compat.sub_jaxprs(eqn):
+            yield from _comms_in(sub, axes)

@@ -1,0 +1,42 @@
+"""Communicators of a job's own in place of those that its mpi4jax calls name.
+
+Other calls on the user's communicator, by another job or outside of any step, then cannot meet a step's messages. A
+communicator is kept when its job has left, and the next job on the same ranks gets it: MPI has some thousands only, and
+executables hold their handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+Key = tuple[tuple[int, ...], str]
+"""Members in their order, and the name of the user's communicator."""
+
+
+@dataclass(slots=True)
+class _Lent:
+    comm: Any
+    job: ref[Any]
+
+
+@dataclass(slots=True)
+class JobComms:
+    """Which job has which communicator on this rank. Used by one thread at a time: the exchange lane's."""
+
+    _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
+
+    def of(self, job: Any) -> dict[Key, Any]:
+        """The communicators that a job has."""
+        return {key: lent.comm for (key, _), lent in self._lent.items() if lent.job() is job}
+
+    def busy(self) -> list[tuple[Key, int]]:
+        """Those that jobs have which have not left on this rank."""
+        return [place for place, lent in self._lent.items() if (job := lent.job()) and not job.left.is_set()]
+
+    def lend(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
+        """Gives a job communicator `number` of those with this key; made first if there is none."""
+        lent = self._lent.get((key, number))
+        self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))

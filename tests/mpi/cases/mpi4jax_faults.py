@@ -1,0 +1,273 @@
+"""Steps whose mpi4jax calls do not fit together, ranks that fail or make no call, and calls outside of the step."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+from mpi4py import MPI
+
+import jaxcross
+
+world = jaxcross.initialize(watchdog_s=60)
+rank, size = world.rank, world.size
+comm = MPI.COMM_WORLD
+x = jnp.arange(4.0) + rank
+
+
+def walls(x):
+    if rank < size - 1:
+        mpi4jax.send(x, rank + 1, comm=comm)
+    return x + mpi4jax.recv(x, rank - 1, comm=comm) if rank else x
+
+
+def run(**functions):
+    """Each function as a job of one runner; the jobs, and what `run` raised."""
+    runner = jaxcross.Runner()
+    jobs = {name: runner.add(name, function) for name, function in functions.items()}
+    try:
+        runner.run()
+    except Exception as error:
+        return jobs, str(error)
+    return jobs, ""
+
+
+def repeated(function, start, n=10):
+    """A job that calls a step again and again on what it returned."""
+
+    def job_function(job):
+        step = jaxcross.crossover(function, axes="r")
+        state = job.restore(start, mode="local")
+        for _ in range(n):
+            state = step(state)
+        return state
+
+    return job_function
+
+
+def train(w):
+    return w - 0.1 * jax.lax.pmean(jnp.sin(w + rank), "r")
+
+
+def check_train(job):
+    state, step = jnp.ones(3), jaxcross.crossover(train, axes="r")
+    for _ in range(10):
+        state = step(state)
+    np.testing.assert_array_equal(job.state, state)
+
+
+def opposite_orders():
+    """Rows before columns on one rank, columns before rows on the others: each waits for another one."""
+    row, column = comm.Split(rank // 2, rank), comm.Split(rank % 2, rank)
+    first, second = (column, row) if rank in (0, 3) else (row, column)
+
+    def step(x):
+        along = mpi4jax.allreduce(x, MPI.SUM, comm=first)
+        return mpi4jax.allreduce(along, MPI.SUM, comm=second)
+
+    def check(text):
+        assert "would wait for each other forever" in text, text
+        for r in range(4):
+            assert f"rank {r} stands at its call 1 of 2: `allreduce`" in text, text
+        assert text.count("mpi4jax_faults.py") == 4, text
+
+    try:
+        jaxcross.crossover(step, axes="r")(x)
+    except jaxcross.ExchangeError as error:
+        check(str(error))
+    else:
+        raise AssertionError("no error")
+    jobs, text = run(bad=repeated(step, x), good=repeated(train, jnp.ones(3)))
+    check(text)
+    assert [job.how for job in jobs.values()] == ["failed", "ended"]
+    check_train(jobs["good"])
+
+
+def a_shorter_message():
+    def step(x):
+        if rank == 0:
+            mpi4jax.send(x[:3], 1, comm=comm)
+            return x
+        return mpi4jax.recv(x, 0, comm=comm)
+
+    _, text = run(bad=repeated(step, x))
+    assert "`send` of float32[3] to rank 1" in text and "`recv` of float32[4] from rank 0" in text, text
+
+
+def a_rank_fails_before_its_calls():
+    """It makes its calls with zeros, so that all ranks come to the vote and leave; nobody has a changed state."""
+
+    def check(v):
+        if rank == 1 and v.sum() > 100:
+            raise ValueError("too large")
+        return v
+
+    def step(x):
+        y = jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return jax.lax.fori_loop(0, 3, lambda _, c: jnp.minimum(walls(c), 50) + 1, y)
+
+    jobs, text = run(bad=repeated(step, x, n=40), good=repeated(train, jnp.ones(3)))
+    assert "too large" in text, text
+    assert [job.how for job in jobs.values()] == ["failed", "ended"], text
+    check_train(jobs["good"])
+    state = x
+    plain = jax.jit(lambda c: jax.lax.fori_loop(0, 3, lambda _, c: jnp.minimum(walls(c), 50) + 1, c))
+    for _ in range(jobs["bad"].step):
+        state = plain(state)
+    assert 0 < jobs["bad"].step < 40
+    np.testing.assert_array_equal(jobs["bad"].state, state)
+
+
+def a_rank_without_calls():
+    """Alone it computes by itself. In a job it must say that it takes turns."""
+
+    def step(x):
+        if rank == 0:
+            mpi4jax.send(x, 1, comm=comm)
+        return mpi4jax.recv(x, 0, comm=comm) if rank == 1 else x + 1
+
+    np.testing.assert_array_equal(jaxcross.crossover(step, axes="r")(x), x - 1 if rank == 1 else x + 1)
+    jobs, text = run(bad=repeated(step, x), good=repeated(train, jnp.ones(3)))
+    assert "mpi4jax.barrier(comm=MPI.COMM_SELF)" in text, text
+    check_train(jobs["good"])
+
+    def remedied(x):
+        mpi4jax.barrier(comm=MPI.COMM_SELF)
+        return step(x)
+
+    jobs, text = run(one=repeated(remedied, x), good=repeated(train, jnp.ones(3)))
+    assert not text, text
+    check_train(jobs["good"])
+
+
+def eager_calls_in_another_job():
+    """They go over the user's communicator, and the step's over its job's own."""
+
+    def step(x):
+        return mpi4jax.allreduce(jnp.sin(x), MPI.SUM, comm=comm)
+
+    def eager(job):
+        total = jnp.zeros(5)
+        for n in range(40):
+            total = total + mpi4jax.allreduce(jnp.arange(5.0) + n + rank, MPI.SUM, comm=comm)
+        return jax.block_until_ready(total)
+
+    jobs, text = run(step=repeated(step, jnp.ones(1000), n=40), again=repeated(step, jnp.ones(7), n=40), eager=eager)
+    assert not text, text
+    want = sum(size * (jnp.arange(5.0) + n) + size * (size - 1) / 2 for n in range(40))
+    np.testing.assert_array_equal(jobs["eager"].state, want)
+    for name, count in (("step", 1000), ("again", 7)):
+        state = jnp.ones(count)
+        for _ in range(40):
+            state = jax.jit(step)(state)
+        np.testing.assert_array_equal(jobs[name].state, state)
+    assert len(world.job_comms.of(jobs["step"])) == len(world.job_comms.of(jobs["again"])) == 1
+    # Others who come later get them.
+    jobs, text = run(later=repeated(step, jnp.ones(7)))
+    assert not text, text
+    assert len(world.job_comms.of(jobs["later"])) == 1
+    assert sum(map(len, map(world.job_comms.of, jobs.values()))) == 1
+
+
+def communicators_that_look_alike():
+    first, second = comm.Dup(), comm.Dup()
+
+    def step(x):
+        return mpi4jax.allreduce(x, MPI.SUM, comm=first) + mpi4jax.allreduce(2 * x, MPI.SUM, comm=second)
+
+    want = jax.jit(step)(x)
+    np.testing.assert_array_equal(jaxcross.crossover(step, axes="r")(x), want)
+    _, text = run(bad=repeated(step, x, n=1))
+    assert "comm.Set_name" in text, text
+    first.Set_name("first"), second.Set_name("second")
+    jobs, text = run(named=repeated(step, x, n=1))
+    assert not text, text
+    np.testing.assert_array_equal(jobs["named"].state, want)
+
+
+def batches_of_other_shapes():
+    """A shorter batch on one rank, where all make the same calls; and other shapes on all, where calls differ."""
+
+    def mean(w, batch):
+        return w - mpi4jax.allreduce(jnp.mean(batch) * w, MPI.SUM, comm=comm)
+
+    def function(job):
+        step, domain = jaxcross.crossover(mean, axes="r"), jaxcross.crossover(walls, axes="r")
+        w, lines = jnp.ones(3), []
+        for n in range(6):
+            w = step(w, jnp.ones(3 if n == 3 and rank == 0 else 5) * 0.1)
+            lines.append(domain(jnp.arange(float(4 + n // 2)) + rank))
+        return w, lines
+
+    class Outside:
+        """A job's place, without a runner."""
+
+    w, lines = function(Outside())
+    jobs, text = run(job=function)
+    assert not text, text
+    for got, want in zip(jax.tree.leaves(jobs["job"].state), jax.tree.leaves((w, lines)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for n, line in enumerate(lines):
+        own = jnp.arange(float(4 + n // 2)) + rank
+        np.testing.assert_array_equal(line, own + own - 1 if rank else own)
+
+
+def values_that_are_not_finite():
+    """The job's policy sees what a call received, also where it does not leave the step."""
+
+    def step(x):
+        got = walls(x)
+        return jnp.where(jnp.isfinite(got), x + 1, jnp.where(x > 5, jnp.inf, x + 1))
+
+    def function(job):
+        job.nonfinite = "eject"
+        crossed = jaxcross.crossover(step, axes="r")
+        state = job.restore(x, mode="local")
+        for n in range(5):
+            state = crossed(jnp.full(4, jnp.nan) if n == 3 and rank == 0 else state)
+        return state
+
+    jobs, text = run(job=function)
+    assert (jobs["job"].how, jobs["job"].step) == ("ejected", 3), (jobs["job"].how, text, jobs["job"].error)
+    np.testing.assert_array_equal(jobs["job"].state, x + 3)
+
+
+def groups_with_steps_of_their_own():
+    """Outside a runner ranks agree with those only that they exchange with: here in pairs, the others do else."""
+    pair = comm.Split(rank // 2, rank)
+    for n in range(1 + 2 * (rank // 2)):
+        step = jaxcross.crossover(lambda x, n=n: mpi4jax.allreduce(x * n, MPI.SUM, comm=pair), axes="r")
+        np.testing.assert_array_equal(step(x), n * (2 * jnp.arange(4.0) + 4 * (rank // 2) + 1))
+    if rank:  # rank 0 receives from whichever comes, in as many steps as there are others
+        jaxcross.crossover(lambda x: mpi4jax.send(x, 0, tag=rank, comm=comm), axes="r")(x)
+    else:
+        got = [jaxcross.crossover(lambda x, r=r: mpi4jax.recv(x, tag=r, comm=comm), axes="r")(x) for r in (1, 2, 3)]
+        np.testing.assert_array_equal(jnp.stack(got), jnp.arange(4.0) + jnp.arange(1.0, 4)[:, None])
+    total = jaxcross.crossover(lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=comm), axes="r")(x)
+    np.testing.assert_array_equal(total, 4 * jnp.arange(4.0) + 6)
+
+
+def a_chain_through_all_ranks():
+    """Ranks that do not exchange with each other learn of an error that is between others."""
+
+    def step(x, wrong):
+        if rank:
+            x = mpi4jax.recv(x, rank - 1, tag=2 if wrong and rank == 1 else 1, comm=comm)
+        if rank < size - 1:
+            mpi4jax.send(x + 1, rank + 1, tag=1, comm=comm)
+        return x
+
+    crossed = jaxcross.crossover(step, axes="r", static_argnums=1)
+    np.testing.assert_array_equal(crossed(jnp.zeros(2), False), jnp.full(2, rank))
+    try:
+        crossed(jnp.zeros(2), True)
+    except jaxcross.ExchangeError as error:
+        assert "rank 1 stands at its call 1 of 2: `recv` of float32[2] from rank 0, receive tag 2" in str(error)
+    else:
+        raise AssertionError("no error")
+    np.testing.assert_array_equal(crossed(jnp.zeros(2), False), jnp.full(2, rank))
+
+
+globals()[sys.argv[1]]()
+print("case done", flush=True)
