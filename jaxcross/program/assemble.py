@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,12 +130,12 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[
     Of each buffer adds to `parts` how many operands it holds, and a hash of their sizes.
     """
     body: list[Any] = []
-    between = sorted(group.between, key=lambda i: (graph.level[i], i))
+    between = deque(sorted(group.between, key=lambda i: (graph.level[i], i)))
     for level in group.levels:
         here = min(graph.level[i] for i in level)
-        ready = [i for i in between if graph.level[i] <= here]
-        body += [graph.eqns[i] for i in ready] + _bucketed(graph, level, bucket_bytes, parts)
-        between = between[len(ready) :]
+        while between and graph.level[between[0]] <= here:
+            body.append(graph.eqns[between.popleft()])
+        body += _bucketed(graph, level, bucket_bytes, parts)
     return body + [graph.eqns[i] for i in between]  # what exchanges of a later piece read
 
 
