@@ -253,6 +253,15 @@ def close(jaxpr: Any) -> Any:
     return _excore.ClosedJaxpr(jaxpr, [])
 
 
+def constants_first(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the jaxpr, closed, with its constants as its first arguments, and the constants."""
+    inner, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return jaxpr, ()
+    invars, info = [*inner.constvars, *inner.invars], inner.debug_info.with_unknown_names()
+    return close(inner.replace(constvars=[], invars=invars, debug_info=info)), consts
+
+
 def bytes_of(array: Any) -> bytes:
     """Type, shape and content of a concrete array; waits for it."""
     if jnp.issubdtype(getattr(array, "dtype", np.dtype(float)), jax.dtypes.prng_key):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program import buffers
 from jaxcross.program.finite import masked_by
 from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
 from jaxcross.program.jaxprs import drop_unread
@@ -131,12 +132,12 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
-    between = sorted(group.between, key=lambda i: (graph.level[i], i))
+    between = deque(sorted(group.between, key=lambda i: (graph.level[i], i)))
     for level in group.levels:
         here = min(graph.level[i] for i in level)
-        ready = [i for i in between if graph.level[i] <= here]
-        body += [graph.eqns[i] for i in ready] + _bucketed(graph, level, bucket_bytes, parts)
-        between = between[len(ready) :]
+        while between and graph.level[between[0]] <= here:
+            body.append(graph.eqns[between.popleft()])
+        body += _bucketed(graph, level, bucket_bytes, parts)
     return body + [graph.eqns[i] for i in between]  # what exchanges of a later piece read
 
 
@@ -176,14 +177,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> l
     primitive, params = eqns[0].primitive, eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
-        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-        out = primitive.bind(flat, **params)
-        flat = out[0] if primitive.multiple_results else out
-        own, start = [], 0
-        for x in arrays:
-            own.append(jax.lax.slice_in_dim(flat, start, start + x.size).reshape(x.shape))
-            start += x.size
-        return own
+        out = primitive.bind(buffers.joined(arrays), **params)
+        return buffers.parted(out[0] if primitive.multiple_results else out, [x.shape for x in arrays])
 
     args = [jax.ShapeDtypeStruct(e.invars[0].aval.shape, e.invars[0].aval.dtype) for e in eqns]
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)

@@ -28,12 +28,21 @@ _RESHAPED = frozenset({
 })  # fmt: skip
 
 
-def sized_by_exchanges(graph: Graph, between: Collection[int], exchanges: Sequence[int]) -> bool:
+def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
+    """Returns what these exchanges read and make, scalars apart."""
+    return {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
+
+
+def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
     """Whether the shapes in these light equations follow from the exchanges', which are the same on every rank.
 
     Others may follow from this rank's batch. Elementwise, an operand of a known shape tells those of all others.
+
+    Args:
+        graph: Of the step.
+        between: The equations.
+        known: Arrays whose shapes follow from the exchanges; those of the equations are added to it.
     """
-    known = {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
     eqns = [graph.eqns[i] for i in sorted(between)]
     before = -1
     while len(known) != before:
@@ -41,9 +50,9 @@ def sized_by_exchanges(graph: Graph, between: Collection[int], exchanges: Sequen
         for eqn in eqns:
             gets, makes, name = _arrays(eqn.invars), _arrays(eqn.outvars), eqn.primitive.name
             if name in _RESHAPED:
-                known |= makes if gets <= known else set()
+                known.update(makes if gets <= known else ())
             elif name not in _FREE and not known.isdisjoint(gets | makes):
-                known |= gets | makes
+                known.update(gets, makes)
     return all(_arrays((*eqn.invars, *eqn.outvars)) <= known for eqn in eqns)
 
 

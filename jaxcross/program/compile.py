@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program.bound import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
 from jaxcross.program.segments import Program, Segment, Wire
@@ -118,12 +119,13 @@ def compile_program(
     )
     sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
     functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
+    returned = frozenset(program.outputs)
     runnables = []
     for segment, may in zip(program.segments, program.donates(), strict=True):
         if notify is not None:
             notify(segment)
         places = tuple(sharding[v] for v in segment.inputs)
-        releases = tuple(v for v in segment.inputs if v not in program.outputs)
+        releases = tuple(v for v in segment.inputs if v not in returned)
         donate = _aliasable(program, segment, may)
         key = (segment_key(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
                tuple(coords.items()), host, wire, compat.trace_context(),
@@ -227,9 +229,10 @@ def _collective_maker(
         if program.silent(segment) and (order := _forwarded(program, segment, collective)) is not None:
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
-        places = [None if host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
-                  else SingleDeviceSharding(host)] * len(segment.inputs)  # fmt: skip
-        return jax.jit(collective, keep_unused=True).lower(*_structs(segment, places)).compile()
+        anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
+        place = None if anywhere else SingleDeviceSharding(host)
+        structs = _structs(segment, [place] * len(segment.inputs))
+        return compile_with_arguments(collective, structs, host, place)
 
     return make
 
@@ -256,17 +259,16 @@ def _forwarded(program: Program, segment: Segment, function: Callable[..., Any])
         return None
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in segment.jaxpr.jaxpr.invars]
     inner, _ = compat.open_jaxpr(jax.make_jaxpr(function)(*avals))
-    if any(v not in inner.invars for v in inner.outvars if not isinstance(v, compat.Literal)) or inner.eqns:
+    place = {v: n for n, v in enumerate(inner.invars)}
+    if inner.eqns or any(isinstance(v, compat.Literal) or v not in place for v in inner.outvars):
         return None
-    if any(isinstance(v, compat.Literal) for v in inner.outvars):
-        return None
-    order = tuple(inner.invars.index(v) for v in inner.outvars)
+    order = tuple(place[v] for v in inner.outvars)
     return order if len(set(order)) == len(order) else None
 
 
 def _owned(program: Program, segment: Segment) -> bool:
     """Whether nobody else reads what a segment reads, now or later."""
-    return all(v in segment.dies and v not in program.inputs for v in segment.inputs)
+    return frozenset(segment.inputs) <= frozenset(segment.dies).difference(program.inputs)
 
 
 def _structs(segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -284,9 +286,9 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
 def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> tuple[int, ...]:
     """Positions of inputs that may be overwritten and that match an output, so that XLA can use all of them."""
     free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
-    taken = []
+    taken, own = [], frozenset(program.inputs)
     # The user's own first: they said that theirs go, and are told when they use one again.
-    for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in program.inputs):
+    for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
             free[kind] -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,10 @@ class Predicate:
 
 def predicate_of(flat: Flattener, index: Any, branches: int) -> Predicate | None:
     """The backward slice of `index`, if it reads nothing but scalar integers and booleans of the input."""
-    producer = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
-    needed, stack, leaves = set(), [index], []
+    makers, positions = flat.makers(), flat.positions
+    needed: set[int] = set()
+    leaves: set[Any] = set()
+    stack = [index]
     while stack:
         atom = stack.pop()
         if isinstance(atom, compat.Literal):
@@ -47,25 +49,23 @@ def predicate_of(flat: Flattener, index: Any, branches: int) -> Predicate | None
         integer = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
         if atom.aval.shape != () or not integer:
             return None
-        if atom in producer:
-            eqn = producer[atom]
+        if (place := makers.get(atom)) is not None:
+            eqn = flat.eqns[place]
             if flat.exchanges(eqn) or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
                 return None
             if eqn.primitive.name == "axis_index" or any(_speaks_of_rank(j) for j in compat.sub_jaxprs(eqn)):
                 return None
-            if id(eqn) not in needed:
-                needed.add(id(eqn))
+            if place not in needed:
+                needed.add(place)
                 stack.extend(eqn.invars)
-        elif atom in flat.invars:
-            if atom not in leaves:
-                leaves.append(atom)
+        elif atom in positions:
+            leaves.add(atom)
         else:
             return None
-    positions = {v: i for i, v in enumerate(flat.invars)}
-    leaves.sort(key=positions.__getitem__)
-    eqns = [e for e in flat.eqns if id(e) in needed]
-    jaxpr = compat.make_jaxpr_of(leaves, [index], eqns, flat.like)
-    return Predicate(inputs=tuple(positions[v] for v in leaves), jaxpr=jaxpr, branches=branches)
+    inputs = sorted(leaves, key=positions.__getitem__)
+    eqns = [flat.eqns[place] for place in sorted(needed)]
+    jaxpr = compat.make_jaxpr_of(inputs, [index], eqns, flat.like)
+    return Predicate(inputs=tuple(positions[v] for v in inputs), jaxpr=jaxpr, branches=branches)
 
 
 def _speaks_of_rank(jaxpr: Any) -> bool:
@@ -76,12 +76,14 @@ def _speaks_of_rank(jaxpr: Any) -> bool:
 def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
     """`cond(p, pre; X; post | other)` -> `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeated.
 
-    X is always made, with zeros where its branch is not taken, so that ranks cannot disagree about who takes part.
-    Only the branch taken contributes to the result. Beside it, ranks count who takes it. Follows cut rule 5.
+    X are all exchanges that need no other one of the branch. They are always made, with zeros where the branch is not
+    taken, so that ranks cannot disagree about who takes part. Only the branch taken contributes to the result. Next to
+    them, ranks count who takes it. Follows cut rule 5.
     """
     counts = decision.count(flat, eqn, index, [eqns for _, eqns, _ in branches])
-    consts = [v for v in flat.consts if any(v in e.invars for _, eqns, _ in branches for e in eqns)
-              or any(v is o for _, _, outs in branches for o in outs)]  # fmt: skip
+    read = {a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs)
+            if not isinstance(a, compat.Literal)}  # fmt: skip
+    consts = [v for v in flat.consts if v in read]
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
     while True:
@@ -89,26 +91,13 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
         if which is None:
             return _emit(flat, eqn, index, shared, [_close(flat, *branch) for branch in work])
         invars, eqns, outs = work[which]
-        at = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
-        pre, exchange, post = eqns[:at], eqns[at], eqns[at + 1 :]
-        if _holds_while(exchange):
-            # X runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
-            raise CutError(
-                f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
-                " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
-                " `lax.scan`, or a predicate made of counters alone."
-            )
-        if _acts(flat, exchange):
-            raise CutError(
-                f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
-                f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
-                " call back. Move the callback out of the loop, or use a predicate made of counters alone."
-            )
-        made = {v for e in pre for v in e.outvars}
-        sent = [a for a in exchange.invars if not isinstance(a, compat.Literal)]
+        pre, exchanges, post = _part(flat, eqns)
+        for exchange in exchanges:
+            _check_exchange(flat, exchange)
+        sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later and v in made]
+        residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         handed = [*sent, *residuals]
         first = [
             _close(flat, invars, pre, handed) if i == which else _close(flat, ivs, [], handed, zeros=True)
@@ -116,21 +105,78 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
         ]
         values = _emit(flat, eqn, index, shared, first)
         packed = iter(values)
-        received = [compat.new_var(v.aval) for v in exchange.outvars]
-        flat.renamed(exchange.outvars, received)
-        for group in decision.groups_of(flat, exchange):
-            flat.counted.setdefault(counts[group], set()).update(received)
-        args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
-        flat.eqns.append(exchange.replace(invars=args, outvars=received))
+        made = [v for e in exchanges for v in e.outvars]
+        received = [compat.new_var(v.aval) for v in made]
+        flat.renamed(made, received)
+        names = dict(zip(made, received, strict=True))
+        for exchange in exchanges:
+            new = [names[v] for v in exchange.outvars]
+            for group in decision.groups_of(flat, exchange):
+                for v in new:
+                    flat.counters.setdefault(v, set()).add(counts[group])
+            args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
+            flat.eqns.append(exchange.replace(invars=args, outvars=new))
         # The rest of this branch reads the residuals and what was received; the other branches ignore them.
         extra = [*values[len(sent) :], *received]
-        local = [*residuals, *exchange.outvars]
+        local = [*residuals, *made]
         shared = [*shared, *extra]
         work = [
             ([*ivs, *(local if i == which else [compat.new_var(v.aval) for v in local])],
              post if i == which else body, res)
             for i, (ivs, body, res) in enumerate(work)
         ]  # fmt: skip
+
+
+def _part(flat: Flattener, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Parts the equations of a branch: the exchanges that need no other one, what is before them, and what is after.
+
+    Before are those that are written before the first exchange, and those that an exchange needs.
+    """
+    first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
+    behind: set[Any] = set()  # made by an exchange, or after one
+    exchanges: dict[int, Any] = {}
+    acted = False  # whether something that lasts, such as a callback, is after the exchanges: order is kept
+    for i, eqn in enumerate(eqns[first:], first):
+        exchange, lasting = flat.exchanges(eqn), any(not compat.is_named_axis_effect(e) for e in eqn.effects)
+        after = any(a in behind for a in eqn.invars if not isinstance(a, compat.Literal))
+        after = after or (lasting and (acted or not exchange))
+        if exchange and not after:
+            exchanges[i] = eqn
+        if exchange or after:
+            behind.update(eqn.outvars)
+        acted = acted or (lasting and after)
+    needed = {a for e in exchanges.values() for a in e.invars if not isinstance(a, compat.Literal)}
+    pre, post = [], []
+    for i, eqn in reversed([*enumerate(eqns)]):
+        if i in exchanges:
+            continue
+        if i < first or not needed.isdisjoint(eqn.outvars):
+            pre.append(eqn)
+            needed.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
+        else:
+            post.append(eqn)
+    return pre[::-1], [*exchanges.values()], post[::-1]
+
+
+def _check_exchange(flat: Flattener, exchange: Any) -> None:
+    """Refuses an exchange of a branch that cannot be made where the branch is not taken.
+
+    Raises:
+        CutError: It is in a loop that might not end, or that does more than exchange.
+    """
+    if _holds_while(exchange):
+        # X runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
+        raise CutError(
+            f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
+            " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
+            " `lax.scan`, or a predicate made of counters alone."
+        )
+    if _acts(flat, exchange):
+        raise CutError(
+            f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
+            f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
+            " call back. Move the callback out of the loop, or use a predicate made of counters alone."
+        )
 
 
 def _acts(flat: Flattener, eqn: Any) -> bool:

@@ -15,7 +15,7 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.assemble import assemble
-from jaxcross.program.cheap import LIGHT, recompute, sized_by_exchanges
+from jaxcross.program.cheap import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
@@ -106,24 +106,47 @@ def _levels(graph: Graph) -> list[Group]:
 
 def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
     """Joins neighbouring groups where only light work stands between them (cut rule 4)."""
-    merged: list[Group] = []
+    merged: list[_Merged] = []
     for group in groups:
-        last = merged[-1] if merged else None
-        if last is None or any(i in graph.opaque for i in (*last.exchanges, *group.exchanges)):
-            merged.append(group)
-            continue
-        before = dict.fromkeys(last.exchanges)
-        first = min(graph.level[i] for i in last.exchanges)
-        between = graph.ancestors(group.exchanges, before, above=first)
-        exchanges = (*last.exchanges, *group.exchanges)
-        moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
+        if not merged or not merged[-1].adds(graph, group):
+            merged.append(_Merged(graph, group))
+    return [Group(tuple(each.levels), frozenset(each.between)) for each in merged]
+
+
+class _Merged:
+    """Neighbouring groups of exchanges that become one. What is known of them grows with each: there may be many."""
+
+    __slots__ = ("between", "inside", "known", "least", "levels", "loop", "moved")
+
+    def __init__(self, graph: Graph, group: Group) -> None:
+        self.levels = list(group.levels)
+        self.between: set[int] = set()
+        self.inside = dict.fromkeys(group.exchanges)
+        self.known = exchanged_arrays(graph, group.exchanges)
+        self.least = min(graph.level[i] for i in group.exchanges)
+        self.loop = any(i in graph.opaque for i in group.exchanges)
+        self.moved = _exchanged_bytes(graph, group)
+
+    def adds(self, graph: Graph, group: Group) -> bool:
+        """Adds the next group if light work alone stands between them; returns whether it did."""
+        if self.loop or any(i in graph.opaque for i in group.exchanges):
+            return False
+        between = graph.ancestors(group.exchanges, self.inside, above=self.least)
+        if any(i in graph.wires or graph.eqns[i].primitive.name not in LIGHT for i in between):
+            return False
+        self.known |= exchanged_arrays(graph, group.exchanges)  # all is lost anyway if the group is not added
+        self.moved += _exchanged_bytes(graph, group)
         touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
-        light = all(graph.eqns[i].primitive.name in LIGHT and i not in graph.wires for i in between)
-        if light and sized_by_exchanges(graph, between, exchanges) and touched <= 8 * moved:
-            merged[-1] = Group((*last.levels, *group.levels), last.between | between)
-        else:
-            merged.append(group)
-    return merged
+        if touched > 8 * self.moved or not sized_by_exchanges(graph, between, self.known):
+            return False
+        self.levels += group.levels
+        self.between |= between
+        self.inside.update(dict.fromkeys((*group.exchanges, *between)))
+        return True
+
+
+def _exchanged_bytes(graph: Graph, group: Group) -> int:
+    return sum(x.nbytes for i in group.exchanges for x in graph.wires[i])
 
 
 def _split(graph: Graph, group: Group, pieces: int, depth: Sequence[int]) -> list[Group]:

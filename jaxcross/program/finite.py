@@ -16,8 +16,8 @@ from jaxcross.program.segments import Exchange, Program, Segment
 _CARRY = frozenset({
     "abs", "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate",
     "convert_element_type", "copy", "div", "dynamic_slice", "dynamic_update_slice", "expand_dims", "mul", "neg",
-    "pbroadcast", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_precision", "reduce_scatter",
-    "reshape", "slice", "split", "sqrt", "square", "squeeze", "sub", "transpose",
+    "optimization_barrier", "pbroadcast", "ppermute", "psum", "psum_invariant", "psum_scatter", "reduce_precision",
+    "reduce_scatter", "reshape", "slice", "split", "sqrt", "square", "squeeze", "sub", "transpose",
 })  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
     """
     exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     masked: set[Any] = set()
+    leaving = set(outs)
     for e in reversed(body):
         carries = e.primitive.name in _CARRY and all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.outvars)
         lost = not masked.isdisjoint(e.outvars) and not exchanges_of(e, graph.traced)  # else it is looked at itself
@@ -34,7 +35,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
             masked.update(variables(e.invars))
         elif e.primitive.name == "div":
             masked.update(variables(e.invars[1:]))
-    return [v for e in body for v in e.outvars if v in exchanged and v in masked and v not in outs]
+    return [v for e in body for v in e.outvars if v in exchanged and v in masked and v not in leaving]
 
 
 def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:

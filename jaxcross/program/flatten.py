@@ -46,10 +46,16 @@ class Flattener:
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
     decisions: dict[Any, Decision] = field(default_factory=dict)  # of conditionals, by the variable that counts ranks
-    counted: dict[Any, set[Any]] = field(default_factory=dict)  # that variable -> what is exchanged where they decide
+    counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
     _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
     _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
+    _makers: dict[Any, int] = field(default_factory=dict)  # variable -> place of its equation, as far as looked at
+    _looked_at: int = 0
+    positions: dict[Any, int] = field(init=False)  # of `invars`
+
+    def __post_init__(self) -> None:
+        self.positions = {v: place for place, v in enumerate(self.invars)}
 
     def run(self, closed: Any) -> list[Any]:
         """Emits the equations of `closed` over `self.invars`; returns its results as atoms."""
@@ -111,17 +117,28 @@ class Flattener:
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return list(outs)
 
+    def makers(self) -> Mapping[Any, int]:
+        """Returns the place in `eqns` of the equation that makes each variable."""
+        for place in range(self._looked_at, len(self.eqns)):
+            self._makers.update(dict.fromkeys(self.eqns[place].outvars, place))
+        self._looked_at = len(self.eqns)
+        return self._makers
+
     def read(self, outs: Sequence[Any]) -> list[Any]:
         """The equations that `outs` come from, and those that count who exchanges for them."""
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
-        self.decisions = {v: d for v, d in self.decisions.items() if not made.isdisjoint(self.counted[v])}
+        live = {v for x in made & self.counters.keys() for v in self.counters[x]}
+        self.decisions = {v: d for v, d in self.decisions.items() if v in live}
         return drop_unread(self.eqns, [*outs, *self.decisions])
 
     def renamed(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         """What a branch exchanges stands under new names in front of what is left of it."""
         names = dict(zip(before, after, strict=True))
-        self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
-        self.counted = {names.get(v, v): {names.get(x, x) for x in xs} for v, xs in self.counted.items()}
+        for v in names.keys() & self.counters.keys():
+            self.counters[names[v]] = self.counters.pop(v)
+        if names.keys() & self.decisions.keys():  # of conditionals in the branch
+            self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
+            self.counters = {x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()}
 
     def emit_for(self, eqn: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Emits a closed jaxpr for `eqn`, of whose line it is."""
@@ -134,7 +151,7 @@ class Flattener:
         """`args`, but that what equations made of them can only be had together: what `checkpoint` recomputes waits for
         the gradients that need it, here as under `jit`.
         """
-        made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.invars]
+        made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
         barrier = jax.make_jaxpr(lambda *values: lax.optimization_barrier(values))(*types)
         held = dict(zip(made, self._inline(barrier, made), strict=True))
@@ -221,7 +238,7 @@ class Flattener:
         outs = walker.run(branch)
         self.consts.update(walker.consts)
         self.decisions.update(walker.decisions)
-        self.counted.update(walker.counted)
+        self.counters.update(walker.counters)
         # Constants of a branch become further operands, so that every branch is closed.
         return invars, walker.read(outs), outs
 

@@ -17,7 +17,7 @@ def verify(program: Program) -> None:
     Raises:
         InternalError: With the offending segment marked among its neighbours.
     """
-    defined = set(program.inputs)
+    defined, returned = set(program.inputs), frozenset(program.outputs)
     dead: set[int] = set()
     for place, segment in enumerate(program.segments):
 
@@ -40,7 +40,7 @@ def verify(program: Program) -> None:
         for v in segment.dies:
             if v in dead or v not in defined:
                 fail(f"value {v} is freed twice, or before it is defined")
-            if v in program.outputs:
+            if v in returned:
                 fail(f"value {v} is freed, but the step returns it")
         dead.update(segment.dies)
         if segment.kind == "compute" and (segment.exchanges or _holds_exchange(program, segment)):

@@ -12,7 +12,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.jaxprs import INLINED
 from jaxcross.program.segments import Exchange
-from jaxcross.wire import collectives, region, together
+from jaxcross.wire import collectives, offsets, region, together
 from jaxcross.wire.calls import over_comms
 from jaxcross.wire.messages import Channel, is_narrow_float
 from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axes, recognise, speaks_of
@@ -38,7 +38,8 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | N
     lowered = _retrace(jaxpr, mesh, connect)
     if not lowered.effects:  # every group has one rank: nothing is sent
         return lambda *args: list(_evaluate(lowered, args, mesh, connect))
-    return lambda *args: region.bind(lowered, *args)
+    lowered, consts = compat.constants_first(lowered)
+    return lambda *args: region.bind(lowered, *consts, *args)
 
 
 def group_of(exchange: Exchange, mesh: Mesh) -> tuple[tuple[str, ...], Any]:
@@ -80,6 +81,8 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
     if name in LOCAL and speaks_of(eqn, mesh.sizes):
         return values
+    if name == "split" and values[0].ndim == 1:
+        return offsets.split(values[0], eqn.params["sizes"])
     inside = [j for j in compat.sub_jaxprs(eqn) if names_axes(j, mesh.sizes)]
     if inside and name in _LOOPS:
         return compat.bind_equation(eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect)))

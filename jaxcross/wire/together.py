@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program import buffers
 from jaxcross.program.segments import Exchange
+from jaxcross.wire import offsets
 from jaxcross.wire.bytes import group_size
 from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
@@ -54,12 +55,14 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
 
 def joined(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
     """All elements, one value after the other, each filled with zeros to a multiple of so many elements."""
-    return jnp.concatenate([jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) for value in values])
+    return buffers.joined([
+        jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) if value.size % multiple else value for value in values
+    ])  # fmt: skip
 
 
 def parted(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
     """`joined` undone."""
-    pieces = jnp.split(flat, np.cumsum([value.size + -value.size % multiple for value in like])[:-1])
+    pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
     return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
 
