@@ -58,5 +58,6 @@ def check_order(control: Control, program: Program) -> None:
     found = swapped(control.allgather_text(text_of(order)), peers)
     if found is not None:
         (one, here), (other, there) = found
-        words = control.allgather_text(words_of(program.traced, order, sorted((here, there))))
+        mine = [words_of(program.traced, order[place]) for place in sorted((here, there))]
+        words = control.allgather_text("\n        ".join(mine))
         raise ExchangeError(different_orders(program.name, (one, other), words))

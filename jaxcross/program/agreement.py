@@ -60,9 +60,9 @@ def different_orders(name: str, ranks: tuple[int, int], words: Sequence[str]) ->
         ranks: Two ranks that differ.
         words: What each rank exchanges where these two differ, in rank order.
     """
-    lines = "".join(f"\n    rank {rank}: {words[rank]}" for rank in ranks)
+    lines = "".join(f"\n    rank {rank}:\n        {words[rank]}" for rank in ranks)
     return (
-        f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, and would mix their"
-        f" values:{lines}\nAll ranks must trace their exchanges in the same order. Where a loop goes over names, sort"
-        " them: a set has another order in each process, and a dict the order in which it was filled."
+        f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, which would mix their"
+        f" values:{lines}\nAll ranks must trace the exchanges in the same order. If a loop over names makes them, sort"
+        " the names: a set of strings has another order in each process, and a dict the order in which it was filled."
     )

@@ -19,7 +19,7 @@ its neighbour needs next, so permutations have the last label only, and mpi4jax'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, product
 from typing import Any
@@ -153,10 +153,13 @@ def swapped(
     Returns:
         None if no label stands at different places on two ranks that exchange with one another.
     """
-    found: dict[str, dict[int, list[int]]] = {}
+    alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
+        alike.setdefault(text, []).append(rank)
+    found: dict[str, dict[int, list[int]]] = {}
+    for text, ranks in alike.items():
         for n, start in enumerate(range(0, len(text), _DIGITS)):
-            found.setdefault(text[start : start + _DIGITS], {}).setdefault(n // _KINDS, []).append(rank)
+            found.setdefault(text[start : start + _DIGITS], {}).setdefault(n // _KINDS, []).extend(ranks)
     found.pop("0" * _DIGITS, None)
     for places in found.values():
         for (here, ranks), (there, others) in combinations(sorted(places.items()), 2):
@@ -166,23 +169,15 @@ def swapped(
     return None
 
 
-def words_of(traced: Traced, order: Sequence[Member], places: Sequence[int]) -> str:
-    """What stands at these places of the order, for people."""
-    names = [dict(zip(leaf_hashes(tree), paths, strict=True)) for tree, paths in _trees(traced)]
-    return "; ".join(_word(order[place], *names) for place in places)
+def words_of(traced: Traced, member: Member) -> str:
+    """Describes an exchange by its number, the leaves that it is of and the user's line."""
+    x, (arguments, results) = member.labelled, traced.paths
+    part = f"part {member.part} of " if member.part else ""
+    origin = _listed(x.origin.leaves, traced.in_tree, arguments) or "a computed value"
+    use = _listed(x.use.leaves, traced.out_tree, results) or "further computation"
+    return f"{part}exchange {member.number}: `{x.exchange.op}` of {origin} for {use}, at {x.exchange.source}"
 
 
-def _trees(traced: Traced) -> list[tuple[Any, Sequence[str]]]:
-    return [(traced.in_tree, traced.paths[0]), (traced.out_tree, traced.paths[1])]
-
-
-def _word(member: Member, arguments: Mapping[int, str], results: Mapping[int, str]) -> str:
-    x, part = member.labelled, f"part {member.part} of " * bool(member.part)
-    of = _listed([arguments[leaf] for leaf in x.origin.leaves], "what the step computes")
-    into = _listed([results[leaf] for leaf in x.use.leaves], "what the step computes with it")
-    return f"{part}exchange {member.number} is of {of} for {into}, at {x.exchange.source}"
-
-
-def _listed(names: Sequence[str], default: str) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:3])
-    return (shown + f" and {len(names) - 3} more" * (len(names) > 3)) or default
+def _listed(leaves: Sequence[int], tree: Any, paths: Sequence[str]) -> str:
+    names = [f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

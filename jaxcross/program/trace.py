@@ -138,7 +138,10 @@ def trace(
 
     with compat.binding(axes):
         whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
-    (out_tree, results), given = box[-1], [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
+    (out_tree, results), given = (
+        box[-1],
+        [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))],
+    )
     blank = Traced(
         name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=out_tree,
         in_avals=avals, donated=donated, wire=wire, late=late, whole=whole, paths=(given, results),
