@@ -25,13 +25,17 @@ def order_hash(program: Program) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
-def agree_on_order(control: Control, program: Program) -> None:
+def agree_on_order(control: Control, program: Program, own: int) -> None:
     """Makes sure that ranks whose signatures are equal make the same exchanges in the same order. Waits for all ranks.
+
+    Args:
+        control: Reaches all ranks.
+        program: What this rank is about to run.
+        own: Its `order_hash`, which takes time to compute.
 
     Raises:
         ExchangeError: They do not; on every rank.
     """
-    own = order_hash(program) if control.size > 1 else 0
     low, high = control.allreduce_min(np.array([own, -own], np.int64))
     if low != -high:
         check_order(control, program)

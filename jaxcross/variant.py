@@ -199,11 +199,12 @@ class Variant:
     def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
         if program.exchanges and job.first_use(program, self.pieces):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
+            order = order_hash(program) if self.world.size > 1 else 0  # not while the exchange lane waits for it
             label = f"first call of `{program.name}`\n{program.exchange_signature()}"
 
             def agree(control: Control) -> None:
                 job.check_alike(control)
-                agree_on_order(control, program)
+                agree_on_order(control, program, order)
                 # Not while they compile: there, a rank that fails would not come.
                 self.world.wire().meet(program.exchanges, dict(program.axes))
 
@@ -243,9 +244,8 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
     """
     if not program.exchanges:
         return
-    own = (program.exchange_hash() + call * by_call) % 2**62
+    own, order = (program.exchange_hash() + call * by_call) % 2**62, order_hash(program)
     with world.watching(job=program.name, step=call, segment=-1, what="agreement"):
-        order = order_hash(program)
         low, high, first, last = world.control.allreduce_min(np.array([own, -own, order, -order], np.int64))
         if low != -high:
             told = [t.partition("\n") for t in world.control.allgather_text(f"{call}\n{program.exchange_signature()}")]

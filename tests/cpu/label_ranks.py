@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross.errors import ExchangeError
-from jaxcross.exchange_order import agree_on_order
+from jaxcross.exchange_order import agree_on_order, order_hash
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import run_ranks
@@ -33,7 +33,8 @@ def verdict(programs: Sequence[Program]) -> str:
 
     def agree(world: Any) -> str:
         try:
-            agree_on_order(world.control, programs[world.control.rank])
+            program = programs[world.control.rank]
+            agree_on_order(world.control, program, order_hash(program))
         except ExchangeError as error:
             return str(error)
         return ""

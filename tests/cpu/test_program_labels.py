@@ -128,6 +128,18 @@ def test_equal_orders_are_no_error(step: Any) -> None:
     assert both(step, TREE, orders=[ORDERS[1]] * 3) == ""
 
 
+def test_swapped_gradients_of_different_losses() -> None:
+    """The leaves that exchanges reach are the same, whatever comes before."""
+
+    def step(rank: Any, tree: Any) -> Any:
+        loss = (lambda y: jnp.sum(y**2), lambda y: jnp.linalg.norm(jnp.cumsum(y)))[rank]
+        grads = jax.grad(lambda t: loss(sum(X @ t[k].T for k in sorted(t))))(tree)
+        mean = {k: lax.pmean(grads[k], "x") for k in ORDERS[rank]}
+        return {k: tree[k] - 0.1 * mean[k] for k in tree}
+
+    assert both(step, TREE, orders=(0, 1)).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in different or")
+
+
 @pytest.mark.parametrize("cut", [3, "auto"])
 def test_swapped_exchanges_of_a_finer_cut(cut: Any) -> None:
     """Pieces follow readiness, and within one the order of tracing."""
@@ -221,12 +233,12 @@ def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) ->
 FUZZ = settings(
     deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), max_examples=120
 )
-KINDS = ("psum", "psum", "psum", "pmean", "psum_tree", "ppermute", "tanh", "scale", "matmul", "add", "sub")
+KINDS = ("psum", "psum", "psum", "psum", "pmean", "psum_tree", "tanh", "scale", "matmul", "sub")
 ALIKE = st.builds(
     Recipe, st.just(0), st.just(((2, 0),) * 3),
     st.lists(st.builds(Op, st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), min_size=6, max_size=14)
     .map(tuple),
-    st.lists(st.integers(0, 12), min_size=2, max_size=8).map(tuple), st.just(1),
+    st.lists(st.integers(0, 12), min_size=6, max_size=12).map(tuple), st.just(1),
 )  # fmt: skip
 """Steps whose exchanges are alike: of one shape, over one axis."""
 
@@ -238,14 +250,14 @@ def test_random_steps_in_another_order() -> None:
     @FUZZ
     @given(
         st.one_of(ALIKE, ALIKE, RECIPES),
-        st.randoms(use_true_random=False),
+        st.integers(0, 10**6),
         st.sampled_from([0, 1 << 20]),
         st.sampled_from(["whole", 3]),
     )
-    def search(recipe: Recipe, rng: random.Random, bucket_bytes: int, cut: Any) -> None:
+    def search(recipe: Recipe, order: int, bucket_bytes: int, cut: Any) -> None:
         leaves = arguments(recipe, 0)
         traced = decide(trace(build(recipe), leaves, axes=recipe.sizes, wire=LocalRanks()), leaves)
-        moved.append(compared(traced, rng, cut, bucket_bytes))
+        moved.append(compared(traced, random.Random(order), cut, bucket_bytes))
 
     search()
     assert sum(moved) >= 15, f"only {sum(moved)} of {len(moved)} steps had exchanges that moved"
