@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.cut_search import Recalled, Together, key_of, recall, search
 from jaxcross.errors import ExchangeError
+from jaxcross.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.program.agreement import different_calls, disagreement
 from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
@@ -222,10 +223,12 @@ class Variant:
     def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
         if program.exchanges and job.first_use(program, self.pieces):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
+            order = order_hash(program) if self.world.size > 1 else 0  # not while the exchange lane waits for it
             label = f"first call of `{program.name}`\n{program.exchange_signature()}"
 
             def agree(control: Control) -> None:
                 job.check_alike(control)
+                agree_on_order(control, program, order)
                 # Not while they compile: there, a rank that fails would not come.
                 self.world.wire().meet(program.exchanges, dict(program.axes))
 
@@ -265,9 +268,9 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
     """
     if not program.exchanges:
         return
-    own = (program.exchange_hash() + call * by_call) % 2**62
+    own, order = (program.exchange_hash() + call * by_call) % 2**62, order_hash(program)
     with world.watching(job=program.name, step=call, segment=-1, what="agreement"):
-        low, high = world.control.allreduce_min(np.array([own, -own], np.int64))
+        low, high, first, last = world.control.allreduce_min(np.array([own, -own, order, -order], np.int64))
         if low != -high:
             told = [t.partition("\n") for t in world.control.allgather_text(f"{call}\n{program.exchange_signature()}")]
             texts = [text for *_, text in told]
@@ -276,6 +279,8 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
             if len(set(texts)) == 1:
                 raise ExchangeError(different_calls(program.name, [f"call {number}" for number, *_ in told]))
             raise ExchangeError(disagreement(program.name, texts))
+        if first != -last:
+            check_order(world.control, program)
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[Any]], int]:

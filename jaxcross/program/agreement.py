@@ -50,3 +50,19 @@ def different_calls(name: str, calls: Sequence[str]) -> str:
         f"`{name}` takes a branch with exchanges at different calls: {said}. What decides it must be the same on every"
         " rank: look at counters in the states that ranks started from."
     )
+
+
+def different_orders(name: str, ranks: tuple[int, int], words: Sequence[str]) -> str:
+    """The message of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
+
+    Args:
+        name: The step.
+        ranks: Two ranks that differ.
+        words: What each rank exchanges where these two differ, in rank order.
+    """
+    lines = "".join(f"\n    rank {rank}:\n        {words[rank]}" for rank in ranks)
+    return (
+        f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, which would mix their"
+        f" values:{lines}\nAll ranks must trace the exchanges in the same order. If a loop over names makes them, sort"
+        " the names: a set of strings has another order in each process, and a dict the order in which it was filled."
+    )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
+
+if TYPE_CHECKING:
+    from jaxcross.program.labels import Labelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class Traced:
         undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
         decisions: Those that only values decide, by the variable of the jaxpr that counts who takes which branch.
         whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
+        paths: Of the flat arguments and of the flat results, for messages.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Traced:
     decisions: Mapping[Any, Decision] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
     whole: Any = field(default=None, repr=False)
+    paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
     _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # of all variants
 
     def decide(self, choice: int) -> Traced:
@@ -77,6 +83,13 @@ class Traced:
         from jaxcross.program.cut import cut as cut_traced
 
         return cut_traced(self, cut=cut, **options)
+
+    @cached_property
+    def labelled(self) -> dict[int, list[Labelled]]:
+        """The arrays that it exchanges, by equation; see `jaxcross.program.labels`."""
+        from jaxcross.program.labels import labelled
+
+        return labelled(self)
 
     def __str__(self) -> str:
         return str(self.jaxpr)
@@ -118,15 +131,20 @@ def trace(
 
     def flat_step(*flat: Any) -> list[Any]:
         a, k = jax.tree.unflatten(in_tree, flat)
-        out, tree = jax.tree.flatten(step(*a, **k))
-        box.append(tree)
+        results = step(*a, **k)
+        out, tree = jax.tree.flatten(results)
+        box.append((tree, [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]))
         return out
 
     with compat.binding(axes):
         whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+    (out_tree, results), given = (
+        box[-1],
+        [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))],
+    )
     blank = Traced(
-        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
-        donated=donated, wire=wire, late=late, whole=whole,
+        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=out_tree,
+        in_avals=avals, donated=donated, wire=wire, late=late, whole=whole, paths=(given, results),
     )  # fmt: skip
     return _flatten(blank, ())
 
@@ -200,7 +218,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
         name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
         in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
         late=base.late, undecided=found[0] if found else None, decisions=walker.decisions, choices=choices,
-        whole=base.whole, _own=base._own,
+        whole=base.whole, paths=base.paths, _own=base._own,
     )  # fmt: skip
 
 

@@ -36,6 +36,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             alike: dict[str, list[str]] = {}
             for rank, body in guilty:
                 alike.setdefault(body, []).append(str(rank))
+            together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
+            if len(guilty) == len(texts) and len(alike) == 1 and body.startswith(together):
+                # All ranks found, between two steps, that they would make different exchanges.
+                return ExchangeError(f"Job `{job}`, step {step + 1}: {body.removeprefix(together)}")
             what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())
             return JobError(
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "

@@ -1,0 +1,67 @@
+"""Whether all ranks make the same exchanges in the same order, beyond what their signatures say."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program.agreement import different_orders
+from jaxcross.program.labels import order_of, swapped, text_of, words_of
+from jaxcross.program.segments import Program
+from jaxcross.wire.lower import group_of
+from jaxcross.world.control import Control
+from jaxcross.world.mesh import make_mesh
+
+
+def order_hash(program: Program) -> int:
+    """62 bits of the labels of a program's exchanges in their order; see `jaxcross.program.labels`.
+
+    Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
+    """
+    text = text_of(order_of(program))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def agree_on_order(control: Control, program: Program, own: int) -> None:
+    """Makes sure that ranks whose signatures are equal make the same exchanges in the same order. Waits for all ranks.
+
+    Args:
+        control: Reaches all ranks.
+        program: What this rank is about to run.
+        own: Its `order_hash`, which takes time to compute.
+
+    Raises:
+        ExchangeError: They do not; on every rank.
+    """
+    low, high = control.allreduce_min(np.array([own, -own], np.int64))
+    if low != -high:
+        check_order(control, program)
+
+
+def check_order(control: Control, program: Program) -> None:
+    """`agree_on_order` for ranks of which some have different labels. Waits for all ranks.
+
+    Gathers 48 bytes for each array that is exchanged, from each rank.
+
+    Raises:
+        ExchangeError: They make the same exchange at different places; on every rank.
+    """
+    order = order_of(program)
+
+    @functools.cache
+    def peers(place: int, rank: int) -> frozenset[int]:
+        exchange = order[place].labelled.exchange
+        if not exchange.axes:
+            return frozenset(dict(exchange.params)["ranks"])  # of the user's communicator
+        mesh = make_mesh(dict(program.axes), rank=rank, size=control.size)
+        return frozenset(mesh.group(*group_of(exchange, mesh)))
+
+    found = swapped(control.allgather_text(text_of(order)), peers)
+    if found is not None:
+        (one, here), (other, there) = found
+        mine = [words_of(program.traced, order[place]) for place in sorted((here, there))]
+        words = control.allgather_text("\n        ".join(mine))
+        raise ExchangeError(different_orders(program.name, (one, other), words))

@@ -1,0 +1,183 @@
+"""Labels: what each exchange of a step is of, so that ranks can tell whether they make the same ones in the same order.
+
+The signature says that two exchanges are sums of three floats, not of which. Ranks that loop over names in different
+orders have equal signatures, and each would get values of the other exchange. A label is the same on all ranks that
+make the same exchange. It depends neither on the order of tracing nor on shapes, which may differ on one rank.
+
+An exchange has up to three labels. They are hashes of
+
+- the leaves of the step's arguments that its operand comes from and of the step's results that it reaches, through
+  layout and element-wise equations only;
+- these leaves and the other equations at which such paths end, each with the leaves around it: for exchanges between
+  products, for example, also where ranks add up the results in different orders;
+- all equations before and after it by name, which tells any two exchanges of one step apart.
+
+A label that occurs twice on a rank identifies nothing and is left out. In a pipeline or on a ring, a rank sends what
+its neighbour needs next, so permutations have the last label only, and mpi4jax's point-to-point calls have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, product
+from typing import Any
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.graph import exchanges_of
+from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, marked, mixed
+from jaxcross.program.segments import Exchange, Program
+from jaxcross.program.trace import Traced
+
+_KINDS = 3
+_DIGITS = 16  # of a label as text
+_POINT_TO_POINT = frozenset({"mpi.send", "mpi.recv", "mpi.sendrecv"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """One array that a traced step exchanges.
+
+    Attributes:
+        exchange: How it travels, without the buffer that it may share.
+        origin: Where it comes from.
+        use: Where the result goes.
+        labels: By leaves, by leaves and the equations around them, by all equations; 0 for one that it does not have.
+    """
+
+    exchange: Exchange
+    origin: Mark
+    use: Mark
+    labels: tuple[int, int, int]
+
+
+def labelled(traced: Traced) -> dict[int, list[Labelled]]:
+    """The arrays that each equation of a traced step exchanges, by equation. Does not wait or communicate."""
+    scope, found = marked(traced), {}
+    for i, eqn in enumerate(scope.eqns):
+        if exchanges := exchanges_of(eqn, traced):
+            ends = zip(exchanges, _ends(traced, scope, i), strict=True)
+            found[i] = [Labelled(exchange=x, origin=a, use=b, labels=_labels(x, a, b)) for x, (a, b) in ends]
+    return found
+
+
+def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int]:
+    if x.op in _POINT_TO_POINT:
+        return 0, 0, 0
+    kind = hash_of_text(x.line())
+    exact = mixed(3, kind, origin.exact, use.exact)
+    if x.op == "ppermute":
+        return 0, 0, exact
+    leaves = mixed(1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
+    return leaves, mixed(2, kind, origin[:2], use[:2]), exact
+
+
+def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark]]:
+    """The marks of what an equation exchanges, itself or inside, in the order of `exchanges_of`."""
+    eqn = scope.eqns[i]
+    found = traced.wire.recognise(eqn, traced.axes)
+    if found is None:
+        for inner, _, _ in scope.inside[i]:
+            for n in range(len(inner.eqns)):
+                yield from _ends(traced, inner, n)
+        return
+    for n in range(len(found)):  # one of mpi4jax's may have no operand, or no result
+        origin = scope.origin(eqn.invars[n]) if n < len(eqn.invars) else Mark()
+        yield origin, scope.use(eqn.outvars[n]) if n < len(eqn.outvars) else Mark()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An array in a program's order of exchanges.
+
+    Attributes:
+        number: Of the exchange, counted from 1.
+        part: Its place in the buffer that it shares with others, counted from 1; 0 if it travels alone.
+        labelled: What it is.
+    """
+
+    number: int
+    part: int
+    labelled: Labelled
+
+
+def order_of(program: Program) -> list[Member]:
+    """The arrays that a program exchanges, in the order in which they travel. Does not wait or communicate.
+
+    Empty for a parsed program, whose equations are unknown.
+    """
+    if program.traced is None:
+        return []
+    travel, order = _travelling(program), []
+    for number, exchange in enumerate(program.exchanges, 1):
+        parts = dict(exchange.params).get("parts")  # "4 0c5e..." if four arrays share the buffer
+        if parts is None:
+            order.append(Member(number=number, part=0, labelled=next(travel)))
+        else:
+            several = islice(travel, int(parts.split()[0]))
+            order += [Member(number=number, part=n, labelled=x) for n, x in enumerate(several, 1)]
+    return order
+
+
+def _travelling(program: Program) -> Iterator[Labelled]:
+    """A shared buffer has an equation of its own. Its parts are found by their results, which keep their names."""
+    known, eqns = program.traced.labelled, compat.open_jaxpr(program.traced.jaxpr)[0].eqns
+    by_equation = {id(eqns[i]): i for i in known}
+    by_result = {v: i for i in known for v in eqns[i].outvars}
+    for segment in program.collectives:
+        for eqn in compat.open_jaxpr(segment.jaxpr)[0].eqns:
+            if id(eqn) in by_equation:
+                yield from known[by_equation[id(eqn)]]
+            else:
+                yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
+
+
+def text_of(order: Sequence[Member]) -> str:
+    """The labels that are unique on this rank, as text of a fixed length: 48 bytes for each array."""
+    labels = [label for member in order for label in member.labelled.labels]
+    seen = Counter(labels)
+    return "".join(f"{label if seen[label] == 1 else 0:0{_DIGITS}x}" for label in labels)
+
+
+def swapped(
+    texts: Sequence[str], peers: Callable[[int, int], Collection[int]]
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Two ranks, each with the place in its order at which it makes the same exchange, if the places differ.
+
+    Args:
+        texts: `text_of` the order of each rank, in rank order. The orders have equal signatures.
+        peers: Place, rank -> the ranks with which that rank makes the exchange at that place. It matters only to them
+            that another place holds another exchange.
+
+    Returns:
+        None if no label stands at different places on two ranks that exchange with one another.
+    """
+    alike: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        alike.setdefault(text, []).append(rank)
+    found: dict[str, dict[int, list[int]]] = {}
+    for text, ranks in alike.items():
+        for n, start in enumerate(range(0, len(text), _DIGITS)):
+            found.setdefault(text[start : start + _DIGITS], {}).setdefault(n // _KINDS, []).extend(ranks)
+    found.pop("0" * _DIGITS, None)
+    for places in found.values():
+        for (here, ranks), (there, others) in combinations(sorted(places.items()), 2):
+            for one, other in product(ranks, others):
+                if other in peers(here, one) or other in peers(there, one):
+                    return min(((one, here), (other, there)), ((other, there), (one, here)))
+    return None
+
+
+def words_of(traced: Traced, member: Member) -> str:
+    """Describes an exchange by its number, the leaves that it is of and the user's line."""
+    x, (arguments, results) = member.labelled, traced.paths
+    part = f"part {member.part} of " if member.part else ""
+    origin = _listed(x.origin.leaves, traced.in_tree, arguments) or "a computed value"
+    use = _listed(x.use.leaves, traced.out_tree, results) or "further computation"
+    return f"{part}exchange {member.number}: `{x.exchange.op}` of {origin} for {use}, at {x.exchange.source}"
+
+
+def _listed(leaves: Sequence[int], tree: Any, paths: Sequence[str]) -> str:
+    names = [f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,249 @@
+"""Where the values of a traced step come from and where they go: the same answer in whatever order it was traced.
+
+Each variable gets two marks. One describes the equations that it is computed from, the other those that read it.
+Both follow from the graph of equations alone: not from the order in which independent equations are written, nor from
+shapes, nor from the values of constants, which may differ on a rank whose batch is short.
+
+Each equation is visited twice, at a cost that its operands and results bound, so the cost is linear in the number of
+equations; a function that is called several times counts each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.cheap import ARITHMETIC, EXACT
+from jaxcross.program.jaxprs import INLINED
+from jaxcross.program.trace import Traced
+
+# Layout and element-wise equations: an element of their result comes from single elements of their operands.
+_LAYOUT = frozenset({
+    "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "pcast", "pvary", "split",
+})  # fmt: skip
+_FUNCTIONS = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "complex", "conj", "cos", "cosh",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "imag", "lgamma", "log", "log1p", "logistic",
+    "nextafter", "pow", "real", "rem", "round", "sin", "sinh", "tan", "tanh",
+})  # fmt: skip
+_ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
+
+# A longer set is known by its smallest members. So a union costs the same however many leaves there are.
+_KEPT = 32
+_BITS = 2**64 - 1
+
+
+class Mark(NamedTuple):
+    """What is known of a value in one direction, towards the inputs of the step or towards its results.
+
+    Attributes:
+        leaves: The leaves reached through layout and element-wise equations only, each as a hash of its path.
+        others: The other equations at which such paths end, each as a hash of its name and of the marks around it.
+        exact: A hash of all equations in that direction, with their names and the order of their operands.
+    """
+
+    leaves: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+    exact: int = 0
+
+
+_NOTHING = Mark()
+
+
+@dataclass(slots=True)
+class Scope:
+    """The equations of one jaxpr, as often as it is called, and the marks of its variables.
+
+    Attributes:
+        inputs, eqns, outputs: Of the jaxpr.
+        origins: Mark of each variable towards the inputs.
+        uses: Mark of each variable towards the results.
+        inside: Equation -> the jaxprs that it holds; see `_inside`.
+    """
+
+    inputs: Sequence[Any]
+    eqns: Sequence[Any]
+    outputs: Sequence[Any]
+    origins: dict[Any, Mark] = field(default_factory=dict)
+    uses: dict[Any, Mark] = field(default_factory=dict)
+    inside: dict[int, list[tuple[Scope, Sequence[int], bool]]] = field(default_factory=dict)
+
+    def origin(self, atom: Any) -> Mark:
+        return _CONSTANT if isinstance(atom, compat.Literal) else self.origins.get(atom, _CONSTANT)
+
+    def use(self, var: Any) -> Mark:
+        return self.uses.get(var, _NOTHING)
+
+
+def marked(traced: Traced) -> Scope:
+    """The marks of all variables of a traced step. Does not wait or communicate.
+
+    The same on every rank whose step computes the same, in whatever order it was traced and for whatever shapes.
+    """
+    inputs = [Mark((leaf,), (), leaf) for leaf in leaf_hashes(traced.in_tree)]
+    scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
+    _uses(traced, scope, [Mark((leaf,), (), leaf) for leaf in leaf_hashes(traced.out_tree)])
+    return scope
+
+
+def leaf_hashes(tree: Any) -> list[int]:
+    """A hash of the path to each leaf. An index in a sequence counts with the length of the sequence: in one of
+    another length, it need not stand for the same thing.
+    """
+    return list(_leaf_hashes(tree, 0))
+
+
+def _leaf_hashes(tree: Any, above: int) -> Iterator[int]:
+    if tree.num_nodes == tree.num_leaves == 1:
+        yield above
+        return
+    kind, keys = tree.node_data()
+    children = tree.children()
+    for n, child in enumerate(children):
+        key = repr(keys[n]) if kind is dict else f"{n} of {len(children)}"
+        yield from _leaf_hashes(child, mixed(above, hash_of_text(key)))
+
+
+@functools.cache
+def hash_of_text(text: str) -> int:
+    """64 bits of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def mixed(*parts: Any) -> int:
+    """64 bits of integers, in tuples or not. Python hashes integers, unlike texts, alike in every process."""
+    return hash(parts) & _BITS
+
+
+_CONSTANT = Mark(exact=hash_of_text("constant"))
+
+
+def _origins(traced: Traced, jaxpr: Any, args: Sequence[Mark]) -> Scope:
+    """The jaxpr with the marks of its variables towards the inputs, if its arguments have these."""
+    inner, consts = compat.open_jaxpr(jaxpr)
+    scope = Scope([*inner.constvars[len(consts) :], *inner.invars], inner.eqns, inner.outvars)
+    scope.origins.update(zip(scope.inputs, args, strict=False))
+    for i, eqn in enumerate(scope.eqns):
+        operands = [scope.origin(a) for a in eqn.invars]
+        inside = scope.inside[i] = []
+        for sub, given, returns in _inside(eqn):
+            inside.append((_origins(traced, sub, [operands[n] for n in given]), given, returns))
+        scope.origins.update(zip(eqn.outvars, _made(traced, eqn, operands, inside), strict=True))
+    return scope
+
+
+def _inside(eqn: Any) -> Iterator[tuple[Any, Sequence[int], bool]]:
+    """The jaxprs that an equation holds, which of its operands each gets, none if unknown, and whether its results are
+    those of the equation.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    for n, sub in enumerate(compat.sub_jaxprs(eqn)):
+        inner, consts = compat.open_jaxpr(sub)
+        given: Sequence[int] = range(len(eqn.invars))
+        returns = len(inner.outvars) == len(eqn.outvars)
+        if name == "cond":
+            given = given[1:]
+        elif name == "while":
+            ahead, both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            returns = sub is not params["cond_jaxpr"]
+            given = given[ahead:] if returns else [*given[:ahead], *given[both:]]
+        if name in INLINED and n > 0:  # only the first one is what is called
+            given, returns = (), False
+        known = len(given) == len(inner.constvars) - len(consts) + len(inner.invars)
+        yield sub, given if known else (), returns
+
+
+def _made(traced: Traced, eqn: Any, operands: Sequence[Mark], inside: Sequence[Any]) -> list[Mark]:
+    """The marks of an equation's results towards the inputs."""
+    name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
+    bodies = [[scope.origin(a) for a in scope.outputs] for scope, _, returns in inside if returns]
+    if bodies and _is_call(eqn):
+        return [_alternatives(name, marks) for marks in zip(*bodies, strict=True)]
+    if eqn.primitive.name == "optimization_barrier":
+        return list(operands)
+    if eqn.primitive.name in _ELEMENTWISE:
+        union, exact = _union(operands), mixed(name, *[o.exact for o in operands])
+        return [Mark(*union, mixed(exact, n)) for n in count]
+    if _is_parallel(traced, eqn):
+        return [Mark((), (mixed(name, o.leaves, o.others),), mixed(name, o.exact)) for o in operands]
+    around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
+    exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
+    return [Mark((), (mixed(around, n),), mixed(exact, n)) for n in count]
+
+
+def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
+    """Adds the marks of the variables towards the results, which have these."""
+
+    def add(atom: Any, mark: Mark) -> None:
+        if not isinstance(atom, compat.Literal):
+            known = scope.uses.get(atom)
+            if known is not None:
+                mark = Mark(*_union((known, mark)), (known.exact + mark.exact) & _BITS)
+            scope.uses[atom] = mark
+
+    for atom, mark in zip(scope.outputs, results, strict=False):
+        add(atom, mark)
+    for i, eqn in reversed(list(enumerate(scope.eqns))):
+        results = [scope.use(v) for v in eqn.outvars]
+        for inner, _, returns in scope.inside[i]:
+            _uses(traced, inner, results if returns else ())
+        for atom, mark in zip(eqn.invars, _read(traced, eqn, scope, results, scope.inside[i]), strict=True):
+            add(atom, mark)
+
+
+def _read(traced: Traced, eqn: Any, scope: Scope, results: Sequence[Mark], inside: Sequence[Any]) -> list[Mark]:
+    """What an equation adds to the marks of its operands towards the results."""
+    name, operands = hash_of_text(eqn.primitive.name), [scope.origin(a) for a in eqn.invars]
+    if inside and _is_call(eqn):
+        found: list[list[Mark]] = [[] for _ in operands]
+        for inner, given, _ in inside:
+            for n, var in zip(given, inner.inputs, strict=False):
+                found[n].append(inner.use(var))
+        return [_alternatives(name, marks) for marks in found]
+    if eqn.primitive.name == "optimization_barrier":
+        return list(results)
+    if eqn.primitive.name in _ELEMENTWISE:
+        union, exact = _union(results), mixed(name, *[m.exact for m in (*operands, *results)])
+        return [Mark(*union, mixed(exact, n)) for n in range(len(operands))]
+    if _is_parallel(traced, eqn):
+        return [Mark((), (mixed(name, r.leaves, r.others),), mixed(name, r.exact)) for r in results]
+    around = mixed(name, *(m[:2] for m in (*operands, *results)))
+    exact = mixed(name, *(m.exact for m in (*operands, *results)))
+    return [Mark((), (mixed(around, n),), mixed(exact, n)) for n in range(len(operands))]
+
+
+def _is_call(eqn: Any) -> bool:
+    """Whether an equation only does what the jaxprs inside do, or one of them."""
+    return eqn.primitive.name in INLINED or eqn.primitive.name == "cond"
+
+
+def _is_parallel(traced: Traced, eqn: Any) -> bool:
+    """Whether an equation exchanges each operand for a result of its own."""
+    found = traced.wire.recognise(eqn, traced.axes)
+    return found is not None and len(found) == len(eqn.invars) == len(eqn.outvars)
+
+
+def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
+    """The mark of a value that is one of several."""
+    if len(marks) == 1:
+        return marks[0]
+    return Mark(*_union(marks), mixed(name, *(m.exact for m in marks)))
+
+
+def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """All leaves and all others of several marks."""
+    leaves: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+    for mark in marks:
+        leaves, others = _smallest(leaves, mark.leaves), _smallest(others, mark.others)
+    return leaves, others
+
+
+def _smallest(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    if not other or one == other:
+        return one
+    return tuple(sorted({*one, *other})[:_KEPT]) if one else other

@@ -1,0 +1,194 @@
+"""Ranks that trace equal-looking exchanges in different orders: an error on all of them, alone and in a runner.
+
+Prints `passed NAME` for each case, and at the end `rank R: orders done`.
+"""
+
+import random
+import sys
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxcross
+
+WORLD = jaxcross.initialize(watchdog_s=60)
+RANK, P = WORLD.rank, WORLD.size
+NAMES = ["a", "b"] if RANK == 0 else ["b", "a"]
+TREE = {"a": jnp.zeros(3), "b": jnp.ones(3)}
+COMM = MPI.COMM_WORLD.Dup()
+SWAPPED = r"ranks 0 and 1 make the exchanges of `step` in different orders, which would mix their values:\n"
+
+
+def by_name(names, **options):
+    def step(t):
+        return {k: lax.pmean(t[k], "x") for k in names}
+
+    return jaxcross.crossover(step, axes="x", **options)
+
+
+def same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def alone():
+    """Found before anything is exchanged, also within a shared buffer and under each cut; all can go on."""
+    for options in ({}, {"bucket_bytes": 0}, {"cut": 2, "bucket_bytes": 0}, {"cut": "auto"}):
+        with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}") as error:
+            by_name(NAMES, **options)(TREE)
+        assert len(set(WORLD.control.allgather_text(str(error.value)))) == 1
+        same(by_name(sorted(NAMES), **options)(TREE), TREE)
+
+
+def in_a_runner():
+    seen = []
+
+    def bad(job):
+        try:
+            by_name(NAMES)(TREE)
+        except jaxcross.ExchangeError as error:
+            seen.append(str(error))
+            raise
+
+    def good(job):
+        for _ in range(3):
+            same(by_name(sorted(NAMES))(TREE), TREE)
+
+    runner = jaxcross.Runner(WORLD)
+    runner.add("bad", bad)
+    job = runner.add("good", good)
+    with pytest.raises(jaxcross.ExchangeError, match=f"^Job `bad`, step 1: {SWAPPED}"):
+        runner.run()
+    assert len(seen) == 1 and job.how == "ended"
+
+
+def mpi4jax_calls():
+    def step(names, t):
+        return {k: mpi4jax.allreduce(t[k], op=MPI.SUM, comm=COMM) for k in names}
+
+    def bound(names):
+        def step_(t):
+            return step(names, t)
+
+        step_.__name__ = "step"
+        return jaxcross.crossover(step_, axes="x")
+
+    with pytest.raises(jaxcross.ExchangeError, match=f"^{SWAPPED}"):
+        bound(NAMES)(TREE)
+    same(bound(sorted(NAMES))(TREE), {k: P * v for k, v in TREE.items()})
+
+
+def mpi4jax_calls_from_rank_to_rank():
+    """Even ranks turn to the right first and odd ones to the left: each exchange has its peer."""
+    if P % 2:
+        return
+
+    def step(t):
+        got = {}
+        for side in ("right", "left") if RANK % 2 == 0 else ("left", "right"):
+            peer = (RANK + (1 if side == "right" else -1)) % P
+            got[side] = mpi4jax.sendrecv(t[side], t[side], source=peer, dest=peer, comm=COMM)
+        return got
+
+    t = {"left": jnp.full(3, 10.0 + RANK), "right": jnp.full(3, 20.0 + RANK)}
+    got = jaxcross.crossover(step, axes="x")(t)
+    same(got, {"left": jnp.full(3, 20.0 + (RANK - 1) % P), "right": jnp.full(3, 10.0 + (RANK + 1) % P)})
+
+
+def batches_of_each_rank():
+    """A rank with one row, one with a loop of other length, and one whose last batch is short: no error, no wait."""
+
+    @jaxcross.crossover(axes="x")
+    def step(w, x):
+        def loss(w, x):
+            return jnp.mean(jnp.tanh(x @ w["k"]) + w["b"])
+
+        grads = jax.tree.map(jnp.zeros_like, w)
+        for n in range(0, len(x), 2):
+            grads = jax.tree.map(jnp.add, grads, jax.grad(loss)(w, x[n : n + 2]))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, lax.pmean(grads, "x"))
+
+    def train(job=None):
+        w = {"k": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+        for n in range(4):
+            rows = 3 if n == 3 and RANK == P - 1 else (1, 4, 6)[RANK % 3]
+            w = step(w, jnp.full((rows, 4), 0.1 * (RANK + n)))
+        texts = WORLD.control.allgather_text(np.asarray(w["k"]).tobytes().hex()) if job is None else ["one"]
+        assert len(set(texts)) == 1
+
+    train()
+    runner = jaxcross.Runner(WORLD)
+    runner.add("batches", train)
+    runner.run()
+
+
+def stages():
+    """Each rank computes by its own function, and hands on what it has."""
+    layers = [lambda w, h: jnp.tanh(h @ w), lambda w, h: h * jax.nn.sigmoid(h @ w)]
+    mine = layers if RANK % 2 == 0 else layers[::-1]
+    ring = [(i, (i + 1) % P) for i in range(P)]
+
+    @jaxcross.crossover(axes="x")
+    def step(w, x):
+        def loss(w):
+            h = x
+            for layer in mine:
+                h = lax.ppermute(layer(w, h), "x", ring)
+            return jnp.mean(h**2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, lax.pmean(value, "x")
+
+    _, value = step(jnp.eye(3), jnp.full((2, 3), 0.1 * RANK))
+    assert np.isfinite(value)
+
+
+def random_steps():
+    """Exchanges of random leaves, each rank in an order of its own: the values of `vmap`, or an error."""
+    found = {"errors": 0, "values": 0}
+    for n in range(16):
+        rng, own = random.Random(n), random.Random(1000 * n + RANK)
+        names = [f"w{i}" for i in range(rng.randint(2, 4))]
+        kinds = {k: rng.choice(["sum", "sum", "max", "dot"]) for k in names}
+        orders = [sorted(names, key=lambda _: own.random()) if n % 2 else names for _ in range(2)]
+        bucket_bytes = rng.choice([0, 1 << 20])
+
+        def step(t, n=n, names=orders[0], back=orders[1], kinds=kinds):
+            makes = {
+                "sum": lambda v: lax.psum(v, "x"),
+                "max": lambda v: lax.pmax(v * 2, "x"),
+                "dot": lambda v: lax.psum(v @ v.T, "x") @ v,
+            }
+            got = {k: makes[kinds[k]](t[k]) for k in names}
+            return {k: got[k] - lax.psum(got[k] / (2 + n), "x") for k in back}
+
+        values = [{k: jnp.full((3, 3), 1.0 + i + 10 * r) for i, k in enumerate(names)} for r in range(P)]
+        try:
+            got = jaxcross.crossover(step, axes="x", bucket_bytes=bucket_bytes)(values[RANK])
+        except jaxcross.ExchangeError as error:
+            outcome = "errors"
+            assert "in different orders" in str(error) or "exchange different things" in str(error)
+        else:
+            outcome = "values"
+            stacked = jax.tree.map(lambda *v: jnp.stack(v), *values)
+            want = jax.tree.map(lambda v: v[RANK], jax.vmap(step, axis_name="x")(stacked))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+        assert set(WORLD.control.allgather_text(outcome)) == {outcome}
+        assert outcome == "values" or n % 2, "ranks with one order"
+        found[outcome] += 1
+    assert min(found.values()) >= 4, found
+
+
+CASES = [
+    alone, in_a_runner, mpi4jax_calls, mpi4jax_calls_from_rank_to_rank, batches_of_each_rank, stages, random_steps,
+]  # fmt: skip
+wanted = sys.argv[1:] or [case.__name__ for case in CASES]
+for case in [case for case in CASES if case.__name__ in wanted]:
+    case()
+    if RANK == 0:
+        print(f"passed {case.__name__}", flush=True)
+print(f"rank {RANK}: orders done", flush=True)

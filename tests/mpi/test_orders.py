@@ -1,0 +1,10 @@
+"""Ranks that trace equal-looking exchanges in different orders."""
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_exchanges_in_different_orders(mpirun, ranks):
+    finished = mpirun(ranks, "orders.py", timeout=900).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: orders done" in finished.stdout
