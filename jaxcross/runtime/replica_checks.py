@@ -120,7 +120,7 @@ class ReplicaChecks:
         if self._ranks == 1:
             return
         if self._restored:
-            self.end = self._report(step)
+            self.end = self._report(step if self._exchanged else self.batches)
         try:
             alone = not self._exchanged and how in ("ended", "stopped") and self._trains(sure=True)
         except Exception:  # a state that cannot be read; `end` says so
@@ -142,7 +142,10 @@ class ReplicaChecks:
         if every is None or self._ranks == 1 or count // every <= self._compared // every:
             return False
         if not self._restored:
-            self._warn("`check_replicas` cannot compare its replicas: only `job.restore` says which leaves are common.")
+            self._warn(
+                f"Job `{self._job}`: `check_replicas` cannot compare its replicas. It did not call `job.restore`, which"
+                " says what is equal on all ranks at the start."
+            )
         return self._restored
 
     def _compare(self, count: int, together: Together) -> None:

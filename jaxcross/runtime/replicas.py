@@ -145,11 +145,10 @@ class Findings:
         found, self.step = judge(said), said[0].step
         self.difference = found if isinstance(found, Difference) else None
         self.unknown = isinstance(found, str)
-        last = "" if self.held is None else f"; equal after step {self.held}"
+        last = "; never found equal in this run" if self.held is None else f"; equal {_when(self.held)}"
         if isinstance(found, Difference):
             here, there = found.ranks
-            never = "; never found equal in this run" if self.held is None else last
-            self.text = f"differ after step {self.step}, first `{found.path}` on ranks {here} and {there}{never}"
+            self.text = f"differ after step {self.step}, first `{found.path}` on ranks {here} and {there}{last}"
         elif found == UNCHANGED:
             self.text, self.unknown = "", False
         elif found is not None:
@@ -164,10 +163,14 @@ class Findings:
         """The difference in full, for an error or a warning."""
         assert self.difference is not None
         path, (here, there) = self.difference
-        held = "No comparison has held in this run" if self.held is None else f"They were equal after step {self.held}"
+        held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
         return (
             f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path}` on ranks {here} and"
             f" {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
             " without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`. If each rank is to"
             f" have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         )
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "at the start"
