@@ -91,11 +91,7 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
     Raises:
         TypeError: One is no array and no number.
     """
-    pairs = [(path, leaf, _form(path, leaf)) for path, leaf in _paths(state) if path in paths]
-    for _, leaf, form in pairs:
-        if form.kind == "jax":
-            leaf.copy_to_host_async()
-    return {path: digest(form, on_host(leaf)) for path, leaf, form in pairs}
+    return {path: digest(_form(path, leaf), on_host(leaf)) for path, leaf in _paths(state) if path in paths}
 
 
 def on_host(leaf: Any) -> np.ndarray:
