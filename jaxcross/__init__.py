@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxcross.loop import Job, run
     from jaxcross.runner import Runner
     from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
+    from jaxcross.runtime.replicas import CheckReplicas
     from jaxcross.server import ParameterServer
     from jaxcross.step import crossover
     from jaxcross.world import World, current, initialize
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Checkpoints", "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer", "RoundRobin",
-    "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run", "tensor",
+    "CheckReplicas", "Checkpoints", "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer",
+    "RoundRobin", "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run",
+    "tensor",
 ]  # fmt: skip
 
 _HOMES = {
+    "CheckReplicas": "runtime.replicas",
     "Checkpoints": "checkpoint", "Job": "loop", "ParameterServer": "server", "RoundRobin": "runtime.policy",
     "Runner": "runner",
     "Sequential": "runtime.policy", "Weighted": "runtime.policy", "World": "world",

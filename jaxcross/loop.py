@@ -13,6 +13,7 @@ from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
+from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.seat import NonFinite
 from jaxcross.world import World
 
@@ -79,6 +80,7 @@ def run(
     link: Link | str | None = None,
     events: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
+    check_replicas: CheckReplicas | int | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
 
@@ -86,8 +88,9 @@ def run(
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
     with Runner(
-        world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints
-    ) as runner:
+        world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints,
+        check_replicas=check_replicas,
+    ) as runner:  # fmt: skip
         for job in jobs:
             runner.add(job.name, job._run)
         return runner.run()

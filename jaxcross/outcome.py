@@ -13,6 +13,7 @@ import jax
 from jaxcross.errors import JobError
 from jaxcross.report import JobFacts, Recorder, Report
 from jaxcross.runtime.job import JobContext
+from jaxcross.runtime.replicas import Said, exchange
 from jaxcross.world import World
 
 TOLD = 8
@@ -57,6 +58,7 @@ def _facts(job: JobContext) -> JobFacts:
     return JobFacts(
         name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
         metrics=metrics, how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
+        replicas=job.replicas.findings.text,
     )  # fmt: skip
 
 
@@ -97,6 +99,17 @@ def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
             if job.error is None and (failure := json.loads(text).get(job.name)):
                 job.error = JobError(f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}")
                 job.error.__cause__ = job.unread
+
+
+def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
+    """Compares the last states of all jobs that joined. Waits for all; a small all-reduce if they are equal. Where
+    replicas were to be checked and differ, that is the job's error on every rank.
+    """
+    joined = [job for job in jobs if job.how != "left out"] if world.size > 1 else []
+    found = exchange(world.control, [job.replicas.end or Said(0, "", {}) for job in joined]) if joined else []
+    for job, every in zip(joined, found, strict=True):
+        error = job.replicas.settle(every) if job.replicas.end is not None else None
+        job.error = job.error or error
 
 
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:

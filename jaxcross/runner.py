@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
-from jaxcross.outcome import left_out, raise_errors, report_of, tell_unread
+from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
@@ -28,6 +28,7 @@ from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
+from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.threads import JobThread, runner_active
 from jaxcross.world import World, current
@@ -76,6 +77,9 @@ class Runner:
             variable `JAXCROSS_EVENTS` says.
         checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same on every rank, but
             for the directory.
+        check_replicas: Compare the ranks' copies of each job's state after so many steps, and let a job fail on every
+            rank where they differ; a `CheckReplicas` also names leaves to leave out. Same on every rank. If None,
+            states are compared at checkpoints and at a job's end, for the report.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -95,6 +99,7 @@ class Runner:
         chaos: int | None = None,
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
+        check_replicas: CheckReplicas | int | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"`depth` is {depth}: a compute lane needs room for at least 1 segment")
@@ -102,6 +107,7 @@ class Runner:
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
+        self.check_replicas = as_checks(check_replicas)
         self.jobs: list[JobContext] = []
         self.report: Report | None = None
         self._recorder = Recorder()
@@ -143,7 +149,7 @@ class Runner:
             if (known := self._added_before(name)) is not None:
                 return known
             self._check_name(name)
-            job = JobContext(name, fn, kwargs, listeners=self._listeners, world=self.world)
+            job = self._context(name, fn, kwargs)
             if self._used:
                 driver = self._driver
                 attach = partial(job.attach, resumption=self._resumption(job))
@@ -154,6 +160,9 @@ class Runner:
                     self._session.added(name)
             self.jobs.append(job)
         return job
+
+    def _context(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobContext:
+        return JobContext(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
 
     def offer(self, name: str, fn: Callable[..., Any]) -> None:
         """Lets rank 0 make jobs of `fn` during the run: `submit(name, job=..., **arguments)`. On every rank alike.
@@ -223,7 +232,7 @@ class Runner:
                 if name != listed:  # a name that is listed is one that a job can have, and its folder is known
                     raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
                 self._check_name(name)
-                self.jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
+                self.jobs.append(self._context(name, fn, {**arguments}))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 _log.warning("A submission of an earlier run cannot be understood, and is left out: %s.", error)
         if session.missing and self.world.rank == 0:
@@ -295,6 +304,7 @@ class Runner:
                     job.save_left()
                 self._session.close()
             with after_run(self.world, "report"):
+                compare_replicas(self.world, self.jobs)
                 missing = left_out(self.world, self.jobs, [*driver.left_out, *sorted(self._submitted)])
                 tell_unread(self.world, self.jobs)
             self.report = report_of(
@@ -321,14 +331,17 @@ class Runner:
     def _agree(self, jobs: Sequence[JobContext]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
         kept = self.checkpoints and (self.checkpoints.every, self.checkpoints.keep)
-        mine = json.dumps({"jobs": [job.name for job in jobs], "policy": repr(self.policy), "checkpoints": kept})
+        mine = json.dumps({
+            "jobs": [job.name for job in jobs], "policy": repr(self.policy), "checkpoints": kept,
+            "check_replicas": repr(self.check_replicas),
+        })  # fmt: skip
         with self.world.watching(job="", step=0, segment=-1, what="start of the run"):
             texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the same jobs in the "
-                    "same order, with the same policy and checkpoints, on every rank."
+                    "same order, with the same policy, checkpoints and `check_replicas`, on every rank."
                 )
 
     def _open(self, jobs: Sequence[JobContext]) -> Session | None:

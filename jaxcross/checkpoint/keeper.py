@@ -149,7 +149,7 @@ class Keeper:
 
     def save(
         self, state: Any, progress: Progress, together: Together, *, unfit: str = "", last: bool = False
-    ) -> None:  # fmt: skip
+    ) -> list[dict[str, str]] | None:  # fmt: skip
         """Begins a checkpoint; the state may be donated when it returns. Waits for the state's values, for the
         previous checkpoint to be written, and for all ranks; not for the disk.
 
@@ -159,6 +159,9 @@ class Keeper:
             together: Runs what communicates.
             unfit: Why the job could not resume from it, if the caller knows a reason.
             last: Nothing is written, nor raised, if the newest checkpoint is equal or the state unfit.
+
+        Returns:
+            The digests of every rank's leaves, by rank; None where the state is unfit or the job made no step.
 
         Raises:
             JobError: On every rank: it is no state that the job could resume from, or a disk failed.
@@ -179,11 +182,11 @@ class Keeper:
         self._previous_is_over([rank["trouble"] for rank in heard], cause)
         steps = [rank["step"] for rank in heard]
         if last and not any(steps):
-            return
+            return None
         reasons = [rank["unfit"] for rank in heard]
         if last and any(reasons):
             self._talk.warn(f"its last state is not saved: {next(filter(None, reasons))}")
-            return
+            return None
         self._talk.check("cannot save this state", reasons)
         if len(set(steps)) > 1:
             raise self._talk.error(f"cannot be saved: its ranks have made {steps} steps, and could not resume together")
@@ -191,6 +194,7 @@ class Keeper:
             common = {path for path, d in digests.items() if all(rank["digests"].get(path) == d for rank in heard)}
             self._begin(checkpoint_name(progress.step, heard[0]["token"]), leaves, common, progress)
             self._saved = (progress.step, list(digests.values()))
+        return [rank["digests"] for rank in heard]
 
     def settle(self, together: Together) -> None:
         """Waits until the newest checkpoint is complete on all ranks, and deletes what is too old.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,21 @@ def snapshot(state: Any) -> dict[str, Leaf]:
         array = np.array(words, dtype=np.dtype(form.dtype), order="C", copy=True)
         taken[path] = Leaf(form, array, digest(form, array))
     return taken
+
+
+def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
+    """Digests of the leaves at these paths. Waits until they are computed; on a CPU it reads them in place.
+
+    Raises:
+        TypeError: One is no array and no number.
+    """
+    return {path: digest(_form(path, leaf), on_host(leaf)) for path, leaf in _paths(state) if path in paths}
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """A leaf as an array of NumPy, of a random key its words. Waits until it is computed."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def digest(form: Form, array: np.ndarray) -> str:

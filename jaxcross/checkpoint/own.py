@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.tree_util import KeyPath, keystr
 
+from jaxcross.exchange.elastic_average import ElasticAverageState
+from jaxcross.exchange.federated_average import FederatedAverageState
+from jaxcross.exchange.gossip import GossipState
 from jaxcross.exchange.gtop_k import GTopKState
+from jaxcross.exchange.local_sgd import LocalSGDState
 from jaxcross.exchange.one_bit_adam import OneBitAdamState
+from jaxcross.exchange.per_rank import PerRankState
 from jaxcross.exchange.power_sgd import PowerSGDState
-from jaxcross.exchange.staleness import StaleState
+from jaxcross.exchange.staleness import BoundedStaleState, StaleState
 from jaxcross.exchange.top_k import TopKState
 
+_Fields = Mapping[type[Any], frozenset[str]]
+
 # States of exchanges, and which of their fields differ between ranks.
-_OWN: dict[type[Any], frozenset[str]] = {
+_OWN: _Fields = {
     TopKState: frozenset({"residual"}),
     GTopKState: frozenset({"residual"}),
     PowerSGDState: frozenset({"residual"}),
     OneBitAdamState: frozenset({"worker_residual", "server_residual"}),
     StaleState: frozenset({"queue"}),
+    BoundedStaleState: frozenset({"late"}),
 }
 
-# Fields that hold an optimizer's state, which may have no leaves.
-_MAY_BE_EMPTY = frozenset({"inner"})
+# States of strategies under which each rank has a model of its own, and the fields that go with that model.
+_MODELS: _Fields = {
+    LocalSGDState: frozenset({"inner"}),
+    FederatedAverageState: frozenset({"inner"}),
+    ElasticAverageState: frozenset({"inner"}),
+    GossipState: frozenset({"inner"}),
+    BoundedStaleState: frozenset({"inner"}),
+}
+
+# All fields that differ between ranks during training. A restart may give every rank a copy of those not in `_OWN`.
+_APART: tuple[_Fields, ...] = (
+    _OWN, _MODELS, {PerRankState: frozenset({"per_rank"}), optax.MultiStepsState: frozenset({"acc_grads"})}
+)  # fmt: skip
+
+# Fields that may have no leaves.
+_MAY_BE_EMPTY = frozenset({"inner", "inner_opt_state", "acc_grads", "skip_state"})
+
+_STATISTICS = "batch_stats"
+"""The name that Flax gives to the statistics of normalisation layers."""
 
 
 def own_leaves(state: Any) -> list[str]:
@@ -33,19 +62,77 @@ def own_leaves(state: Any) -> list[str]:
     that of a user's parameter.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    below = _siblings(paths)
+    return [keystr(path) for path in paths if _owned(path, below, _OWN)]
+
+
+def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
+    """Paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
+
+    Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
+    all floating-point leaves outside of such states; gradients that `optax.MultiSteps` accumulates; the statistics of
+    normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
+
+    Args:
+        state: The state of a job.
+        except_: Names of further leaves to leave out: a key or attribute anywhere in a path, or the beginning of a path
+            as `jax.tree_util.keystr` spells it.
+    """
+    found = jax.tree_util.tree_leaves_with_path(state)
+    below = _siblings([path for path, _ in found])
+    models = any(_is(kind, names) for names in below.values() for kind in _MODELS)
+    names, statistics = {_STATISTICS, *except_}, _nnx_statistics(state)
+
+    def common(path: KeyPath, leaf: Any) -> bool:
+        if any(_owned(path, below, fields) for fields in _APART):
+            return False
+        if any(_name(key) in names for key in path):
+            return False
+        beginnings = [path[: n + 1] for n in range(len(path))]
+        if any(start in statistics or keystr(start) in names for start in beginnings):
+            return False
+        return not models or _in_strategy(path, below) or not _floating(leaf)
+
+    return [keystr(path) for path, leaf in found if common(path, leaf)]
+
+
+def _siblings(paths: Collection[KeyPath]) -> dict[KeyPath, set[str]]:
+    """The names right below each inner node of the tree."""
     below: dict[KeyPath, set[str]] = {}
     for path in paths:
         for depth, key in enumerate(path):
             below.setdefault(path[:depth], set()).add(_name(key))
-    return [keystr(path) for path in paths if any(_owned(key, below[path[:n]]) for n, key in enumerate(path))]
+    return below
 
 
-def _owned(key: Any, siblings: set[str]) -> bool:
+def _owned(path: KeyPath, below: Mapping[KeyPath, set[str]], fields: _Fields) -> bool:
     return any(
-        _name(key) in own and set(kind._fields) - _MAY_BE_EMPTY <= siblings <= set(kind._fields)
-        for kind, own in _OWN.items()
+        _name(key) in own and _is(kind, below[path[:n]]) for n, key in enumerate(path) for kind, own in fields.items()
     )
+
+
+def _in_strategy(path: KeyPath, below: Mapping[KeyPath, set[str]]) -> bool:
+    """Whether a leaf is a field of a strategy's state, such as the centre of `elastic_average`."""
+    return any(_is(kind, below[path[:n]]) for n in range(len(path)) for kind in _MODELS)
+
+
+def _is(kind: type[Any], siblings: set[str]) -> bool:
+    names: set[str] = set(kind._fields)
+    return names - _MAY_BE_EMPTY <= siblings <= names
 
 
 def _name(key: Any) -> str:
     return keystr((key,), simple=True)
+
+
+def _floating(leaf: Any) -> bool:
+    return isinstance(leaf, float | complex) or jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
+
+
+def _nnx_statistics(state: Any) -> set[KeyPath]:
+    """Paths of the variables of NNX that hold statistics."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:
+        return set()
+    kind = nnx.BatchStat
+    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda part: isinstance(part, kind))
+    return {path for path, part in found if isinstance(part, kind)}

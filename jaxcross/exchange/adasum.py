@@ -20,6 +20,7 @@ import optax
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import check_real, optimizer_in
+from jaxcross.exchange.per_rank import per_rank
 
 
 def adasum(
@@ -83,9 +84,9 @@ def adasum(
 
     axes = (axis, *(() if inner_axis is None else hops.axis_names(inner_axis)))
     exchange = optax.GradientTransformationExtraArgs(init, update)
-    return once(
-        "adasum", axes, exchange if optimizer is None else optax.chain(optimizer_in(optimizer, "`adasum`"), exchange)
-    )
+    if optimizer is not None:
+        exchange = optax.chain(per_rank(optimizer_in(optimizer, "`adasum`")), exchange)
+    return once("adasum", axes, exchange)
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:

@@ -14,6 +14,7 @@ from jaxcross.elementwise import check_elementwise
 from jaxcross.exchange import blocks, hops
 from jaxcross.exchange.once import once
 from jaxcross.exchange.parameters import by_type, check_state, optimizer_in, whole_number, wide
+from jaxcross.exchange.per_rank import PerRankState
 
 
 def parameter_server(
@@ -58,23 +59,23 @@ def parameter_server(
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`parameter_server`")
     inner = optimizer_in(optimizer, "`parameter_server`")
 
-    def init(params: optax.Params) -> optax.OptState:
+    def init(params: optax.Params) -> PerRankState:
         bound = _bound_size(axis)
         size = _agreed(ranks, bound)
         if bound is not None:
             rank = jax.lax.axis_index(axis)
-            return inner.init(jax.tree.map(lambda x: _part(x, size, rank), params))
+            return PerRankState(inner.init(jax.tree.map(lambda x: _part(x, size, rank), params)))
         parts = jax.tree.map(lambda x: _part(jnp.asarray(x), size, 0), params)
         if _reads_values(inner.init, parts):
             raise ValueError(
                 "the optimizer of `parameter_server` starts its state from the parameters' values, and outside of the"
                 f" step no rank knows its part of them. Call `tx.init` inside a step in which `{axis}` is bound."
             )
-        return inner.init(parts)
+        return PerRankState(inner.init(parts))
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
+        updates: optax.Updates, state: PerRankState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, PerRankState]:
         size = _agreed(ranks, jax.lax.axis_size(axis))
         rank = jax.lax.axis_index(axis)
         leaves, treedef = jax.tree.flatten(updates)
@@ -83,12 +84,14 @@ def parameter_server(
         mean = _mean_parts(leaves, axis)
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
         mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
-        check_state(state, inner.init, mean if parts is None else parts, "`parameter_server`")
-        check_elementwise(inner, (whole, params), (mean, parts), state, "`parameter_server`", axis=axis, **extra)
-        stepped, state = inner.update(mean, state, parts, **extra)
-        return jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis)), state
+        own = state.per_rank
+        check_state(own, inner.init, mean if parts is None else parts, "`parameter_server`")
+        check_elementwise(inner, (whole, params), (mean, parts), own, "`parameter_server`", axis=axis, **extra)
+        stepped, own = inner.update(mean, own, parts, **extra)
+        out = jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis))
+        return out, PerRankState(own)
 
-    return once("parameter_server", axis_name, optax.GradientTransformationExtraArgs(init, update))
+    return once("parameter_server", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:

@@ -29,6 +29,16 @@ class StaleState(NamedTuple):
     inner: optax.OptState
 
 
+class BoundedStaleState(NamedTuple):
+    """Attributes: `step`, modulo the bound, int32; `late`, the other ranks' gradients that are still to come, stored as
+    `StaleState` stores its queue; `inner`, of this rank's own optimizer.
+    """  # fmt: skip
+
+    step: jax.Array
+    late: Any
+    inner: optax.OptState
+
+
 def bounded_stale(
     optimizer: optax.GradientTransformation, axis_name: hops.AxisName, *, bound: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,14 +73,14 @@ def bounded_stale(
     names = hops.axis_names(axis_name)
     inner = optimizer_in(optimizer, "`bounded_stale`")
 
-    def init(params: optax.Params) -> StaleState:
-        return StaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
+    def init(params: optax.Params) -> BoundedStaleState:
+        return BoundedStaleState(jnp.zeros((), jnp.int32), _empty(params, bound), inner.init(params))
 
     def update(
-        updates: optax.Updates, state: StaleState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, StaleState]:
+        updates: optax.Updates, state: BoundedStaleState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, BoundedStaleState]:
         everybody = jax.tree.map(lambda g: jax.lax.pmean(g, names), updates)
-        queue, step = state.queue, state.step
+        queue, step = state.late, state.step
         _check_queue(queue, bound, "`bounded_stale`", f"`bound` is {bound}")
         if bound:
             ranks = jax.lax.psum(1, names)
@@ -81,7 +91,7 @@ def bounded_stale(
             everybody = jax.tree.map(lambda g, mine, old: (mine + old).astype(g.dtype), updates, own, late)
             step = (step + 1) % bound
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
-        return updates, StaleState(step, queue, inner_state)
+        return updates, BoundedStaleState(step, queue, inner_state)
 
     return once("bounded_stale", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 

@@ -30,6 +30,8 @@ class JobFacts:
         how: How it left: `ended`, `stopped`, `failed` or `ejected`, on all ranks after `steps` steps.
         why: The reason, if it failed or was ejected.
         skipped: Steps among `steps` that kept the state, because what they exchanged was not finite.
+        replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first leaf, `not compared:
+            ...` with the reason; empty for one rank, and for jobs without a state.
     """
 
     name: str
@@ -40,6 +42,7 @@ class JobFacts:
     how: str = "ended"
     why: str = ""
     skipped: int = 0
+    replicas: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ class Report:
                     "left": job.facts.how,
                     "why": job.facts.why,
                     "skipped_steps": job.facts.skipped,
+                    "replicas": job.facts.replicas,
                 }
                 for job in rounds.jobs
             ],

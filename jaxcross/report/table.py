@@ -98,6 +98,9 @@ def _footnotes(report: Report) -> list[str]:
         lines.append(f"Lost {seconds(total)} a round:")
         lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
     lines.append(f"Run {seconds(rounds.wall_s)}, of which start-up and winding up {seconds(rounds.start_up_s)}.")
+    replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
+    for text in replicas:
+        lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
     for job in report.jobs:
         if job.skipped:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")

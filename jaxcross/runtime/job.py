@@ -128,10 +128,12 @@ class JobContext(JobLife):
     def _measured(self, feed: Feed) -> Iterator[Any]:
         try:
             while not self._stray_loop():
+                self.replicas.next_batch(self._together)
                 with self.measure("input"):
                     batch = next(feed, _END)
                 if batch is _END:
                     return
+                self.replicas.batches += 1
                 if self.examples_per_step is None:
                     self.examples_per_step = _examples(batch, self._world.size)
                 yield batch
@@ -157,17 +159,20 @@ class JobContext(JobLife):
             TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
-        resumption = self._resumption
+        resumption, found = self._resumption, None
         if resumption is not None:
             found = resumption.restore(state, self.together, local=mode == "local")
-            if found is not None:
-                self.step = resumption.first_step
-                self._running().resumed(self._number, self.step)
-                self.state = found
-                return self._stand(resumption)
-        if mode != "local":
-            state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
-        self.state = own_copy(state)
+        if resumption is not None and found is not None:
+            self.step = resumption.first_step
+            self._running().resumed(self._number, self.step)
+            self.state = found
+        else:
+            if mode != "local":
+                state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
+            self.state = own_copy(state)
+        self.replicas.begin(
+            self.state, self.step, local=mode == "local", resumed=found is not None, together=self.together
+        )
         return self.state if resumption is None else self._stand(resumption)
 
     def _stand(self, resumption: Resumption) -> Any:
@@ -192,10 +197,12 @@ class JobContext(JobLife):
 
         Raises:
             JobError: With checkpoints, on every rank: `state` is not like the one that was restored, or a disk failed.
+            ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state
         if self._resumption is not None:
-            self._resumption.save(state, self.step, self.together, unfit=self._unfit())
+            every = self._resumption.save(state, self.step, self.together, unfit=self._unfit())
+            self.replicas.saved(self.step, every)
 
     def together(self, label: str, work: Callable[[Any], Any]) -> Any:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.

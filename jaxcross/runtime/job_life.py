@@ -25,6 +25,8 @@ from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.meeting import meet
 from jaxcross.runtime.messages import Leaving
 from jaxcross.runtime.metrics import MetricLog
+from jaxcross.runtime.replica_checks import ReplicaChecks
+from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.seat import NonFinite, Seat, Stopped
 from jaxcross.runtime.threads import JobThread, current_job
@@ -35,8 +37,9 @@ class JobLife:
     """What `JobContext` is for jaxcross itself. Its public attributes are described there."""
 
     def __init__(
-        self, name: str, fn: Callable[..., Any], arguments: Mapping[str, Any], *, listeners: Listeners, world: Any
-    ) -> None:
+        self, name: str, fn: Callable[..., Any], arguments: Mapping[str, Any], *, listeners: Listeners, world: Any,
+        checks: CheckReplicas | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.step = 0
         self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
@@ -51,6 +54,9 @@ class JobLife:
         self._nonfinite: NonFinite = "ignore"
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
         self._kept, self._calls = Kept(), Calls()
+        self.replicas = ReplicaChecks(
+            name, rank=world.rank, ranks=world.size, kept=self._kept, checks=checks or CheckReplicas()
+        )
         self._feeds: list[Feed] = []  # of its loops over batches, in their order, but for those that are over
         self._streams = 0  # how many such loops there were
         self._driver: Driver | None = None  # of the run in which it is; None before that, and once it is over
@@ -121,6 +127,7 @@ class JobLife:
 
         Raises:
             JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+            ExchangeError: On every rank: replicas were to be compared after this step, and differ.
             CutError: The job is to skip steps, and this one does not return its state.
         """
         driver, outline = self._running(), self._calls.outline(compiled)
@@ -130,12 +137,19 @@ class JobLife:
                 self._refuse_to_skip(compiled)
             execution.watch()
         outputs = driver.call(self._number, outline, execution, self._nonfinite)
-        if self._calls.trains(compiled):
+        trains = self._calls.trains(compiled)
+        if trains:
             self.step += 1
             if self._resumption is not None:
                 self._resumption.stepped(self._feeds)
         self._kept.committed(outputs, self.step)
+        if trains:
+            self.replicas.stepped(self.step, local=outline.local_step, together=self._together)
         return outputs
+
+    def _together(self, label: str, work: Callable[[Any], Any]) -> Any:
+        """`JobContext.together`, in the job's own thread for certain."""
+        return self._running().together(self._number, label, work)
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError if the job's steps could not be skipped; what exchanges nothing need not be."""
@@ -266,6 +280,7 @@ class JobLife:
                 _forget_locals(self.error)
             if how != "ended":
                 self._kept.settle()
+            self.replicas.finish(self.how, self.step)
             self._kept.release()
             seat.abandon = seat.tell_left = seat.tell_paused = _no_function
         failure = self._metrics.settle()

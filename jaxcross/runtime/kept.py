@@ -41,15 +41,22 @@ class Kept:
     def committed(self, results: Any, step: int) -> None:
         """A call came through on all ranks; `step` counts those of the training step so far."""
         # Another function's results are no state, unless it was given what the training step had left.
-        if step > self._results_step or _deleted(self._results):
+        if step > self._results_step or deleted(self._results):
             self._results, self._results_step = results, step
+
+    def latest(self) -> tuple[Any, int]:
+        """The newest state that is known and not donated, and after how many steps: `state`, or that of the last
+        committed step.
+        """
+        if self._results_step and (self._state_step < self._results_step or deleted(self.state)):
+            found = matching(self.state, self._results)
+            if not deleted(found):
+                return found, self._results_step
+        return self.state, self._state_step
 
     def settle(self) -> None:
         """The job ended early: makes `state` the one of the last committed step, if its function did not do so."""
-        if self._results_step and (self._state_step < self._results_step or _deleted(self.state)):
-            found = matching(self.state, self._results)
-            if not _deleted(found):
-                self.give(found, self._results_step)
+        self.give(*self.latest())
 
     def release(self) -> None:
         """Lets go of the step's results."""
@@ -77,7 +84,8 @@ def _copy(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _deleted(tree: Any) -> bool:
+def deleted(tree: Any) -> bool:
+    """Whether an array of the tree was donated."""
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 

@@ -64,9 +64,9 @@ class Resumption:
         """A step of training is committed on all ranks."""
         self._places = tuple(feed.place for feed in feeds if not feed.closed)
 
-    def save(self, state: Any, step: int, together: Together, *, unfit: str) -> None:
-        """Begins a checkpoint. Waits for all ranks; see `Keeper.save`."""
-        self._keeper.save(state, self._progress(step), together, unfit=unfit)
+    def save(self, state: Any, step: int, together: Together, *, unfit: str) -> list[dict[str, str]] | None:
+        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `Keeper.save`."""
+        return self._keeper.save(state, self._progress(step), together, unfit=unfit)
 
     def save_last(self, state: Any, step: int, together: Together, *, unfit: str) -> None:
         """The job is over: makes sure that its state survives, unless it never began. Waits for all ranks and disks."""

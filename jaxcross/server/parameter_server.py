@@ -121,6 +121,8 @@ class ParameterServer:
         if self._lane is not None:
             raise JobError("This parameter server was used. Make a new one, with `server.params` to go on from them.")
         self._job = current_job()
+        if self._job is not None:
+            self._job.replicas.serve()
         mailbox = self._meet(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
         self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)

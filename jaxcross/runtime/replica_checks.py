@@ -1,0 +1,245 @@
+"""One job's replicas: when they are compared, and a warning if the job never exchanges anything."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcross.checkpoint.leaves import digests, on_host
+from jaxcross.checkpoint.own import common_leaves
+from jaxcross.checkpoint.talk import Together
+from jaxcross.errors import ExchangeError
+from jaxcross.runtime.kept import Kept, deleted
+from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Findings, Said, exchange
+
+_log = logging.getLogger("jaxcross")
+
+
+class ReplicaChecks:
+    """One job's, on one rank; used by the job's thread, and by the runner after it.
+
+    Whether and when ranks communicate follows from counts of steps and batches, which are the same on every rank.
+
+    Args:
+        job: The job's name.
+        rank: This rank.
+        ranks: How many there are; a single one compares nothing.
+        kept: The job's state and the results of its steps.
+        checks: How often, and without which leaves.
+
+    Attributes:
+        findings: Of all comparisons.
+        batches: How many its loops have taken.
+        end: This rank's report on the last state, for `settle`; None if there is nothing to report.
+    """
+
+    def __init__(self, job: str, *, rank: int, ranks: int, kept: Kept, checks: CheckReplicas) -> None:
+        self._job, self._rank, self._ranks, self._kept, self._checks = job, rank, ranks, kept, checks
+        self.findings = Findings(job)
+        self.batches = 0
+        self.end: Said | None = None
+        self._restored = self._exchanged = self._serves = False
+        self._between = False  # the latest step was a local one: others exchange
+        self._start: Any = None  # the state that it restored, until the first exchange
+        self._first_step = self._compared = 0
+        self._paths: list[str] = []
+        self._common: list[str] = []
+        self._looked = False  # whether its first batch has led to an exchange
+        self._warned = False  # that replicas differ, or that there is nothing to compare
+
+    def begin(self, state: Any, step: int, *, local: bool, resumed: bool, together: Together) -> None:
+        """The job has restored its state, after so many steps. Waits for all ranks if that is `local` to each.
+
+        Otherwise the state is meant to be the same on every rank. Local ones may be parts of one model: only leaves
+        that are equal on all ranks count as common, and zeros or ones say nothing, since parts begin with them as well.
+        """
+        if self._ranks == 1:
+            return
+        self._restored, self._start, self._first_step, self._compared = True, state, step, step
+        self._paths = _paths(state)
+        self._common = common_leaves(state, self._checks.except_)
+        if local:
+            common = set(self._common)
+            mine = Said(step, "", digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)}))
+            (every,) = together("replicas", lambda control: exchange(control, [mine]))
+            first = every[0].digests
+            self._common = [path for path in first if all(r.digests.get(path) == first[path] for r in every)]
+        self.findings.held = None if resumed and not local else step
+
+    def serve(self) -> None:
+        """The job trains by a `ParameterServer`."""
+        self._exchanged = self._serves = True
+        self._start = None
+
+    def stepped(self, step: int, *, local: bool, together: Together) -> None:
+        """A step is committed; `local` if nothing was exchanged in it because another one exchanges.
+
+        Compares, and waits for all ranks, if that is due.
+
+        Raises:
+            ExchangeError: On every rank: replicas differ.
+        """
+        self._exchanged, self._between, self._start = True, local, None
+        if self._due(step) and not local:
+            self._compare(step, together)
+
+    def next_batch(self, together: Together) -> None:
+        """The job's loop asks for its next batch. Of a job that has not exchanged anything, batches count as steps.
+
+        Raises:
+            ExchangeError: On every rank: replicas differ.
+        """
+        if self._ranks == 1 or self._exchanged:
+            return
+        if self.batches == 1 and not self._looked:
+            self._looked = True
+            if self._trains(sure=False):
+                self._warn_of_no_exchange("has used its first batch", "trains")
+        if self._restored and self._due(self.batches):
+            self._compare(self.batches, together)
+
+    def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
+        """A checkpoint begins, for which the ranks have gathered these digests of their leaves.
+
+        Raises:
+            ExchangeError: On every rank: replicas differ, and they are to be checked.
+        """
+        if self._ranks > 1 and every is not None:
+            common, why = set(self._common), self._unknown()
+            self._add([Said(step, why, {path: d for path, d in rank.items() if path in common}) for rank in every])
+
+    def finish(self, how: str, step: int) -> None:
+        """The job is over. Reads its last state for `end`; warns if it has trained and never exchanged anything.
+
+        Waits for the state to be computed. Does not communicate.
+        """
+        if self._ranks == 1:
+            return
+        if self._restored:
+            self.end = self._report(step if self._exchanged else self.batches)
+        try:
+            alone = not self._exchanged and how in ("ended", "stopped") and self._trains(sure=True)
+        except Exception:  # a state that cannot be read; `end` says so
+            alone = False
+        if alone:
+            self._warn_of_no_exchange("came to its end", "has trained")
+        self._start = None
+
+    def settle(self, every: list[Said]) -> ExchangeError | None:
+        """Adds the comparison of the last state. Returns an error, the same on every rank, if the job is to fail."""
+        try:
+            self._add(every)
+        except ExchangeError as error:
+            return error
+        return None
+
+    def _due(self, count: int) -> bool:
+        every = self._checks.every
+        if every is None or self._ranks == 1 or count // every <= self._compared // every:
+            return False
+        if not self._restored:
+            self._warn(
+                f"Job `{self._job}`: `check_replicas` cannot compare its replicas. It did not call `job.restore`, which"
+                " says what is equal on all ranks at the start."
+            )
+        return self._restored
+
+    def _compare(self, count: int, together: Together) -> None:
+        self._compared = count
+        mine = self._report(count)
+        (every,) = together("replicas", lambda control: exchange(control, [mine]))
+        self._add(every)
+
+    def _add(self, every: list[Said]) -> None:
+        if self.findings.add(every, len(self._paths)) is not None:
+            if self._checks.every is not None:
+                raise ExchangeError(self.findings.message())
+            self._warn(self.findings.message())
+        elif self._checks.every is not None and self.findings.unknown and not self._unknown():
+            self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
+
+    def _report(self, count: int) -> Said:
+        """This rank's report on the newest state that is like the one restored. Waits until that is computed."""
+        why = self._unknown()
+        if why:
+            return Said(count, why, {})
+        try:
+            for state, step in (self._kept.latest(), (self._kept.state, self._kept.step)):
+                stale = step <= self._first_step if self._exchanged else state is self._start
+                if not stale and not deleted(state) and _paths(state) == self._paths:
+                    return Said(step if self._exchanged else count, "", digests(state, set(self._common)))
+            if not self._exchanged and self._kept.state is self._start:
+                return Said(count, UNCHANGED, {})
+        except Exception as error:  # of memory perhaps; the others wait for this report
+            return Said(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
+        return Said(count, "its function neither returned nor saved a state like the one that it restored", {})
+
+    def _unknown(self) -> str:
+        """Why there is nothing to compare whatever the state is; the same on every rank."""
+        if self._serves:
+            return "it trains by a `ParameterServer`"
+        if self._between:
+            return "its last step stands between two exchanges"
+        return "" if self._common else "each of its leaves is a rank's own"
+
+    def _trains(self, *, sure: bool) -> bool:
+        """Whether the job changes a state; what it does to one that it does not hand over is known once it is donated.
+
+        Args:
+            sure: Only where there is evidence. Otherwise a job that has restored a state trains unless the state that
+                it handed over is the same.
+        """
+        state, start = self._kept.latest()[0], self._start
+        if not self._restored:
+            return any(_floats(leaf) for leaf in jax.tree.leaves(state))
+        if deleted(start):
+            return True
+        return not sure if state is start else not _same(start, state)
+
+    def _warn_of_no_exchange(self, when: str, trains: str) -> None:
+        if self._rank == 0:
+            _log.warning(
+                "Job `%s` %s and has not exchanged anything with other ranks: each of the %d ranks %s a model of its"
+                ' own. Put `@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and'
+                ' `grads = jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
+                self._job, when, self._ranks, trains,
+            )  # fmt: skip
+
+    def _warn(self, text: str) -> None:
+        if self._rank == 0 and not self._warned:
+            self._warned = True
+            _log.warning("%s", text)
+
+
+def _leaves(state: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _paths(state: Any) -> list[str]:
+    return [path for path, _ in _leaves(state)]
+
+
+def _varied(leaf: Any) -> bool:
+    """Whether it is a numeric array with elements that are not all the same."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return False
+    array = on_host(leaf).reshape(-1)
+    return array.size > 1 and array.dtype.kind not in "OSU" and bool((array != array[0]).any())
+
+
+def _floats(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.ndim > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _same(start: Any, state: Any) -> bool:
+    """Whether all leaves have the same values, to the bit."""
+    old, new = jax.tree.leaves(start), jax.tree.leaves(state)
+    return len(old) == len(new) and all(x is y or _equal(on_host(x), on_host(y)) for x, y in zip(old, new, strict=True))
+
+
+def _equal(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.tobytes() == y.tobytes() or np.array_equal(x, y)

@@ -1,0 +1,176 @@
+"""Whether all ranks hold the same state of a job: what each rank reports, and what follows from all reports.
+
+A comparison costs one small all-reduce where all ranks report the same, and a gather of one digest a leaf where they do
+not. Nothing here decides when to compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxcross.world.control import Control
+
+UNCHANGED = "its state is the one that it began with"
+"""Why a job without training has nothing to compare; reports do not mention it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReplicas:
+    """When a `Runner` compares the ranks' copies of each job's state, and which leaves it leaves out. The same on every
+    rank. Creating it does not communicate.
+
+    Without it, states are compared at checkpoints and at a job's end, and a difference is a warning and a line of the
+    report. With `every`, it is an `ExchangeError` on every rank, wherever it is found: the job leaves, others go on.
+
+    Compared are the bits of the leaves that are equal on all ranks when training begins, less those that an exchange
+    strategy declares to be a rank's own; see `docs/reliability.md`.
+
+    Args:
+        every: Compare after so many steps. Costs one pass over the state on the host each time. If None, only at
+            checkpoints and at the end.
+        except_: Leaves that each rank has for itself: a key or attribute anywhere in their path, such as `"metrics"`,
+            or the beginning of the path as messages show it, such as `"[0]['w']"`.
+
+    Raises:
+        ValueError: `every` is no whole number from 1 on.
+        TypeError: `except_` holds something other than texts.
+
+    Example:
+        >>> checks = jaxcross.CheckReplicas(every=100, except_=("metrics",))
+        >>> runner = jaxcross.Runner(check_replicas=checks)  # doctest: +SKIP
+    """
+
+    every: int | None = None
+    except_: Sequence[str] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(
+                f"`check_replicas` is `{self.every!r}`: it is the number of steps from one comparison to the next, 1 or"
+                " more, or a `jaxcross.CheckReplicas`."
+            )
+        names = (self.except_,) if isinstance(self.except_, str) else tuple(self.except_)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"`except_` is `{self.except_!r}`: name leaves by texts, such as `('metrics',)`.")
+        object.__setattr__(self, "except_", names)
+
+
+def as_checks(given: CheckReplicas | int | None) -> CheckReplicas:
+    """What `Runner(check_replicas=)` was given, as a `CheckReplicas`."""
+    return given if isinstance(given, CheckReplicas) else CheckReplicas(given)
+
+
+class Said(NamedTuple):
+    """One rank's report for a comparison.
+
+    Attributes:
+        step: Of the state.
+        why: Why there is nothing to compare, or empty.
+        digests: By path, of the leaves to compare.
+    """
+
+    step: int
+    why: str
+    digests: dict[str, str]
+
+    def number(self) -> int:
+        """A hash of it, which fits a reduction."""
+        return int.from_bytes(hashlib.sha256(self.text().encode()).digest()[:8]) >> 2
+
+    def text(self) -> str:
+        """It as JSON."""
+        return json.dumps(self)
+
+
+def exchange(control: Control, said: Sequence[Said]) -> list[list[Said]]:
+    """For each of these, every rank's report, by rank. Waits for all ranks, which must report on equally many."""
+    numbers = np.array([report.number() for report in said], np.int64)
+    low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
+    differ = np.flatnonzero(low != -high).tolist()
+    every = [[report] * control.size for report in said]
+    if differ:
+        texts = control.allgather_text(json.dumps([said[n] for n in differ]))
+        for n, *reports in zip(differ, *map(json.loads, texts), strict=True):
+            every[n] = [Said(*report) for report in reports]
+    return every
+
+
+class Difference(NamedTuple):
+    """The first leaf that differs, and two ranks on which it does."""
+
+    path: str
+    ranks: tuple[int, int]
+
+
+def judge(said: Sequence[Said]) -> Difference | str | None:
+    """What follows from every rank's report: a difference, why nothing is known, or None if all are equal. Pure."""
+    first = said[0]
+    if why := next((report.why for report in said if report.why), ""):
+        return why
+    if any(report.step != first.step for report in said):
+        return f"its ranks are at unlike steps, {', '.join(str(report.step) for report in said)}"
+    for path, digest in first.digests.items():
+        for rank, report in enumerate(said):
+            if report.digests.get(path) != digest:
+                return Difference(path, (0, rank))
+    return None
+
+
+class Findings:
+    """What the comparisons of one job have found so far; the same on every rank.
+
+    Attributes:
+        text: For the report: `equal`, `differ ...`, `not compared: ...`, or empty.
+        difference: What the latest one found, if replicas differ.
+        unknown: Whether the latest one had nothing to compare.
+        held: After how many steps the latest comparison held; None if none has.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.text = ""
+        self.held: int | None = None
+        self.difference: Difference | None = None
+        self.unknown = False
+        self.step = 0
+
+    def add(self, said: Sequence[Said], leaves: int) -> Difference | None:
+        """Adds a comparison of a state of so many leaves, and returns the difference, if there is one."""
+        found, self.step = judge(said), said[0].step
+        self.difference = found if isinstance(found, Difference) else None
+        self.unknown = isinstance(found, str)
+        last = "; never found equal in this run" if self.held is None else f"; equal {_when(self.held)}"
+        if isinstance(found, Difference):
+            here, there = found.ranks
+            self.text = f"differ after step {self.step}, first `{found.path}` on ranks {here} and {there}{last}"
+        elif found == UNCHANGED:
+            self.text, self.unknown = "", False
+        elif found is not None:
+            self.text = f"not compared: {found}{last}"
+        else:
+            compared = len(said[0].digests)
+            self.text = "equal" if compared == leaves else f"equal in {compared} of {leaves} leaves"
+            self.held = self.step
+        return self.difference
+
+    def message(self) -> str:
+        """The difference in full, for an error or a warning."""
+        assert self.difference is not None
+        path, (here, there) = self.difference
+        held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
+        return (
+            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path}` on ranks {here} and"
+            f" {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
+            " without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`. If each rank is to"
+            f" have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
+        )
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "at the start"

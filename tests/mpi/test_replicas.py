@@ -1,0 +1,19 @@
+"""Replicas over real exchanges: ranks that train apart are named, and no strategy that lets them differ is."""
+
+import pytest
+
+CASES = [
+    "plain_jit_is_warned_of_twice", "a_rate_of_each_rank_is_found_at_the_end",
+    "a_rate_of_each_rank_is_raised_and_another_job_untouched", "what_is_not_due_any_more_is_raised_at_the_end",
+    "exceptions_are_left_out", "strategies_raise_no_false_alarm", "statistics_of_a_rank_are_left_out_of_nnx_too",
+    "parts_of_a_model_raise_no_false_alarm", "jobs_that_are_silent", "checkpoints_compare_and_a_restart_goes_on",
+    "comparisons_change_no_bit", "ranks_must_want_the_same_checks", "what_cannot_be_compared_is_said",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_replicas_over_mpi(mpirun, tmp_path, ranks):
+    finished = mpirun(ranks, "replicas_table.py", str(tmp_path), timeout=900).check()
+    assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
+        f"passed {case}" for case in CASES
+    ]
