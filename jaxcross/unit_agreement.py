@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxcross.errors import ExchangeError
+from jaxcross.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.program import rank_lists
 from jaxcross.program.segments import Exchange, Program
 from jaxcross.runtime import job as runtime
@@ -60,7 +61,7 @@ class Units:
             ExchangeError: They do not; on each of those ranks.
         """
         calls = world.wire().calls(program)
-        lists = _gathered(world, program.name, calls)
+        lists = _gathered(world, program, calls)
         self.kind = _kind(program, asked)
         self.differ = len({rank_lists.compared(theirs) for theirs in lists.values()}) > 1
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
@@ -78,7 +79,8 @@ class Units:
         digest = agreed.get((mine,)) or agreed.get((mine, kind))
         if digest is None:
             label = f"first call of `{program.name}`, which calls mpi4jax ({_REMEDY})"
-            digest, differ = job.together(label, partial(_agree, job, world, program.name, calls))
+            order = order_hash(program) if world.size > 1 else 0  # not while the exchange lane waits for it
+            digest, differ = job.together(label, partial(_agree, job, world, program, calls, order))
             agreed[(mine, kind) if differ else (mine,)] = digest
         wire = MpiWire(world, comms=world.job_comms.of(job))
         return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
@@ -89,18 +91,25 @@ def list_hash(world: World, program: Program) -> int:
     return _number(rank_lists.compared(world.wire().calls(program)))
 
 
-def _gathered(world: World, name: str, calls: tuple[Exchange, ...]) -> Lists:
-    """The lists of all ranks that exchange with this one, directly or through others. Waits for them."""
-    rank, text = world.rank, rank_lists.encode(calls)
+def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
+    """The lists of all ranks that exchange with this one, directly or through others. Waits for them.
+
+    Raises:
+        ExchangeError: All ranks have the same list, but in it the same exchange at different places.
+    """
+    rank, text, name = world.rank, rank_lists.encode(calls), program.name
     everyone = tuple(range(world.size))
     if not any(sorted(dict(x.params)["ranks"]) == list(everyone) and "dest" not in dict(x.params)
                and "source" not in dict(x.params) for x in calls):  # fmt: skip
         accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
         texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
         return {r: rank_lists.decode(t) for r, t in texts.items()}
-    number = _number(rank_lists.compared(calls))
+    number, order = _number(rank_lists.compared(calls)), order_hash(program)
     with world.watching(job=name, step=0, segment=-1, what="agreement"):
-        low, high = world.control.allreduce_min(np.array([number, -number], np.int64))
+        # As long as the vector of `agree_alone`: a rank without calls may be there.
+        low, high, first, last = world.control.allreduce_min(np.array([number, -number, order, -order], np.int64))
+        if low == -high and first != -last:
+            check_order(world.control, program)
         if low == -high and not rank_lists.names_peers(calls):
             return dict.fromkeys(everyone, calls)
         return _decoded(name, world.control.allgather_text(text))
@@ -129,10 +138,11 @@ def without_calls(name: str, ranks: list[int]) -> str:
 
 
 def _agree(
-    job: runtime.JobContext, world: World, name: str, calls: tuple[Exchange, ...], control: Control
+    job: runtime.JobContext, world: World, program: Program, calls: tuple[Exchange, ...], order: int, control: Control
 ) -> tuple[str, bool]:
     """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks."""
     job.check_alike(control)
+    name = program.name
     own = json.dumps([rank_lists.encode(calls), world.job_comms.busy()])
     told = [json.loads(text) for text in control.allgather_text(own)]
     lists = {rank: rank_lists.decode(text) for rank, (text, _) in enumerate(told)}
@@ -155,6 +165,8 @@ def _agree(
         what = f"{ranks} {label} {number}"
         world.job_comms.lend(job, key, number, partial(world.new_communicator, ranks, what))
     texts = [rank_lists.compared(theirs) for theirs in lists.values()]
+    if len(set(texts)) == 1:
+        agree_on_order(control, program, order)
     return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16], len(set(texts)) > 1
 
 
