@@ -17,6 +17,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.finite import nonfinite
 from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.lockstep import ends_on_zeros
 from jaxcross.program.segments import Program, Segment
 from jaxcross.program.trace import Traced
 
@@ -242,12 +243,20 @@ def _one_copy(value: Any, device: Any) -> Any:
 
 
 def _decided_by_data(jaxpr: Any, traced: Traced) -> str | None:
-    """The loop or conditional, if any, that decides by values how often something inside it is exchanged."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+    """The loop or conditional, if any, that decides by values how often something is exchanged, and does not end by
+    itself on a rank that takes no part.
+    """
+
+    def conditional(eqn: Any) -> bool:
         inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
-        if inside and eqn.primitive.name in ("while", "cond"):
-            return eqn.primitive.name
-        for j in inside:
-            if (found := _decided_by_data(j, traced)) is not None:
-                return found
+        if not inside or eqn.primitive.name in ("cond", "while"):
+            return bool(inside) and eqn.primitive.name == "cond"
+        return any(conditional(e) for j in inside for e in compat.open_jaxpr(j)[0].eqns)
+
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
+            if conditional(eqn):
+                return "cond"
+            if not ends_on_zeros(eqn, traced.present):
+                return "while"
     return None
