@@ -99,7 +99,7 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
                 " host cannot know the predicate, and the loop might not end where its branch is not taken. Use"
                 " `lax.scan`, or a predicate made of counters alone."
             )
-        if _acts(flat, exchange):
+        if exchange.primitive.name != "while" and _acts(flat, exchange):  # a `while` makes no iteration on zeros
             raise CutError(
                 f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
                 f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"

@@ -60,10 +60,12 @@ class Equality:
     how: set[str] = field(default_factory=set)
 
     def needed(self, eqn: Any) -> frozenset[str]:
-        """The axes along which ranks must agree how often an equation exchanges: of several ranks, as one never parts.
-        mpi4jax's own calls name no axis.
-        """
+        """The axes of several ranks that an equation exchanges over. mpi4jax's own calls name none."""
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
+
+    def together(self, eqn: Any, decided: Known) -> bool:
+        """Whether all ranks that exchange in an equation, or just all, decide alike how often it does what it holds."""
+        return (self.needed(eqn) or frozenset(self.sizes)) <= decided.axes
 
     def exchanges(self, eqn: Any) -> list[Exchange]:
         """Everything that an equation or one inside it exchanges."""
@@ -113,11 +115,15 @@ class Equality:
         """What is known of a `while` loop's carry in every iteration, and of its predicate."""
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         carry = list(known[m:])
+        inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
+        constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
         while True:
             (more,) = self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # Ranks that make another number of iterations end with another value of what changes.
-            after = [c.meet(o, more) for c, o in zip(carry, outs, strict=True)]
+            # Ranks that make another number of iterations end with another value of what changes. Where a loop is cut
+            # short on some (`lockstep.FROZEN`), nothing is known of it.
+            changed = more if self.together(eqn, more) else UNKNOWN
+            after = [c if same else c.meet(o, changed) for c, o, same in zip(carry, outs, constant, strict=True)]
             if after == carry:
                 return carry, more
             carry = after

@@ -52,7 +52,8 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
     """Emits a loop that exchanges, rewritten where ranks may make different numbers of its iterations."""
     equality, known = Equality(flat.axes, flat.wire), flat.known(args)
     equality.results(eqn, known)
-    if not equality.needed(eqn) or not (equality.apart or (flat.always and _holds_while(eqn))):
+    named = any(x.axes for x in equality.exchanges(eqn))
+    if not (equality.apart or (named and flat.always and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
         if equality.how:
             flat.until[outs[0]] = fingerprint(equality.how)
@@ -133,7 +134,7 @@ class _Rewriter:
             return compat.bind_equation(eqn, values, eqn.params)
         with compat.in_place_of(eqn):
             if name == "while":
-                return self._while(eqn, values, known, role, exchanges)
+                return self._while(eqn, values, known, role)
             if name == "scan":
                 return self._scan(eqn, values, known, role)
             if name == "cond":
@@ -145,30 +146,26 @@ class _Rewriter:
                 return _guarded(eqn, values, role)
         return compat.bind_equation(eqn, values, eqn.params)
 
-    def _while(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role, exchanges: bool) -> Sequence[Any]:
+    def _while(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         params, equality = eqn.params, self.equality
         n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carried, more = equality.carried(eqn, known)
-        needed = equality.needed(eqn)
-        votes = bool(needed) and (role.always or not needed <= more.axes)
+        made, needed = equality.exchanges(eqn), equality.needed(eqn)
+        votes = any(x.axes for x in made) and (role.always or not needed <= more.axes)
         inner = replace(role, present=None, always=False) if votes else replace(role, present=None)
-        limit = FROZEN if exchanges else FROZEN_LOCAL
-        # What is equal on all ranks ends on those that are through as it does on the others.
-        limited = role.active is not None and (votes or not frozenset(equality.sizes) <= more.axes)
-        if votes and any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
-            raise CutError(
-                f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of it, and may"
-                " make another number of iterations on each rank: a rank that is through would go on writing. Carry"
-                " the array through the loop as a value."
-            )
+        # Where ranks decide together, one that is through ends as the others do. How many calls of mpi4jax's each makes
+        # is the step's affair.
+        speaks = needed or any(not x.axes for x in made)
+        limited = role.active is not None and (votes or not (speaks or equality.together(eqn, more)))
+        if votes:
+            _check_no_refs(eqn)
 
         def goes_on(carry: Sequence[Any], count: Any, active: Any) -> Any:
             facts = [*known[:n], *carried]
             (going,) = self.jaxpr(params["cond_jaxpr"], [*values[:n], *carry], facts, replace(inner, active=active))
             if limited:
-                going = lax.bitwise_and(
-                    going, jnp.broadcast_to(lax.bitwise_or(role.active, lax.lt(count, jnp.int32(limit))), jnp.shape(going))
-                )
+                allowed = lax.bitwise_or(role.active, lax.lt(count, jnp.int32(FROZEN if votes else FROZEN_LOCAL)))
+                going = lax.bitwise_and(going, jnp.broadcast_to(allowed, jnp.shape(going)))
             return going
 
         def cond(state: tuple[list[Any], Any, Any]) -> Any:
@@ -198,11 +195,13 @@ class _Rewriter:
     def _max(self, eqn: Any, value: Any) -> Any:
         """The maximum over the ranks that exchange with one another in `eqn`."""
         needed = self.equality.needed(eqn)
-        over = {(x.axes, dict(x.params).get("groups")) for x in self.equality.exchanges(eqn) if needed & set(x.axes)}
+        made = [x for x in self.equality.exchanges(eqn) if x.axes]
+        over = {(x.axes, dict(x.params).get("groups")) for x in made if not needed or needed & set(x.axes)}
         if len(over) == 1:
             ((axes, groups),) = over
         else:
-            axes, groups = tuple(a for a in self.equality.sizes if a in needed), None
+            named = {a for x in made for a in x.axes}
+            axes, groups = tuple(a for a in self.equality.sizes if a in (needed or named)), None
         return lax.pmax(value, axes, axis_index_groups=groups)
 
     def _scan(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
@@ -235,15 +234,24 @@ class _Rewriter:
         takers = [n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)]
         zeros = lambda *_: [lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
-        anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32))
+        anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(1)
         outs = lax.switch(
             index, [zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)], *operands
         )
         for place, (n, own) in enumerate(zip(takers, mine, strict=True)):
             branch = self._branch(branches[n], known, replace(role, active=_both(role.active, own)))
-            there = lax.cond(lax.eq(lax.index_in_dim(anyone, place, keepdims=False), jnp.int32(1)), branch, zeros, *operands)
+            there = lax.cond(lax.index_in_dim(anyone, place, keepdims=False), branch, zeros, *operands)
             outs = [lax.select_n(own, x, y) for x, y in zip(outs, there, strict=True)]
         return outs
+
+
+def _check_no_refs(eqn: Any) -> None:
+    if any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
+        raise CutError(
+            f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of it, and may make"
+            " another number of iterations on each rank: a rank that is through would go on writing. Carry the array"
+            " through the loop as a value."
+        )
 
 
 def _index(eqn: Any, values: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from loops import TABLE, own
 
 from jaxcross.errors import CutError
@@ -288,11 +289,6 @@ def test_loop_in_a_conditional_ends_where_its_branch_is_not_taken() -> None:
     run_program(program, [[own(0)], [-own(1)]])
 
 
-def test_many_loops_of_a_scan_are_one_executable() -> None:
-    program = cut(TABLE["in a short scan"].step, jnp.int32(0), own(0))
-    assert len({str(s.jaxpr) for s in program.collectives}) == 1
-
-
 def test_conditional_in_a_kept_loop_is_agreed() -> None:
     """Ranks that part at it run the branch that exchanges all the same, as under `vmap`."""
 
@@ -311,3 +307,34 @@ def test_conditional_in_a_kept_loop_is_agreed() -> None:
     got = run_program(program, [list(a) for a in args])
     for mine, want in zip(got, over_ranks(step, {"batch": 2})(args), strict=True):
         assert np.array_equal(mine[0], want)
+
+
+def test_loop_in_a_conditional_is_cut_for_one_rank_as_for_several() -> None:
+    def step(x: Any) -> Any:
+        double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v)  # noqa: E731
+        return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
+
+    program = cut(step, X, axes={"batch": 1})
+    assert [run_program(program, [[sign * X]])[0][0].tolist() for sign in (1, -1)] == [[27] * 3, [-2] * 3]
+
+
+def test_inner_loop_that_ranks_end_together_is_not_cut_short() -> None:
+    """A rank that is through follows an inner loop which is decided along the axis that it exchanges over."""
+
+    def step(x: Any) -> Any:
+        bound = lax.pmax(x.sum(), "col") + 1500
+
+        def outer(_: Any, c: Any) -> Any:
+            inner = lax.while_loop(lambda d: d[0] < bound, lambda d: (d[0] + 1, lax.pmax(d[1] + 1, "col")), (0.0, c))
+            return inner[1] % 7 + lax.psum(c, "row")
+
+        return lax.fori_loop(0, 1 + lax.axis_index("col"), outer, x)
+
+    axes = {"row": 2, "col": 2}
+    program = cut(step, X, axes=axes)
+    assert votes(program) == ["pmax row,col int32[] loop='while ?'"]
+    args = [(own(r),) for r in range(4)]
+    oracle = over_ranks(step, axes)(args)
+    lowered = over_ranks(lambda x: program.traced.out_tree.unflatten(jaxpr_as_fun(program.traced.jaxpr)(x)), axes)(args)
+    for mine, want in zip(lowered, oracle, strict=True):
+        assert np.array_equal(mine, want)
