@@ -242,10 +242,17 @@ def is_closed_jaxpr(value: Any) -> bool:
 
 def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     """Evaluate (or trace) one equation on `values` with the given parameters, under its own name and source line."""
-    names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with _source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    with in_place_of(eqn):
         result = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
     return result if eqn.primitive.multiple_results else [result]
+
+
+@contextmanager
+def in_place_of(eqn: Any) -> Iterator[None]:
+    """Gives what is traced inside the name, the source line and the configuration of an equation."""
+    names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with _source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
 
 
 def close(jaxpr: Any) -> Any:

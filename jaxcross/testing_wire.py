@@ -252,14 +252,17 @@ def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Seq
     cond_consts = [v[:n_cond] for v in values]
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]
-    while True:
-        more = [bool(o[0]) for o in _evaluate(
-            params["cond_jaxpr"], meshes, [[*c, *k] for c, k in zip(cond_consts, carry, strict=True)])]  # fmt: skip
-        if not any(more):
+    places = list(range(len(values)))
+    while True:  # those that are through leave: an exchange that still counts on them fails
+        here = [meshes[p] for p in places]
+        more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
+        places = [p for p, (goes_on,) in zip(places, more, strict=True) if goes_on]
+        if not places:
             return carry
-        if not all(more):
-            raise ValueError("ranks leave a `while` loop at different times, which this evaluator does not follow")
-        carry = _evaluate(params["body_jaxpr"], meshes, [[*c, *k] for c, k in zip(body_consts, carry, strict=True)])
+        here = [meshes[p] for p in places]
+        outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
+        for p, new in zip(places, outs, strict=True):
+            carry[p] = list(new)
 
 
 def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
@@ -270,9 +273,12 @@ def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], 
         local = {"psum": np.sum, "pmax": np.max, "pmin": np.min}[exchange.op]
         xs = [local(x, axis=positions).astype(x.dtype) for x in xs]
     outs = []
+    by_rank = {mesh.rank: x for mesh, x in zip(meshes, xs, strict=True)}
     for mesh in meshes:
         group = mesh.group(exchange.axes, params.get("groups"))
-        parts = [xs[r] for r in group]
+        if not by_rank.keys() >= set(group):
+            raise ValueError("ranks that exchange with one another take part in it at different times")
+        parts = [by_rank[r] for r in group]
         outs.append(jnp.asarray(_combine(exchange.op, parts, group.index(mesh.rank), params), dtype=aval.dtype))
     return outs
 

@@ -23,7 +23,7 @@ from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
-from jaxcross.program.segments import Program
+from jaxcross.program.segments import Exchange, Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
 from jaxcross.unit_agreement import Units, list_hash, without_calls
@@ -313,15 +313,21 @@ def _advise(program: Program, told: set[str]) -> None:
             ' something like `grads = jax.lax.pmean(grads, "batch")`; if it is not, plain `jax.jit` will do.',
             stacklevel=2,
         )
-    loops: dict[str, str] = {}
+    loops: dict[str, list[Exchange]] = {}
     for x in program.exchanges:
         if (loop := dict(x.params).get("loop")) is not None:
-            loops.setdefault(loop, x.source)
-    for loop, source in loops.items():
+            loops.setdefault(loop, []).append(x)
+    for loop, exchanges in loops.items():
         if loop in told or program.is_unit:
             continue
         told.add(loop)
+        own = any(not x.axes for x in exchanges)
+        votes = loop.startswith("while") and any(x.axes and "until" not in dict(x.params) for x in exchanges)
         _log.warning(
-            "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
-            " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
+            "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides nothing. Unroll the"
+            " loop or move the exchange out of it.%s%s", program.name, loop.split()[0], exchanges[0].source,
+            " Ranks may be through with it after different numbers of iterations, and vote before each, by 4 bytes,"
+            " whether to go on." if votes else "",
+            " Nothing checks that all ranks make as many of the calls of mpi4jax in it: that is up to the step."
+            if own else "",
         )  # fmt: skip

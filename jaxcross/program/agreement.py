@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from jaxcross.program.segments import LAYOUT
+
+_UNTIL = re.compile(r" until='\w+'")
 
 
 def disagreement(name: str, signatures: Sequence[str]) -> str:
@@ -30,6 +33,13 @@ def disagreement(name: str, signatures: Sequence[str]) -> str:
             f"ranks 0 and {other} part the exchanges of `{name}` otherwise, so many in each segment:"
             f"\n    rank 0: {parted[0]}\n    rank {other}: {parted[1]}\n"
             "All ranks must give `crossover` the same `cut` and `bucket_bytes`."
+        )
+    if _UNTIL.sub("", mine) == _UNTIL.sub("", theirs):
+        return (
+            f"ranks 0 and {other} make another number of iterations of a loop in `{name}`, or decide a conditional in"
+            f" one otherwise: it depends on numbers in the code alone, and these differ. Exchange {number} is"
+            f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
+            "Pass a rank's own number to the step as an argument: ranks then agree before each iteration."
         )
     return (
         f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is"

@@ -13,6 +13,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import decision
 from jaxcross.program.jaxprs import drop_unread
+from jaxcross.program.lockstep import ends_on_zeros
 
 if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener
@@ -116,6 +117,7 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
                     flat.counters.setdefault(v, set()).add(counts[group])
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
+        flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
         # The rest of this branch reads the residuals and what was received; the other branches ignore them.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
@@ -164,14 +166,14 @@ def _check_exchange(flat: Flattener, exchange: Any) -> None:
     Raises:
         CutError: It is in a loop that might not end, or that does more than exchange.
     """
-    if _holds_while(exchange):
-        # X runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
+    if not ends_on_zeros(exchange, flat.present):
+        # It runs on zeros where its branch is not taken, and nothing says that the loop would ever end on them.
         raise CutError(
-            f"an exchange inside `while` inside `cond` cannot be cut at {compat.source_of(exchange)}: the host"
-            " cannot know the predicate, and the loop might not end where its branch is not taken. Use"
+            f"a `while` loop next to an exchange inside `cond` cannot be cut at {compat.source_of(exchange)}: the"
+            " host cannot know the predicate, and the loop might not end where its branch is not taken. Use"
             " `lax.scan`, or a predicate made of counters alone."
         )
-    if _acts(flat, exchange):
+    if exchange.primitive.name != "while" and _acts(flat, exchange):  # a `while` makes no iteration on zeros
         raise CutError(
             f"an exchange and a callback inside one loop inside `cond` cannot be cut at"
             f" {compat.source_of(exchange)}: the loop runs on zeros where its branch is not taken, and would"
@@ -203,10 +205,3 @@ def _emit(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
     effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))
     flat.eqns.append(eqn.replace(invars=[index, *operands], outvars=outs, params=params, effects=effects))
     return list(outs)
-
-
-def _holds_while(eqn: Any) -> bool:
-    """Whether an equation is a loop of unknown length, or holds one."""
-    return eqn.primitive.name == "while" or any(
-        _holds_while(inner) for jaxpr in compat.sub_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr)[0].eqns
-    )

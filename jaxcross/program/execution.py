@@ -5,7 +5,7 @@ Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.finite import nonfinite
 from jaxcross.program.jaxprs import INLINED, holds_exchange
+from jaxcross.program.lockstep import ends_on_zeros
 from jaxcross.program.segments import Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import calls_alone
@@ -181,7 +182,8 @@ class Execution:
         """
         program, device = self._compiled.program, self._compiled.runnables[index].device
         segment = program.segments[index]
-        what = _decided_by_data(segment.jaxpr, program.traced)
+        present = () if program.is_unit else program.traced.present
+        what = _decided_by_data(segment.jaxpr, program.traced, present)
         if what is not None and not self._compiled.runnables[index].silent:
             raise ExchangeError(
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
@@ -263,13 +265,24 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
     )
 
 
-def _decided_by_data(jaxpr: Any, traced: Traced) -> str | None:
-    """The loop or conditional, if any, that decides by values how often something inside it is exchanged."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+def _decided_by_data(jaxpr: Any, traced: Traced, present: Collection[Any]) -> str | None:
+    """The loop or conditional, if any, that decides by values how often something is exchanged, and does not end by
+    itself on a rank that takes no part.
+    """
+
+    def conditional(eqn: Any) -> str | None:
         inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
-        if inside and eqn.primitive.name != "scan" and eqn.primitive.name not in INLINED:
+        if not inside or eqn.primitive.name == "while":
+            return None
+        if eqn.primitive.name != "scan" and eqn.primitive.name not in INLINED:
             return eqn.primitive.name
-        for j in inside:
-            if (found := _decided_by_data(j, traced)) is not None:
-                return found
+        found = (conditional(e) for j in inside for e in compat.open_jaxpr(j)[0].eqns)
+        return next((name for name in found if name is not None), None)
+
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
+            if (name := conditional(eqn)) is not None:
+                return name
+            if not ends_on_zeros(eqn, present):
+                return "while"
     return None

@@ -2,7 +2,8 @@
 
 `jit`, remat and custom derivatives whose body holds an exchange are inlined, and so is a `shard_map` over our axes;
 `cond` is decided by the host where it can be, and split around its exchanges where it cannot; a short `scan` is
-unrolled, other loops keep their exchanges inside, as does whatever calls mpi4jax; what nobody reads is dropped.
+unrolled, other loops keep their exchanges inside, and ranks vote on their end where they may reach it apart; whatever
+calls mpi4jax is kept as it is; what nobody reads is dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.decision import Decision
+from jaxcross.program.equality import Equality, Known
 from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.segments import Wire
@@ -47,11 +50,17 @@ class Flattener:
     eqns: list[Any] = field(default_factory=list)
     decisions: dict[Any, Decision] = field(default_factory=dict)  # of conditionals, by the variable that counts ranks
     counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
+    present: set[Any] = field(default_factory=set)  # variables that are 0 on a rank that takes no part, else 1
+    until: dict[Any, str] = field(default_factory=dict)  # by a loop's first result: what its iterations follow from
+    always: bool = False  # whether ranks vote in every `while`: one may be run on zeros
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
     _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
     _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
     _makers: dict[Any, int] = field(default_factory=dict)  # variable -> place of its equation, as far as looked at
     _looked_at: int = 0
+    _presence: Any = None
+    _known: dict[Any, Known] = field(default_factory=dict)
+    _walked: int = 0  # equations of which `_known` tells
     positions: dict[Any, int] = field(init=False)  # of `invars`
 
     def __post_init__(self) -> None:
@@ -62,6 +71,10 @@ class Flattener:
         return self._inline(closed, list(self.invars))
 
     def _inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        return self.inline(jaxpr, args, self._emit)
+
+    def inline(self, jaxpr: Any, args: Sequence[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """Emits a jaxpr's equations by `emit` over `args`; returns its results as atoms."""
         inner, consts = compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = {}
         for var, value in zip(inner.constvars, consts, strict=False):
@@ -74,7 +87,7 @@ class Flattener:
             return atom if isinstance(atom, compat.Literal) else env[atom]
 
         for eqn in inner.eqns:
-            outs = self._emit(eqn, [read(a) for a in eqn.invars])
+            outs = emit(eqn, [read(a) for a in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in inner.outvars]
 
@@ -113,6 +126,10 @@ class Flattener:
                 " custom derivatives, splits cond, unrolls short scans and keeps other loops whole. Move the exchange"
                 " out of it."
             )
+        return lockstep.emit(self, eqn, args) if inside and not whole else self.keep(eqn, args)
+
+    def keep(self, eqn: Any, args: list[Any]) -> list[Any]:
+        """Emits an equation as it is."""
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return list(outs)
@@ -123,6 +140,23 @@ class Flattener:
             self._makers.update(dict.fromkeys(self.eqns[place].outvars, place))
         self._looked_at = len(self.eqns)
         return self._makers
+
+    def presence(self) -> Any:
+        """A variable that is 0 where this rank's part in an exchange is made of zeros, else 1."""
+        if self._presence is None:
+            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a constant in it.
+            (self._presence,) = self._trace(lambda: [lax.optimization_barrier(jnp.int32(1))])
+            self.present.add(self._presence)
+        return self._presence
+
+    def known(self, atoms: Sequence[Any]) -> list[Known]:
+        """What is known of atoms on all ranks, from the equations emitted so far."""
+        equality = Equality(self.axes, self.wire)
+        for eqn in self.eqns[self._walked :]:
+            about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
+            self._known.update(zip(eqn.outvars, about, strict=True))
+        self._walked = len(self.eqns)
+        return [equality.read(self._known, a) for a in atoms]
 
     def read(self, outs: Sequence[Any]) -> list[Any]:
         """The equations that `outs` come from, and those that count who exchanges for them."""
@@ -139,6 +173,8 @@ class Flattener:
         if names.keys() & self.decisions.keys():  # of conditionals in the branch
             self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
             self.counters = {x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()}
+        for v in names.keys() & self.until.keys():
+            self.until[names[v]] = self.until.pop(v)
 
     def emit_for(self, eqn: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Emits a closed jaxpr for `eqn`, of whose line it is."""
@@ -233,12 +269,14 @@ class Flattener:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self.like, room=0)
+        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self.like, always=True, room=0)
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)
         self.decisions.update(walker.decisions)
         self.counters.update(walker.counters)
+        self.until.update(walker.until)
+        self.present.update(walker.present)
         # Constants of a branch become further operands, so that every branch is closed.
         return invars, walker.read(outs), outs
 

@@ -159,11 +159,13 @@ def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
         return found
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
-    loop = ("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")
+    loop = [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
+    if eqn.outvars and (until := traced.until.get(eqn.outvars[0])):
+        loop.append(("until", until))
     inside: list[Exchange] = []
     for jaxpr in compat.sub_jaxprs(eqn):
         for inner in compat.open_jaxpr(jaxpr)[0].eqns:
-            inside += [replace(x, params=(*x.params, loop)) for x in exchanges_of(inner, traced)]
+            inside += [replace(x, params=(*x.params, *loop)) for x in exchanges_of(inner, traced)]
     return tuple(inside)
 
 

@@ -42,6 +42,8 @@ class Traced:
         late: Positions of flat arguments that are known after the step's exchanges only.
         undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
         decisions: Those that only values decide, by the variable of the jaxpr that counts who takes which branch.
+        present: Variables of the jaxpr that are 0 on a rank whose part in an exchange is made of zeros, else 1.
+        until: What decides how often a loop exchanges that ranks do not vote on, as a hash, by its first result.
         whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
         paths: Of the flat arguments and of the flat results, for messages.
     """
@@ -58,6 +60,8 @@ class Traced:
     late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
     decisions: Mapping[Any, Decision] = field(default_factory=dict)
+    present: frozenset[Any] = frozenset()
+    until: Mapping[Any, str] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
     whole: Any = field(default=None, repr=False)
     paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
@@ -218,7 +222,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
         name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
         in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
         late=base.late, undecided=found[0] if found else None, decisions=walker.decisions, choices=choices,
-        whole=base.whole, paths=base.paths, _own=base._own,
+        present=frozenset(walker.present), until=walker.until, whole=base.whole, paths=base.paths, _own=base._own,
     )  # fmt: skip
 
 

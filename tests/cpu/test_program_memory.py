@@ -226,17 +226,41 @@ def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
     assert said == [("first", 16), ("second", 8), ("third", 16)]
 
 
-def test_a_loop_that_data_decides_is_not_run_on_zeros() -> None:
-    """How often would the others exchange?"""
+def test_a_loop_that_exchanges_decide_is_not_run_on_zeros() -> None:
+    """The others might go on for ever, as where they wait for a sign of each rank."""
 
-    def step(x: Any, n: Any) -> Any:
-        return lax.fori_loop(0, n, lambda i, c: lax.psum(c, "batch"), jnp.sin(x))
+    def step(x: Any) -> Any:
+        def body(c: Any) -> Any:
+            return lax.psum((c[1] > 3).astype(jnp.int32).max(), "batch"), c[1] + 1
 
-    args = [jnp.ones(3), jnp.int32(2)]
+        return lax.while_loop(lambda c: c[0] < 2, body, (0, jnp.sin(x)))[1]
+
+    args = [jnp.ones(3)]
     done, _ = compiled(step, args=args, donate=())
     (loop,) = [s.index for s in done.program.collectives]
     with pytest.raises(ExchangeError, match="^segment 1 of `step` exchanges inside a `while`"):
         done.execution(args).zero_inputs(loop)
+
+
+@pytest.mark.parametrize("length", [0, UNROLLED + 1])
+def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
+    """At once, for all ranks, though the predicate holds for zeros for ever; in a `scan`, too."""
+
+    def step(x: Any, limit: Any) -> Any:
+        def grow(c: Any, _: Any = None) -> Any:
+            return lax.while_loop(lambda v: v.max() < limit + 1, lambda v: v * 2 + 0 * lax.psum(v, "batch"), c), None
+
+        x = jnp.sin(x)
+        return lax.scan(grow, x, None, length=length)[0] if length else grow(x)[0]
+
+    args = [jnp.ones(3), jnp.float32(8)]
+    done, _ = compiled(step, args=args, donate=())
+    execution = done.execution(args)
+    for segment in done.program.segments:
+        if segment.kind == "collective":
+            execution.zero_inputs(segment.index)
+        execution.run(segment.index)
+    assert not np.asarray(execution.outputs()).any()
 
 
 def test_zero_buffers_stand_in_for_what_failed() -> None:

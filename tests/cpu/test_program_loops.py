@@ -1,0 +1,340 @@
+"""Loops that exchange, with another number of iterations on each rank, in lock step: what `vmap` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from loops import TABLE, own
+
+from jaxcross.errors import CutError
+from jaxcross.program.agreement import disagreement
+from jaxcross.program.segments import Program
+from jaxcross.program.text import parse
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+
+X = jnp.ones(3)
+
+
+def cut(step: Any, *args: Any, axes: Any = None) -> Program:
+    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
+
+
+def votes(program: Program) -> list[str]:
+    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
+
+
+def loops(program: Program) -> list[str]:
+    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
+
+
+def compare(name: str, ranks: int) -> None:
+    row = TABLE[name]
+    axes = row.axes(ranks)
+    program = cut(row.step, jnp.int32(0), own(0), axes=axes)
+    if row.votes >= 0:
+        assert len(votes(program)) == row.votes, program.exchange_signature()
+    step, oracle_axes = row.oracle or (row.step, row.axes)
+    oracle = over_ranks(step, oracle_axes(ranks))
+    for t in range(row.calls):
+        args = [(jnp.int32(t), own(r)) for r in range(ranks)]
+        got = run_program(program, [jax.tree.leaves(a) for a in args])
+        for rank, (mine, want) in enumerate(zip(got, oracle(args), strict=True)):
+            for a, b in zip(mine, jax.tree.leaves(want), strict=True):
+                assert a.dtype == b.dtype
+                np.testing.assert_allclose(a, b, rtol=row.rtol, atol=row.rtol, err_msg=f"rank {rank}, call {t}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", TABLE)
+def test_loop_equals_vmap(name: str, ranks: int) -> None:
+    compare(name, ranks)
+
+
+@pytest.mark.parametrize("name", ["frozen carry", "early stop", "nested", "cond inside"])
+def test_loop_equals_vmap_in_64_bits(name: str) -> None:
+    with jax.enable_x64(True):
+        compare(name, 2)
+
+
+def micro_batches(s: Any, t: Any, x: Any) -> Any:
+    n = 2 + (lax.axis_index("batch") + t) % 2
+    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(x, "batch")
+
+
+def test_each_rank_makes_its_own_number_of_iterations() -> None:
+    program = cut(micro_batches, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+    states, seen = [jnp.float32(0)] * 2, []
+    for t in range(4):
+        outs = run_program(program, [[s, jnp.int32(t), jnp.float32(10 + r)] for r, s in enumerate(states)])
+        states = [s for s, _ in outs]
+        seen.append([*map(float, states)])
+        assert [float(x) for _, x in outs] == [21, 21]
+    assert seen == [[4, 6], [10, 10], [14, 16], [20, 20]]
+
+
+def test_vote_is_four_bytes_and_printed() -> None:
+    program = cut(micro_batches, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+    assert loops(program) == ["pmax batch int32[] loop='while ?'", "psum batch float32[] loop='while ?'"]
+    (vote,) = (x for x in program.exchanges if x.op == "pmax")
+    assert vote.nbytes == 4 and "test_program_loops.py" in vote.source and "(micro_batches)" in vote.source
+    assert parse(program.text()).text() == program.text()
+
+
+def by_literals(x: Any) -> Any:
+    return lax.while_loop(lambda c: c[0] < 7, lambda c: (c[0] + 2, lax.psum(c[1], "batch")), (1, x))
+
+
+def by_exchange(x: Any) -> Any:
+    def body(c: Any) -> Any:
+        i, _, v = c
+        return i + 1, jnp.sqrt(lax.psum(jnp.sum(v), "batch")), v / 2
+
+    return lax.while_loop(lambda c: (c[1] > 0.01) & (c[0] < 20), body, (0, jnp.inf, x))
+
+
+def by_exchange_outside(x: Any) -> Any:
+    n = lax.pmax(x.sum(), "batch").astype(jnp.int32)
+    return lax.fori_loop(0, n, lambda _, v: lax.pmean(v, "batch"), x)
+
+
+def by_predicate_exchange(x: Any) -> Any:
+    return lax.while_loop(lambda v: lax.pmax(jnp.max(v), "batch") < 9, lambda v: v * 2, x)
+
+
+def nested_equal(x: Any) -> Any:
+    def body(c: Any) -> Any:
+        i, v = c
+        return i + 1, lax.while_loop(lambda d: d[0] < i, lambda d: (d[0] + 1, lax.psum(d[1], "batch")), (0, v))[1]
+
+    return lax.while_loop(lambda c: c[0] < 3, body, (0, x))
+
+
+def by_all_gather(x: Any) -> Any:
+    total = lax.all_gather(x, "batch").sum()
+    return lax.while_loop(lambda c: c[0] < total, lambda c: (c[0] + 1, lax.pmean(c[1], "batch")), (0.0, x))
+
+
+EQUAL = [by_literals, by_exchange, by_exchange_outside, by_predicate_exchange, nested_equal, by_all_gather]
+
+
+@pytest.mark.parametrize("step", EQUAL, ids=lambda step: step.__name__)
+def test_no_vote_where_ranks_cannot_differ(step: Any) -> None:
+    program = cut(step, X)
+    assert loops(program) and not votes(program)
+    assert all("until" in dict(x.params) for x in program.exchanges if "loop" in dict(x.params))
+    args = [(own(r),) for r in range(2)]
+    got = run_program(cut(step, own(0)), [list(a) for a in args])
+    for mine, want in zip(got, over_ranks(step, {"batch": 2})(args), strict=True):
+        for a, b in zip(mine, jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def by_input(n: Any, x: Any) -> Any:
+    return lax.fori_loop(0, n, lambda _, v: lax.psum(v, "batch"), x)
+
+
+def by_rank(n: Any, x: Any) -> Any:
+    return by_input(2 + 0 * n + lax.axis_index("batch"), x)
+
+
+def by_constant(n: Any, x: Any) -> Any:
+    return by_input(jnp.asarray([3, 4])[0] + 0 * n, x)
+
+
+def by_permutation(n: Any, x: Any) -> Any:
+    return by_input(lax.ppermute(n, "batch", [(0, 1), (1, 0)]), x)
+
+
+def by_group(n: Any, x: Any) -> Any:
+    return by_input(lax.psum(n, "batch", axis_index_groups=[[0], [1]]), x)
+
+
+def by_callback(n: Any, x: Any) -> Any:
+    return by_input(jax.pure_callback(lambda: np.int32(2), jax.ShapeDtypeStruct((), jnp.int32)) + 0 * n, x)
+
+
+DIFFERENT = [by_input, by_rank, by_constant, by_permutation, by_group, by_callback]
+
+
+@pytest.mark.parametrize("step", DIFFERENT, ids=lambda step: step.__name__)
+def test_vote_where_ranks_may_differ(step: Any) -> None:
+    program = cut(step, jnp.int32(1), X)
+    assert votes(program) == ["pmax batch int32[] loop='while ?'"]
+
+
+def test_sum_over_one_axis_is_equal_along_that_one_alone() -> None:
+    def step(x: Any, over: str) -> Any:
+        n = lax.psum(x.sum(), "row")
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], over)), (0.0, x))
+
+    axes = {"row": 2, "col": 2}
+    assert not votes(cut(lambda x: step(x, "row"), X, axes=axes))
+    assert votes(cut(lambda x: step(x, "col"), X, axes=axes)) == ["pmax col int32[] loop='while ?'"]
+
+
+def test_vote_goes_over_all_axes_of_the_loop() -> None:
+    program = cut(TABLE["two axes"].step, jnp.int32(0), own(0), axes={"row": 2, "col": 2})
+    assert votes(program) == ["pmax row,col int32[] loop='while ?'"]
+    groups = cut(TABLE["groups"].step, jnp.int32(0), own(0), axes={"batch": 4})
+    assert votes(groups) == ["pmax batch int32[] groups=((0, 1), (2, 3)) loop='while ?'"]
+
+
+def test_one_rank_does_not_vote() -> None:
+    assert not votes(cut(by_input, jnp.int32(1), X, axes={"batch": 1}))
+    assert not votes(cut(lambda n, x: by_input(n, x), jnp.int32(1), X, axes={"batch": 1, "other": 2}))
+
+
+def test_rank_that_is_through_does_not_keep_an_inner_loop_going() -> None:
+    """Remainders by subtraction: of the carry that the outer loop ends with, the inner one would never end."""
+
+    def step(a: Any, b: Any, *, exchange: Any) -> Any:
+        def outer(c: Any) -> Any:
+            a, b, n = c
+            rest, n = lax.while_loop(lambda d: d[0] >= b, lambda d: (d[0] - b, d[1] + exchange(1)), (a, n))
+            return b, rest, n + lax.psum(1.0, "batch") / 2
+
+        return lax.while_loop(lambda c: c[1] > 0, outer, (a, b, 0.0))
+
+    pairs = [[jnp.int32(12), jnp.int32(8)], [jnp.int32(21), jnp.int32(13)]]
+    for exchange, extra in [(lambda n: lax.psum(jnp.float32(n), "batch"), 2), (lambda n: n, 1)]:
+        program = cut(lambda a, b, exchange=exchange: step(a, b, exchange=exchange), *pairs[0])
+        got = run_program(program, pairs)
+        assert [int(r[0]) for r in got] == [4, 1]
+        assert [float(r[2]) for r in got] == [2 + 3 * extra, 6 + 7 * extra]
+
+
+def test_callback_is_made_by_ranks_that_are_not_through() -> None:
+    seen: list[Any] = []
+
+    def step(n: Any, x: Any) -> Any:
+        def body(i: Any, c: Any) -> Any:
+            jax.debug.callback(lambda n, i: seen.append((int(n), int(i))), n, i, ordered=True)
+            return c + lax.psum(c, "batch")
+
+        return lax.fori_loop(0, n, body, x)
+
+    program = cut(step, jnp.int32(1), X)
+    run_program(program, [[jnp.int32(1), X], [jnp.int32(3), X]])
+    jax.effects_barrier()
+    assert sorted(seen) == [(1, 0), (3, 0), (3, 1), (3, 2)]
+
+
+def test_callback_with_results_is_refused() -> None:
+    from jax.experimental import io_callback
+
+    def step(n: Any, x: Any) -> Any:
+        def body(_: Any, c: Any) -> Any:
+            return c + lax.psum(io_callback(lambda v: v, jax.ShapeDtypeStruct((3,), jnp.float32), c), "batch")
+
+        return lax.fori_loop(0, n, body, x)
+
+    with pytest.raises(CutError, match=r"test_program_loops\.py:\d+:\d+ \(.*body\).*would call back"):
+        cut(step, jnp.int32(1), X)
+
+
+def test_mutable_array_from_outside_is_refused() -> None:
+    def step(n: Any, x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            ref = jax.new_ref(c)
+
+            def write(_: Any, v: Any) -> Any:
+                ref[...] = v + 1
+                return lax.psum(v, "batch")
+
+            return lax.fori_loop(0, n, write, c) + ref[...], None
+
+        return lax.scan(body, x, None, length=70)[0]
+
+    with pytest.raises(CutError, match=r"test_program_loops\.py.*mutable array from outside"):
+        cut(step, jnp.int32(1), X)
+
+
+def test_rank_own_numbers_in_the_code_are_told() -> None:
+    """A Python number in the predicate, other on each rank: the signatures differ before anything is exchanged."""
+
+    def on(rank: int) -> str:
+        bound = 3 + rank
+        step = lambda x: lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x))  # noqa: E731
+        return cut(step, X).exchange_signature()
+
+    assert on(0) == on(0)
+    with pytest.raises(ValueError, match="are equal"):
+        disagreement("step", [on(0), on(0)])
+    text = disagreement("step", [on(0), on(1)])
+    assert "make another number of iterations of a loop" in text and "Pass a rank's own number" in text
+
+
+def test_loop_in_a_conditional_ends_where_its_branch_is_not_taken() -> None:
+    """On zeros the body would run for ever."""
+
+    def step(x: Any) -> Any:
+        double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v)  # noqa: E731
+        return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
+
+    program = cut(step, X)
+    for sign in (1, -1):
+        args = [(sign * own(r),) for r in range(2)]
+        got = run_program(program, [list(a) for a in args])
+        want = over_ranks(step, {"batch": 2})(args) if sign > 0 else [a[0] - 1 for a in args]
+        for mine, one in zip(got, want, strict=True):
+            assert np.array_equal(mine[0], one)
+    # And where ranks differ, which fails the step: nobody waits for the other one's loop.
+    run_program(program, [[own(0)], [-own(1)]])
+
+
+def test_conditional_in_a_kept_loop_is_agreed() -> None:
+    """Ranks that part at it run the branch that exchanges all the same, as under `vmap`."""
+
+    def step(x: Any) -> Any:
+        def body(c: Any, i: Any) -> Any:
+            taken = (i + lax.axis_index("batch")) % 5 == 0
+            return lax.cond(taken, lambda v: v + lax.psum(v % 3, "batch"), lambda v: v + 1, c) % 19, None
+
+        return lax.scan(body, x, jnp.arange(70))[0]
+
+    program = cut(step, X)
+    assert [x.line() for x in program.exchanges] == [
+        "pmax batch int32[1] loop='scan 70'", "psum batch float32[3] loop='cond ?' loop='scan 70'",
+    ]  # fmt: skip
+    args = [(own(r),) for r in range(2)]
+    got = run_program(program, [list(a) for a in args])
+    for mine, want in zip(got, over_ranks(step, {"batch": 2})(args), strict=True):
+        assert np.array_equal(mine[0], want)
+
+
+def test_loop_in_a_conditional_is_cut_for_one_rank_as_for_several() -> None:
+    def step(x: Any) -> Any:
+        double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v)  # noqa: E731
+        return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
+
+    program = cut(step, X, axes={"batch": 1})
+    assert [run_program(program, [[sign * X]])[0][0].tolist() for sign in (1, -1)] == [[27] * 3, [-2] * 3]
+
+
+def test_inner_loop_that_ranks_end_together_is_not_cut_short() -> None:
+    """A rank that is through follows an inner loop which is decided along the axis that it exchanges over."""
+
+    def step(x: Any) -> Any:
+        bound = lax.pmax(x.sum(), "col") + 1500
+
+        def outer(_: Any, c: Any) -> Any:
+            inner = lax.while_loop(lambda d: d[0] < bound, lambda d: (d[0] + 1, lax.pmax(d[1] + 1, "col")), (0.0, c))
+            return inner[1] % 7 + lax.psum(c, "row")
+
+        return lax.fori_loop(0, 1 + lax.axis_index("col"), outer, x)
+
+    axes = {"row": 2, "col": 2}
+    program = cut(step, X, axes=axes)
+    assert votes(program) == ["pmax row,col int32[] loop='while ?'"]
+    args = [(own(r),) for r in range(4)]
+    oracle = over_ranks(step, axes)(args)
+    lowered = over_ranks(lambda x: program.traced.out_tree.unflatten(jaxpr_as_fun(program.traced.jaxpr)(x)), axes)(args)
+    for mine, want in zip(lowered, oracle, strict=True):
+        assert np.array_equal(mine, want)

@@ -1,0 +1,179 @@
+"""Loops that exchange and end after another number of iterations on each rank: every row of the table on the ranks of
+this run against `vmap`, two jobs in crossover against each alone, and what becomes of a rank that fails.
+
+Prints `passed NAME` for each case on rank 0.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from loops import TABLE, own
+
+import jaxcross
+from jaxcross.testing_wire import over_ranks
+
+WORLD = jaxcross.initialize(watchdog_s=60)
+RANK, P = WORLD.rank, WORLD.size
+
+
+def rows():
+    """Exact rows to the bit. Each rank computes one oracle in so many, which holds all ranks."""
+    wrong = []
+    for place, (name, row) in enumerate(TABLE.items()):
+        step = jaxcross.crossover(row.step, axes=row.axes(P))
+        got = [jax.tree.map(np.asarray, step(jnp.int32(t), own(RANK))) for t in range(row.calls)]
+        everywhere = [WORLD.control.allgather_text(json.dumps([x.tolist() for x in jax.tree.leaves(g)])) for g in got]
+        if place % P == RANK:
+            function, axes = row.oracle or (row.step, row.axes)
+            oracle = over_ranks(function, axes(P))
+            for t, texts in enumerate(everywhere):
+                want = oracle([(jnp.int32(t), own(r)) for r in range(P)])
+                types = [x.dtype for x in jax.tree.leaves(got[t])]
+                for r, text in enumerate(texts):
+                    leaves = [np.asarray(x) for x in jax.tree.leaves(want[r])]
+                    mine = json.loads(text)
+                    close = [
+                        np.allclose(*pair, rtol=row.rtol, atol=row.rtol) for pair in zip(mine, leaves, strict=True)
+                    ]
+                    if not all(close) or types != [x.dtype for x in leaves]:
+                        wrong.append(f"{name}, rank {r}, call {t}: {mine} is not {leaves}")
+    assert not wrong, "\n".join(wrong)
+
+
+@jaxcross.crossover(axes="batch")
+def micro_batches(s, t, x):
+    n = 2 + (lax.axis_index("batch") + t) % 2
+    return lax.fori_loop(0, n, lambda _, c: c + lax.psum(jnp.float32(1), "batch"), s), lax.psum(x, "batch")
+
+
+def each_rank_makes_its_own_number_of_iterations():
+    s, seen = jnp.float32(0), []
+    for t in range(4):
+        s, x = micro_batches(s, jnp.int32(t), jnp.float32(10 + RANK))
+        seen.append(float(s))
+        assert x == sum(range(10, 10 + P))
+    assert [n / P for n in seen] == ([2, 5, 7, 10] if RANK % 2 == 0 else [3, 5, 8, 10])
+
+
+def looping(name):
+    """A job whose steps are a row's, each from what the last one made."""
+    row = TABLE[name]
+    step = jaxcross.crossover(lambda t, v: jax.tree.leaves(row.step(t, v % 7))[0], axes=row.axes(P))
+
+    def fn(job):
+        x = job.restore(own(0)) + RANK
+        for t in range(6):
+            x = step(jnp.int32(t), x)
+        return x
+
+    return fn
+
+
+def training(job):
+    step = jaxcross.crossover(lambda w, x: w - 0.1 * lax.pmean(jnp.tanh(w * x), "batch"), axes="batch")
+    w = job.restore(jnp.ones(5))
+    for n in range(12):
+        w = step(w, jnp.arange(5.0) + n + RANK)
+    return w
+
+
+def crossover_equals_alone():
+    jobs = {"frozen": looping("frozen carry"), "nested": looping("nested"), "plain": training}
+    together = jaxcross.Runner(WORLD)
+    handles = {name: together.add(name, fn) for name, fn in jobs.items()}
+    together.run()
+    for name, fn in jobs.items():
+        alone = jaxcross.Runner(WORLD)
+        job = alone.add(name, fn)
+        alone.run()
+        assert np.asarray(job.state).tobytes() == np.asarray(handles[name].state).tobytes(), name
+
+
+def a_rank_that_fails_ends_the_loop_of_the_others():
+    """On its zeros the predicate would hold for ever; the other job goes on."""
+
+    def explode(x):
+        if RANK == P - 1 and explode.calls == 2:
+            raise ValueError("boom")
+        explode.calls += 1
+        return x
+
+    explode.calls = 0
+
+    @jaxcross.crossover(axes="batch")
+    def step(x, limit):
+        x = jax.pure_callback(explode, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return lax.while_loop(lambda v: v.max() < limit, lambda v: v * 2 + 0 * lax.psum(v, "batch"), x) % 3 + 1
+
+    def fails(job):
+        x = job.restore(jnp.ones(3))
+        for n in range(5):
+            x = step(x, 50 + n)
+        return x
+
+    runner = jaxcross.Runner(WORLD)
+    bad, good = runner.add("bad", fails), runner.add("good", training)
+    with pytest.raises(jaxcross.JobError, match="boom"):
+        runner.run()
+    assert (bad.how, bad.step, good.how, good.step) == ("failed", 2, "ended", 12)
+
+
+def a_branch_that_no_rank_takes():
+    """And one that some do: an error on all ranks, though the predicate would hold for ever on zeros."""
+
+    @jaxcross.crossover(axes="batch")
+    def step(x):
+        grow = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + 0 * lax.psum(c, "batch"), v)  # noqa: E731
+        return lax.cond(x.sum() > 0, grow, lambda v: v - 1, x)
+
+    assert (step(jnp.ones(3)) == 32).all() and (step(-jnp.ones(3)) == -2).all()
+    with pytest.raises(jaxcross.ExchangeError, match="decided the conditional"):
+        step(jnp.ones(3) * (1 if RANK else -1))
+
+
+def callbacks():
+    """Each rank makes those of its own iterations, in order, in a nested loop as well."""
+    seen = []
+
+    @jaxcross.crossover(axes="batch")
+    def step(n, x):
+        def note(i, c):
+            jax.debug.callback(lambda i: seen.append(int(i)), i, ordered=True)
+            return c + lax.psum(c, "batch")
+
+        def outer(i, c):
+            return lax.fori_loop(10 * i, 10 * i + n, note, c)
+
+        return lax.fori_loop(0, n, outer, x)
+
+    step(jnp.int32(1 + RANK % 2), jnp.ones(3)).block_until_ready()
+    jax.effects_barrier()
+    assert seen == ([0, 1, 10, 11] if RANK % 2 else [0]), seen
+
+
+def own_numbers_in_the_code():
+    """Refused on all ranks, where as an argument it is voted on."""
+    bound = 3 + RANK
+
+    def step(x, n):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x))[1]
+
+    with pytest.raises(jaxcross.ExchangeError, match="Pass a rank's own number"):
+        jaxcross.crossover(lambda x: step(x, bound), axes="batch")(jnp.ones(3))
+    assert (jaxcross.crossover(step, axes="batch")(jnp.ones(3), jnp.int32(3)) == P**3).all()
+
+
+CASES = [
+    rows, callbacks, each_rank_makes_its_own_number_of_iterations, crossover_equals_alone,
+    a_rank_that_fails_ends_the_loop_of_the_others, own_numbers_in_the_code, a_branch_that_no_rank_takes,
+]  # fmt: skip
+for case in CASES:
+    if len(sys.argv) < 2 or case.__name__ in sys.argv[1:]:
+        case()
+        if RANK == 0:
+            print(f"passed {case.__name__}", flush=True)
