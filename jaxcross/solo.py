@@ -139,10 +139,14 @@ def _exchange(
     program = compiled.program
     try:
         execution.wait_inputs(index)
-        what = "calls of mpi4jax" if program.is_unit else program.segments[index].exchanges[0].op
-        # Ranks that do not exchange with one another may make other numbers of such calls.
-        awaited = partial(_missing_partners, world, program, what) if program.is_unit else None
-        with world.watching(job=program.name, step=step, segment=index, what=what, awaited=awaited):
+        exchanges = program.segments[index].exchanges
+        watching = partial(world.watching, job=program.name, step=step, segment=index)
+        what = exchanges[0].op
+        if any(map(rank_lists.is_call, exchanges)):
+            # Ranks that do not exchange with one another may make other numbers of such calls.
+            what = "calls of mpi4jax"
+            watching = partial(watching, awaited=partial(_missing_partners, world, program, what))
+        with watching(what=what):
             ended[index] = False
             execution.run(index)
             execution.wait_outputs(index)
