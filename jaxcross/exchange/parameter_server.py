@@ -24,8 +24,8 @@ def parameter_server(
 
     Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the optimizer's state and of
     its work on each rank (every leaf is cut into P equal parts, padded with zeros). Updates are the same bits on every
-    rank; the state is the rank's own part: save it per rank, and never change the number of ranks under it.
-    Deterministic.
+    rank; the state is the rank's own part, in a `PerRankState`: save it per rank, and never change the number of ranks
+    under it. Deterministic.
 
     The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by value), since it sees
     flat parts. One that takes norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise,
