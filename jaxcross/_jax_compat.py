@@ -194,6 +194,11 @@ def source_of(eqn: Any) -> str:
     return _source_info_util.summarize(eqn.source_info) or "unknown line"
 
 
+def stack_of(eqn: Any) -> list[str]:
+    """The lines that made an equation, as `source_of` writes them, from the innermost one on; JAX's own are left out."""
+    return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
+
+
 def backends_started() -> bool:
     """Whether JAX has started a backend in this process; thread-pool settings come too late then."""
     return _xla_bridge.backends_are_initialized()

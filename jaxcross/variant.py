@@ -22,6 +22,7 @@ from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
+from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
@@ -41,7 +42,7 @@ class Variant:
     Attributes:
         traced: The step for one set of argument types.
         cut, bucket_bytes: As given to `crossover`.
-        told: Loops whose exchanges were spoken of; shared by all variants of a step.
+        told: Loops and `optax.MultiSteps` whose exchanges were spoken of; shared by all variants of a step.
         pieces: Into how many `cut="auto"` cut the step first in this process, 0 for `default`, and that program's
             signature; by `signature`. Shared by all variants of a step, since shapes may change on one rank alone, and
             the others would not come to search.
@@ -83,6 +84,7 @@ class Variant:
         if self.chooses:
             self.leaves = leaves
         _advise(program, self.told)
+        _advise_on_accumulation(self.traced, self.told)
 
     def choose(self, leaves: Sequence[Any]) -> Variant:
         """The node whose program these arguments run."""
@@ -293,4 +295,17 @@ def _advise(program: Program, told: set[str]) -> None:
         _log.warning(
             "`%s` exchanges inside a %s at %s: it is correct, but the whole loop runs on the exchange lane and hides"
             " nothing. Unroll the loop or move the exchange out of it.", program.name, loop.split()[0], source,
+        )  # fmt: skip
+
+
+def _advise_on_accumulation(traced: Traced, told: set[str]) -> None:
+    """Warns once about each `optax.MultiSteps` that exchanges in every mini-step."""
+    for source in repeated_exchanges(traced.whole, traced.axes, traced.wire):
+        if source in told:
+            continue
+        told.add(source)
+        _log.warning(
+            "`%s` exchanges in every mini-step of `optax.MultiSteps`, at %s: that runs its optimizer each time and keeps"
+            " the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, with"
+            " the same updates to rounding.", traced.name, source,
         )  # fmt: skip
