@@ -264,6 +264,8 @@ def test_a_pull_of_zero_passes_nothing_on(alpha, beta, bad):
 
 
 TOPOLOGIES = [(t, n) for t in ("ring", "torus", "exponential", "complete") for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)]
+
+
 def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
     """Nor are parameters of its own that are not finite: its share is 0, and 0 times NaN is NaN."""
     tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.5, seed=0)
