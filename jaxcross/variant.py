@@ -305,7 +305,7 @@ def _advise_on_accumulation(traced: Traced, told: set[str]) -> None:
             continue
         told.add(source)
         _log.warning(
-            "`%s` exchanges in every mini-step of `optax.MultiSteps`, at %s: that runs its optimizer each time and keeps"
+            "`%s` exchanges in every mini-step of `optax.MultiSteps`, at %s: it runs its optimizer each time and keeps"
             " the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, with"
             " the same updates to rounding.", traced.name, source,
         )  # fmt: skip

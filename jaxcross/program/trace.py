@@ -20,6 +20,7 @@ from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
+from jaxcross.program.solver import call_solvers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def trace(
         return out
 
     with compat.binding(axes):
-        whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+        whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
     blank = Traced(
         name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
         donated=donated, wire=wire, late=late, whole=whole,

@@ -39,8 +39,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh, weights: jax
             )
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:
-        # 0 times NaN is NaN, also in the backward pass: the logits themselves are replaced. Finite ones need not be, and
-        # stay, so that the derivative in a weight that is 0 is right.
+        # 0 times NaN is NaN, also in the backward pass: the logits themselves are replaced. Finite ones need not be,
+        # and stay, so that the derivative in a weight that is 0 is right.
         left_out = (weights == 0) & ~jnp.all(jnp.isfinite(x), -1)
         x = jnp.where(left_out[..., None], 0, x)
     largest = jax.lax.stop_gradient(jnp.max(x, -1))
