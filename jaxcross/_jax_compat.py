@@ -26,6 +26,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.extend import core as _excore
 from jax.extend import random as _exrandom
+from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval
 
 Var = _excore.Var
@@ -126,6 +127,16 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
     return eqn.replace(params=params, effects=effects)
 
 
+def call_of_solver(eqn: Any) -> Any:
+    """What a `custom_linear_solve` equation computes, as a call of its solver alone."""
+    lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    start = lengths.matvec + lengths.vecmat
+    args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
+    return eqn.replace(
+        primitive=_primitives.closed_call_p, params={"call_jaxpr": solver}, invars=args, effects=solver.effects
+    )
+
+
 def new_var(aval: Any) -> Any:
     """A fresh variable of the given abstract value."""
     return Var(aval)
@@ -203,6 +214,11 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
     inner = next((n for n, f in enumerate(frames) if f"/{outside}/" not in f.file_name.replace("\\", "/")), None)
     lines = _source_info_util.summarize(info, num_frames=1 if inner is None else inner + 1).split("\n")
     return lines[0] or "unknown line"
+
+
+def stack_of(eqn: Any) -> list[str]:
+    """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own are left out."""
+    return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
 
 
 def backends_started() -> bool:

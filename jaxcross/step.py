@@ -107,7 +107,7 @@ class Step:
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
         self._calls = 0  # outside a runner
-        self.told: set[str] = set()  # loops whose exchanges were spoken of
+        self.told: set[str] = set()  # loops and `optax.MultiSteps` whose exchanges were spoken of
         self._units = Units()
         self._pieces: dict[int, tuple[int, int]] = {}  # what `cut="auto"` found; see `Variant`
 

@@ -23,6 +23,7 @@ from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
+from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.segments import Exchange, Program
 from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
@@ -43,7 +44,7 @@ class Variant:
     Attributes:
         traced: The step for one set of argument types.
         cut, bucket_bytes: As given to `crossover`.
-        told: Loops whose exchanges were spoken of; shared by all variants of a step.
+        told: Loops and `optax.MultiSteps` whose exchanges were spoken of; shared by all variants of a step.
         pieces: Into how many `cut="auto"` cut the step first in this process, 0 for `default`, and that program's
             signature; by `signature`. Shared by all variants of a step, since shapes may change on one rank alone, and
             the others would not come to search.
@@ -91,6 +92,7 @@ class Variant:
         if self.chooses:
             self.leaves = leaves
         _advise(program, self.told)
+        _advise_on_accumulation(self.traced, self.told)
 
     def choose(self, leaves: Sequence[Any]) -> Variant:
         """The node whose program these arguments run."""
@@ -321,13 +323,23 @@ def _advise(program: Program, told: set[str]) -> None:
         if loop in told or program.is_unit:
             continue
         told.add(loop)
-        own = any(not x.axes for x in exchanges)
-        votes = loop.startswith("while") and any(x.axes and "until" not in dict(x.params) for x in exchanges)
+        votes = loop.startswith("while") and any("until" not in dict(x.params) for x in exchanges)
         _log.warning(
             "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides nothing. Unroll the"
-            " loop or move the exchange out of it.%s%s", program.name, loop.split()[0], exchanges[0].source,
+            " loop or move the exchange out of it.%s", program.name, loop.split()[0], exchanges[0].source,
             " Ranks may be through with it after different numbers of iterations, and vote before each, by 4 bytes,"
             " whether to go on." if votes else "",
-            " Nothing checks that all ranks make as many of the calls of mpi4jax in it: that is up to the step."
-            if own else "",
+        )  # fmt: skip
+
+
+def _advise_on_accumulation(traced: Traced, told: set[str]) -> None:
+    """Warns once about each `optax.MultiSteps` that exchanges in every mini-step."""
+    for source in repeated_exchanges(traced.whole, traced.axes, traced.wire):
+        if source in told:
+            continue
+        told.add(source)
+        _log.warning(
+            "`%s` exchanges in every mini-step of `optax.MultiSteps`, at %s: it runs its optimizer each time and keeps"
+            " the last result. `jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, with"
+            " the same updates to rounding.", traced.name, source,
         )  # fmt: skip

@@ -5,6 +5,7 @@ calls it in the same step. All of them raise a `ValueError` before the first exc
 where several are named for a strategy that goes over one, or where a leaf would be exchanged twice over one axis.
 """
 
+from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
 from jaxcross.exchange.auto import Load, Rung, auto
 from jaxcross.exchange.elastic_average import elastic_average
@@ -25,6 +26,7 @@ from jaxcross.exchange.top_k import top_k
 __all__ = [
     "Load",
     "Rung",
+    "accumulate",
     "adasum",
     "asynchronous",
     "auto",

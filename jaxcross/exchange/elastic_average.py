@@ -56,7 +56,7 @@ def elastic_average(
             beyond the mean, or both are 1, so that parameters and centre swap (at the first trace); `update` got no
             `params`.
 
-    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
+    Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise and with `beta=0`.
 
     Making it and `init` do not communicate; `update` does, in every `every`-th step, over its axes, and every rank
     calls it in the same step.
@@ -88,8 +88,13 @@ def elastic_average(
         def exchange() -> tuple[optax.Updates, optax.Params]:
             away = jax.tree.map(jnp.subtract, params, state.centre)
             total = sum_of(away, names)
-            pulled = add(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
-            return pulled, add(state.centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+            # A pull of 0 is none, also of what is not finite: 0 times NaN is NaN.
+            pulled, centre = updates, state.centre
+            if alpha:
+                pulled = add(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
+            if pull:
+                centre = add(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+            return pulled, centre
 
         since = (state.since + 1) % every
         if every == 1:

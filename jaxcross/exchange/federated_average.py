@@ -93,6 +93,8 @@ def federated_average(
         def exchange() -> optax.Updates:
             # In float32 until all are added: parts rounded to 16 bits would no longer sum to what all ranks hold.
             mine = jax.tree.map(lambda x: (x * share).astype(wide(x.dtype)), optax.apply_updates(params, updates))
+            if share_of_ranks < 1:  # 0 times NaN is NaN, and would be part of everyone's average
+                mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
             targets = jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
             return steer(updates, params, targets)
 

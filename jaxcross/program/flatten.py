@@ -122,9 +122,9 @@ class Flattener:
             return self._unroll(eqn, inside[0], args)
         if inside and not whole and name not in ("scan", "while"):
             raise CutError(
-                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross inlines jit, remat and"
-                " custom derivatives, splits cond, unrolls short scans and keeps other loops whole. Move the exchange"
-                " out of it."
+                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross inlines jit, remat,"
+                " custom derivatives and linear solvers, splits cond, unrolls short scans and keeps other loops whole."
+                " Move the exchange out of it."
             )
         return lockstep.emit(self, eqn, args) if inside and not whole else self.keep(eqn, args)
 

@@ -21,6 +21,7 @@ from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
+from jaxcross.program.solver import call_solvers
 
 if TYPE_CHECKING:
     from jaxcross.program.labels import Labelled
@@ -141,11 +142,9 @@ def trace(
         return out
 
     with compat.binding(axes):
-        whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
-    (out_tree, results), given = (
-        box[-1],
-        [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))],
-    )
+        whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
+    out_tree, results = box[-1]
+    given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
         name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=out_tree,
         in_avals=avals, donated=donated, wire=wire, late=late, whole=whole, paths=(given, results),

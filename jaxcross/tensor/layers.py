@@ -155,7 +155,7 @@ class Embedding(nn.Module):
     into blocks in 2-D (its column is gathered forward, and its gradient reduce-scattered backward).
 
     Attributes:
-        vocabulary: Rows of the token table; tokens are below it, which is not checked.
+        vocabulary: Rows of the token table. A token below 0 or not below `vocabulary` has a vector of NaN.
         features: Global width.
         positions: Rows of the position table, or 0 for none.
         mesh: The ranks.
@@ -187,6 +187,7 @@ class Embedding(nn.Module):
         else:
             place, mine = owned(tokens, table.shape[0], mesh)
             x = reduce_from(jnp.where(mine[..., None], jnp.take(table, place, axis=0), 0), mesh.inner)
+        x = jnp.where(within(tokens, self.vocabulary)[..., None], x, jnp.nan)
         if not self.positions:
             return x
         length = tokens.shape[1]
@@ -213,6 +214,11 @@ def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Arra
     place = labels - first
     mine = (place >= 0) & (place < rows)
     return jnp.where(mine, place, 0), mine
+
+
+def within(labels: jax.Array, vocabulary: int) -> jax.Array:
+    """Whether each label is one of the vocabulary. Sends nothing; the same on every rank that holds the labels."""
+    return (labels >= 0) & (labels < vocabulary)
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:

@@ -8,6 +8,7 @@ import optax
 from exchange_row import Formula, Row, Shapes, all_gather, all_reduce, blocks, node_and_local
 
 from jaxcross.exchange import mean, parallel_norms
+from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum, chunk
 from jaxcross.exchange.blocks import width
 from jaxcross.exchange.elastic_average import elastic_average
@@ -88,6 +89,9 @@ def _sharded(shapes: Shapes, ranks: int) -> int:
 
 
 ROWS = (
+    Row(name="accumulate", make=lambda a: accumulate(optax.chain(mean(a), SGD), every=2), bytes=_nothing,
+        lossless=lambda a: accumulate(optax.chain(mean(a), SGD), every=1), reference=_synchronous, later=(1, _dense),
+        spreads=lambda ranks: 2, shared=lambda state: (state.mini_step, state.inner)),
     Row(name="adasum", make=adasum, bytes=_adasum),
     Row(name="adasum, delta of adam", make=lambda a: adasum(a, optax.adam(0.1)), kind="delta", bytes=_adasum),
     *(Row(name=f"adasum, delta of {name}", make=lambda a, own=own: adasum(a, own), kind="delta", bytes=_adasum)

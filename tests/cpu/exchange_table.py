@@ -25,6 +25,7 @@ from exchange_row import (
     permute,
 )
 
+from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.one_bit_adam import one_bit_adam
@@ -199,6 +200,8 @@ _OWN = (
     Row(name="top_k, no error feedback", make=lambda a: top_k(0.25, a, error_feedback=False), bytes=_pairs(0.25)),
     Row(name="top_k, warm-up", make=lambda a: top_k(0.1, a, warm_up=[(1, 0.5), (2, 0.25)]), bytes=_pairs(0.5),
         later=(2, _pairs(0.1))),
+    Row(name="accumulate, top_k", make=lambda a: accumulate(top_k(0.25, a), every=2), bytes=lambda shapes, ranks: 0,
+        later=(1, _pairs(0.25)), spreads=lambda ranks: 2),
     Row(name="top_k, hierarchical", axes=node_and_local, bytes=_hitopk, sized=True,
         make=lambda *axes, sizes: top_k(0.25, axes, pattern="hierarchical", local_size=sizes["local"]),
         lossless=lambda *axes, sizes: top_k(EVERYTHING, axes, pattern="hierarchical", local_size=sizes["local"])),

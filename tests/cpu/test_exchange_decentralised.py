@@ -237,6 +237,32 @@ def test_without_springs_ranks_train_alone():
     assert_close(got, want)
 
 
+def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
+    """Nor are parameters of its own that are not finite: its share is 0, and 0 times NaN is NaN."""
+    tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.5, seed=0)
+    start = starts(RANKS)
+    chosen = np.asarray(_shares(jnp.int32(0), RANKS, 0.5, None, 0)) > 0
+    (want,), _ = train(tx, start, 1)
+    (got,), _ = train(tx, {k: np.where(per_rank(x, lambda r: chosen[r]), x, np.nan) for k, x in start.items()}, 1)
+    for k, x in got.items():
+        np.testing.assert_array_equal(x[chosen], want[k][chosen])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.25), (0.25, 0.0)])
+def test_a_pull_of_zero_passes_nothing_on(alpha, beta, bad):
+    tx = elastic_average(optax.sgd(0.1), "batch", every=1, alpha=alpha, beta=beta)
+    start = starts(RANKS)
+    broken = {k: np.where(per_rank(x, lambda r: r == 1), bad, x) for k, x in start.items()}
+    state = jax.vmap(tx.init)(start)
+    step = jax.vmap(tx.update, axis_name="batch")
+    for _ in range(2):  # the first may spoil the centre, the second what is pulled towards it
+        updates, state = step(zero(start, 0), state, broken)
+    for k, u in updates.items():
+        assert np.isfinite(np.asarray(u)[[0, 2, 3]]).all(), k
+        assert beta or np.isfinite(state.centre[k]).all(), k
+
+
 TOPOLOGIES = [(t, n) for t in ("ring", "torus", "exponential", "complete") for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)]
 TOPOLOGIES = [(t, n) for t, n in TOPOLOGIES if t != "torus" or n not in (2, 3)]
 

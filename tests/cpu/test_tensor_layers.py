@@ -261,3 +261,76 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
         np.testing.assert_allclose(loss, want, rtol=1e-5)
         np.testing.assert_allclose(gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7)
     assert len({float(loss) for loss, _ in told}) == 1, "the same bits on every rank"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@EVERY
+def test_cross_entropy_leaves_out_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
+    """Whatever their logits and labels are, in the loss and in its gradient; the others' are as without them."""
+    logits, labels = normal(ROWS, LENGTH, FEATURES), np.full((ROWS, LENGTH), 3, np.int32)
+    weights = (np.arange(ROWS * LENGTH) % 3 != 1).astype(np.float32).reshape(ROWS, LENGTH)
+    weights[0, 1], left_out = 0, weights == 0
+    clean = np.where(left_out[..., None], 0, logits)
+    logits[left_out, 2] = bad
+    logits[0, 1], labels[0, 1] = bad, -1  # every logit, and a label that is none
+
+    def serial(x: Any) -> Any:
+        return jnp.sum(-jax.nn.log_softmax(x)[..., 3] * weights) / weights.sum()
+
+    want, want_gradient = jax.value_and_grad(serial)(clean)
+    cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
+    told = on_ranks(
+        lambda x, labels, weights: jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh, weights),
+        mesh,
+        lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r), mesh.part(weights, rows, r)),
+    )
+    for rank, (loss, gradient) in enumerate(told):
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        np.testing.assert_allclose(gradient, mesh.part(np.asarray(want_gradient), cut, rank), rtol=1e-4, atol=1e-7)
+        assert not gradient[mesh.part(left_out, rows, rank)].any()
+
+
+def test_cross_entropy_of_the_tokens_that_count() -> None:
+    logits = jnp.array([[1, 2, 3, 4], [3, 1, jnp.nan, 4], [0, 0, 1, 1]], jnp.float32)
+    call = jax.value_and_grad(tensor.cross_entropy, argnums=(0, 3))
+    loss, (gradient, of_weights) = call(logits, jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1]))
+    assert float(loss) == pytest.approx(2.7233, abs=1e-4)
+    assert not gradient[1].any() and np.isfinite(of_weights).all()
+    # Leaving a token out is no reason for another derivative in its weight, which finite logits have.
+    loss, (_, of_weights) = call(logits.at[1, 2].set(0), jnp.array([0, 0, 1]), Mesh(), jnp.array([1.0, 0, 1]))
+    left_out = -jax.nn.log_softmax(jnp.array([3.0, 1, 0, 4]))[0]
+    assert float(of_weights[1]) == pytest.approx(float(left_out - loss) / 2, rel=1e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("label", [-1, FEATURES])
+def test_cross_entropy_of_a_label_out_of_range_is_nan(mesh: Mesh, label: int) -> None:
+    """On every rank, the gradient included: such a token had the loss of a logit of 0."""
+    logits, labels = normal(ROWS, LENGTH, FEATURES), np.zeros((ROWS, LENGTH), np.int32)
+    labels[:, 2] = label
+    cut, rows = (mesh.batch or None, None, mesh.inner or None), (mesh.batch or None,)
+    told = on_ranks(
+        lambda x, labels: jax.value_and_grad(tensor.cross_entropy)(x, labels, mesh),
+        mesh,
+        lambda r: (mesh.part(logits, cut, r), mesh.part(labels, rows, r)),
+    )
+    for loss, gradient in told:
+        assert np.isnan(loss) and np.isnan(gradient[:, 2]).all() and np.isfinite(gradient[:, :2]).all()
+
+
+@EVERY
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_embedding_of_a_token_out_of_range_is_nan(mesh: Mesh, token: int) -> None:
+    tokens = np.zeros((ROWS, LENGTH), np.int32)
+    tokens[:, 1] = token
+    layer = tensor.Embedding(VOCABULARY, FEATURES, LENGTH, mesh=mesh)
+    serial = tensor.Embedding(VOCABULARY, FEATURES, LENGTH)
+    params = jax.tree.map(np.asarray, tensor.init(serial, jax.random.key(0), jnp.asarray(tokens)))
+    specs = tensor.partition(layer, jnp.asarray(tokens))
+    told = on_ranks(
+        lambda params, tokens: layer.apply({"params": params}, tokens),
+        mesh,
+        lambda r: (tensor.shard(params, specs, mesh, r), mesh.part(tokens, (mesh.batch or None,), r)),
+    )
+    for x in told:
+        assert np.isnan(x[:, 1]).all() and np.isfinite(x[:, [0, *range(2, LENGTH)]]).all()

@@ -1,0 +1,93 @@
+"""Gradient accumulation: an optimizer, and the exchange in it, take one step for every few batches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross.exchange.parameters import optimizer_in, whole_number, wide
+
+
+class AccumulateState(NamedTuple):
+    """Attributes: `mini_step`, gradients since the last step, int32; `total`, their sum on this rank; `inner`."""
+
+    mini_step: jax.Array
+    total: Any
+    inner: optax.OptState
+
+
+def accumulate(
+    optimizer: optax.GradientTransformation, *, every: int, dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Calls `optimizer` with the mean of `every` gradients at every `every`-th call; other updates are zero.
+
+    The optimizer, its exchange included, runs in a `lax.cond` on a counter. The host knows the counter, so the other
+    calls exchange nothing and compute nothing but the sum. The optimizer's state, a residual of `top_k` for example,
+    changes when it steps. `optax.MultiSteps` runs its optimizer in every call, exchange included, and discards the
+    result: the same updates to rounding, for `every` times the bytes.
+
+    ```python
+    tx = optax.chain(jaxcross.exchange.mean("batch"), optax.adamw(1e-3))
+    tx = jaxcross.exchange.accumulate(tx, every=4)
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)  # this rank's own gradients: a mean before it exchanges each time
+    ```
+
+    The sum is this rank's own: save it per rank. It is set to zero after each step, also where it was not finite.
+    Deterministic.
+
+    Args:
+        optimizer: Any optax transformation, exchanges included. It gets the `params` and extra arguments of the call
+            in which it steps.
+        every: Gradients of a step; the first step is in call `every`. Every rank has the same number.
+        dtype: Element type of the sum; None: that of the gradients, floats in float32 at least.
+
+    Raises:
+        ValueError: `every` is not a positive whole number, `dtype` is not a floating-point type, or `optimizer` is not
+            an optimizer.
+
+    Bytes that a rank receives: those of `optimizer` at every `every`-th call, 0 otherwise.
+
+    Making it and `init` do not communicate; `update` does what `optimizer` does, and every rank calls it in the same
+    step.
+    """
+    every = whole_number(every, "every", "`accumulate`")
+    inner = optimizer_in(optimizer, "`accumulate`")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`dtype` of `accumulate` must be a floating-point type, got {dtype!r}.")
+
+    def zeros(params: optax.Params) -> Any:
+        return jax.tree.map(
+            lambda p: jnp.zeros_like(p, wide(jnp.result_type(p)) if dtype is None else dtype), params
+        )  # fmt: skip
+
+    def init(params: optax.Params) -> AccumulateState:
+        return AccumulateState(jnp.zeros((), jnp.int32), zeros(params), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: AccumulateState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, AccumulateState]:
+        total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, updates)
+
+        def step() -> tuple[optax.Updates, Any, optax.OptState]:
+            mean = jax.tree.map(lambda t, g: (t / every).astype(jnp.result_type(g)), total, updates)
+            stepped, inner_state = inner.update(mean, state.inner, params, **extra)
+            return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(_typed, inner_state, state.inner)
+
+        def wait() -> tuple[optax.Updates, Any, optax.OptState]:
+            stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
+            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), stepped), total, state.inner
+
+        mini_step = (state.mini_step + 1) % every
+        stepped, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
+        return stepped, AccumulateState(mini_step, total, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _typed(new: Any, old: Any) -> Any:
+    """A leaf of a state in the type that it had: the other branch returns that one."""
+    return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))

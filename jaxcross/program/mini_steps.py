@@ -1,0 +1,48 @@
+"""Exchanges that `optax.MultiSteps` makes in every mini-step, although it uses the result of the last one alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.segments import Wire
+
+# `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch holds the optimizer and
+# nothing else of the step, so an exchange in it is one that the optimizer makes.
+_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*\(MultiSteps\.update\)$")
+_DO_UPDATE = re.compile(r"optax[/\\]transforms[/\\]_accumulation\.py:.*_do_update\)$")
+_LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
+
+
+def repeated_exchanges(
+    jaxpr: Any, axes: Mapping[str, int], wire: Wire, outer: Sequence[Any] = ()
+) -> Iterator[str]:  # fmt: skip
+    """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one mini-step.
+
+    Args:
+        jaxpr: Open or closed, not flat.
+        axes: Of the ranks.
+        wire: Recognises exchanges.
+        outer: The equations that hold `jaxpr`, the outermost first: its own may not know the lines that called them.
+    """
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        inside, path = list(compat.sub_jaxprs(eqn)), (*outer, eqn)
+        if not (eqn.primitive.name == "cond" and any(map(_UPDATE.search, compat.stack_of(eqn)[:1]))):
+            for inner in inside:
+                yield from repeated_exchanges(inner, axes, wire, path)
+        elif any(holds_exchange(j, axes, wire) for j in inside) and not any(map(_is_one_step, inside)):
+            stack = [line for e in reversed(path) for line in compat.stack_of(e)]
+            yield next((line for line in stack if not _LIBRARIES.search(line)), stack[0])
+
+
+def _is_one_step(branch: Any) -> bool:
+    """Whether a branch of `MultiSteps.update` ends its cycle in every mini-step: `mini_step == 0`, for k = 1."""
+    return any(
+        eqn.primitive.name == "eq"
+        and any(isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars)
+        and any(_DO_UPDATE.search(line) for line in compat.stack_of(eqn)[:1])
+        for eqn in compat.open_jaxpr(branch)[0].eqns
+    )

@@ -1,0 +1,100 @@
+"""Gradient accumulation in a run: the bytes of twelve steps, the same on every way to them, and what is logged."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcross
+from jaxcross.exchange import accumulate, mean, top_k
+from jaxcross.testing_wire import over_ranks
+
+world = jaxcross.initialize()
+
+STEPS, K, SIZE = 12, 4, 1 << 10
+GRADIENTS = 4 * SIZE * 2 * (world.size - 1) // world.size  # bytes that a rank receives in an all-reduce of them
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def before(grads, params):
+    del params
+    return jax.lax.pmean(grads, "batch")
+
+
+# Each with the exchanges that twelve steps make.
+WAYS = {
+    "accumulate": (accumulate(optax.chain(mean("batch"), SGD), every=K), 3),
+    "MultiSteps": (optax.MultiSteps(optax.chain(mean("batch"), SGD), K), 12),
+    "pmean before": (optax.chain(optax.stateless(before), accumulate(SGD, every=K)), 12),
+}
+
+
+def make(tx):
+    def train_step(state, batch):
+        params, opt_state = state
+        grads = jax.grad(lambda p: jnp.sum((p - batch) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    return train_step
+
+
+def batch(n, rank):
+    return jnp.float32(10 * n + rank)
+
+
+def trains(job, tx):
+    step, params = jaxcross.crossover(make(tx), axes="batch"), jnp.linspace(-1, 1, SIZE)
+    state = job.restore((params, tx.init(params)), mode="local")
+    for n in job.batches(range(STEPS)):
+        state, _ = step(state, batch(n, world.rank))
+    return state
+
+
+def run(*names):
+    """All of these jobs in one run: their states and the bytes that each has received."""
+    runner = jaxcross.Runner(world)
+    jobs = {name: runner.add(name, trains, tx=TXS[name]) for name in names}
+    rows = {row["name"]: row for row in runner.run().summary()["jobs"]}
+    assert all(rows[name]["steps"] == STEPS for name in names)
+    return {name: job.state for name, job in jobs.items()}, {n: r["bytes_per_step"] * STEPS for n, r in rows.items()}
+
+
+def oracle(tx):
+    step, params = make(tx), jnp.linspace(-1, 1, SIZE)
+    states = [(params, tx.init(params))] * world.size
+    call = over_ranks(step, {"batch": world.size})
+    for n in range(STEPS):
+        states = [state for state, _ in call([(s, batch(n, rank)) for rank, s in enumerate(states)])]
+    return states[world.rank]
+
+
+def same(a, b):
+    pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+told = []
+logging.getLogger("jaxcross").addFilter(lambda record: told.append(record.getMessage()) or True)
+
+TXS = {name: tx for name, (tx, _) in WAYS.items()}
+TXS["top_k"] = accumulate(optax.chain(top_k(0.25, "batch", skip=lambda path, leaf: False), SGD), every=K)
+alone = {}
+for name, (_, exchanges) in WAYS.items():
+    states, received = run(name)
+    alone |= states
+    assert received[name] == exchanges * GRADIENTS, (name, received, GRADIENTS)
+    np.testing.assert_allclose(states[name][0], alone["accumulate"][0], rtol=1e-5, atol=1e-5)
+alone |= run("top_k")[0]
+for name, tx in TXS.items():
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), alone[name], oracle(tx))
+together, _ = run(*TXS)
+assert all(same(together[name], alone[name]) for name in TXS), "crossover is solo"
+
+# Each step is compiled in two runs, and says so each time: two notices, of `MultiSteps` alone.
+notices = [text for text in told if "`jaxcross.exchange.accumulate(optimizer, every=k)`" in text]
+assert len(notices) == 2 and len(set(notices)) == 1, told
+assert "in every mini-step of `optax.MultiSteps`, at " in notices[0] and "(make.<locals>.train_step)" in notices[0]
+print(f"rank {world.rank}: accumulated", flush=True)

@@ -1,0 +1,9 @@
+"""Gradient accumulation over MPI: what is exchanged in twelve steps, counted."""
+
+from typing import Any
+
+
+def test_accumulate_exchanges_three_times_in_twelve_steps(mpirun: Any) -> None:
+    """`optax.MultiSteps`, and a mean in front, twelve times; all of them, and `top_k`, equal `vmap`."""
+    done = mpirun(2, "accumulate.py").check()
+    assert done.stdout.count("accumulated") == 2
