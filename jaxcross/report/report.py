@@ -16,6 +16,7 @@ from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifte
 from jaxcross.runtime.events import Span
 
 FORMAT = 1
+IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its
 _SPANS = 1_000_000  # of all ranks
 
 
@@ -45,7 +46,7 @@ class Report:
 
     def __post_init__(self) -> None:
         lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
-        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths))
+        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN))
 
     @classmethod
     def build(

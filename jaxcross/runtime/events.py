@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+PARAMETER_SERVER = "parameter server"
+"""Label of the spans of a job's exchange with parameter servers: it meets no other rank's."""
+
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 

@@ -16,7 +16,7 @@ from jaxcross.errors import CutError, JobError
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import Listeners, Span, SpanKind
+from jaxcross.runtime.events import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.runtime.explain import describe
 from jaxcross.runtime.feed import Feed
 from jaxcross.runtime.job_calls import Calls
@@ -158,14 +158,14 @@ class JobLife:
         """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
         self.step += 1
         parts: tuple[tuple[SpanKind, int, int, int, int], ...] = (
-            ("compute", 0, start_ns, pushed_ns, 0),
+            ("compute", 1 + self._number, start_ns, pushed_ns, 0),  # no lane orders what the job's thread does
             ("collective", 1 + self._number, pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, lane, begin_ns, finish_ns, size) in enumerate(parts):
             self._listeners.span(
                 Span(
                     rank=self._world.rank, job=self.name, step=self.step, segment=segment, kind=kind, lane=lane,
-                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label="parameter server",
+                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label=PARAMETER_SERVER,
                 )
             )  # fmt: skip
 
