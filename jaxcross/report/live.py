@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from jaxcross.report.table import number, seconds
+from jaxcross.report.units import number, seconds
 from jaxcross.runtime.events import Instrument, Span
 
 
@@ -26,9 +26,17 @@ class _Row:
     period_ns: float | None = None
     loss: float | None = None
     status: str = "waiting"
-    current: int | None = None
+    first: int | None = None
+    latest: int | None = None
     printed: int = -1
     task: TaskID | None = None
+
+    @property
+    def begun(self) -> int:
+        """How many steps have begun, those of earlier runs counted. Step n makes state n; step 0 is none if a step 1
+        follows, and the first one otherwise.
+        """
+        return 0 if self.latest is None or self.first is None else self.latest - min(self.first, 1) + 1
 
     def pace(self) -> str:
         return "" if self.period_ns is None else f"{seconds(self.period_ns / 1e9)}/step"
@@ -110,12 +118,15 @@ class LiveView(Instrument):
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
             if span.kind == "input":
-                if row.current is None and not row.done:
+                if row.latest is None and not row.done:
                     self._state(span.job, row, "has data, traces and compiles its first step")
                 return
-            if row.current is not None and span.step > row.current:
+            if row.latest is None:
+                row.first = row.latest = span.step
+                row.done = row.begun - 1
+            elif span.step > row.latest:  # the next step's computation may end before this one's exchange
+                row.latest = span.step
                 self._stepped(span.job, row, span.start_ns)
-            row.current = span.step
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
@@ -126,17 +137,16 @@ class LiveView(Instrument):
             row = self._rows.setdefault(job, _Row(None))
             if kind == "loss" and isinstance(value, int | float):
                 row.loss = float(value)
-                # the last loss is read back after its job's end
-                self._show(job, row, always=row.status == "done")
+                self._show(job, row)
             elif kind == "status":
                 self._state(job, row, str(value))
             elif kind == "done":
-                if row.current is not None:
-                    row.done, row.current = row.done + 1, None
+                row.done = row.begun or row.done
+                row.first = row.latest = None  # another run of the job would begin again
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:
-        row.done += 1
+        row.done = row.begun - 1
         if row.last_end_ns is not None:
             length = now_ns - row.last_end_ns
             row.period_ns = length if row.period_ns is None else 0.7 * row.period_ns + 0.3 * length

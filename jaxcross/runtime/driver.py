@@ -198,8 +198,8 @@ class Driver:
                 seat.left.set()
                 if seat.thread is None:
                     del self.seats[job]
-                kind, value = ("done", how) if how == "ended" else ("status", str(seat.error or how))
-                self.listeners.note(job=seat.name, kind=kind, step=step, value=value)
+                if how != "ended":  # the job itself notes its end, after its last metrics
+                    self.listeners.note(job=seat.name, kind="status", step=step, value=str(seat.error or how))
             case m.StartJob(job):
                 seat = self.seats[job]
                 seat.thread = seat.make_thread()

@@ -54,7 +54,9 @@ class Instrument:
         """Called when something ended on this rank."""
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Called with a fact for a person: `kind` is `loss` with a number, `status` with a text, or `done`."""
+        """Called with a fact for a person: `kind` is `loss` with a number, `status` with a text, or `done`, the
+        last of a job that came to its end.
+        """
 
 
 class Listeners:

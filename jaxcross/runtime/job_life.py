@@ -42,6 +42,7 @@ class JobLife:
         self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
         self.history = self._metrics.history
         self.examples_per_step: float | None = None
+        self.unit = "examples"
         self.error: Exception | None = None
         self.unread: Exception | None = None  # of reading back what it logged, here; all ranks hear of it after the run
         self.how: str | None = None
@@ -271,6 +272,9 @@ class JobLife:
         failure = self._metrics.settle()
         if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
             self.unread = failure
+        if seat is not None and seat.how == "ended":
+            kind = "done" if self.how == "ended" else "status"
+            self._listeners.note(job=self.name, kind=kind, step=self.step, value=self.how)
         # The arguments hold data and steps, the steps their constants, and the feeds perhaps a batch.
         self._driver, self._fn, self._arguments = None, _no_function, {}
         self._calls.forget()

@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from jaxcross.report import JobFacts, LiveView, Recorder, Report
+from jaxcross.report import Comparison, JobFacts, LiveView, Recorder, Report
 from jaxcross.report import report as report_module
-from jaxcross.report.table import comparison
 from jaxcross.runtime.events import Span
 
 S = 1_000_000_000
@@ -262,7 +261,7 @@ def test_names_and_errors_are_no_markup(terminal):
     spans = [span("compute", "lr[0.1]", step, step, step + 1) for step in range(3)]
     report = Report.build(spans, jobs=[JobFacts(name="lr[0.1]", steps=3)], start_ns=0, end_ns=3 * S, link="[/x]")
     assert "lr[0.1]" in str(report) and "[/x]" in str(report)
-    assert "lr[0.1]" in comparison(report, report)
+    assert "lr[0.1]" in str(Comparison.of([report], [report]))
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -1,5 +1,6 @@
 """No run is faster than its bound, and no part of what it lost is negative: whatever the simulator can make."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -135,7 +136,8 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
         late = round(rng.random() * 0.5 * S) if rng.random() < 0.3 else 0
         own = {"lane": 1 + int(span.job) if span.job.isdecimal() else 9, "label": PARAMETER_SERVER}
         moved.append(replace(span, end_ns=span.end_ns + late, **own))
-    check_sums(account(moved, facts, wall_ns, in_turn=kind == "sequential"))
+    longer = {rank: end + S for rank, end in wall_ns.items()}
+    check_sums(account(moved, facts, longer, in_turn=kind == "sequential"))
 
 
 @pytest.mark.parametrize("jobs", [2, 3, 4])
@@ -164,7 +166,10 @@ def test_unequal_rates_share_a_round_of_as_many_steps():
     for n in range(6):
         spans += [step("small", 3 * n + i + 1, 6 * n + i, 1) for i in range(3)]
         spans.append(step("large", n + 1, 6 * n + 3, 3))
-    facts = [JobFacts(name="small", steps=18, examples_per_step=1), JobFacts(name="large", steps=6, examples_per_step=2)]
+    facts = [
+        JobFacts(name="small", steps=18, examples_per_step=1),
+        JobFacts(name="large", steps=6, examples_per_step=2),
+    ]
     result = account(spans, facts, {0: 36 * S})
     assert (result.period_s, result.bound_s, result.s_per_step) == (3.0, 3.0, 1.5)
     assert [job.steps_per_round for job in result.jobs] == [1.5, 0.5]
@@ -191,3 +196,65 @@ def test_every_table_can_be_printed(seed, kind):
     text = str(report)
     if report.rounds.period_s is None and len(report.jobs) > 1:
         assert "efficiency" not in text and "Lost" not in text and "bound" not in text
+
+
+def slices_of(events):
+    """Of each track, slices as whole nanoseconds."""
+    tracks = {}
+    for event in events:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1000)
+            tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + round(event["dur"] * 1000)))
+    return tracks
+
+
+def check_trace(events):
+    """What viewers demand: arrows go forward, from a slice to a slice, and slices of one track nest."""
+    tracks = slices_of(events)
+    for track in tracks.values():
+        around = []
+        for start, end in sorted(track, key=lambda s: (s[0], -s[1])):
+            while around and around[-1] <= start:
+                around.pop()
+            assert not around or end <= around[-1]
+            around.append(end)
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        assert start["ts"] <= ends[number]["ts"]
+        for flow in (start, ends[number]):
+            at = round(flow["ts"] * 1000)
+            assert any(low <= at <= high for low, high in tracks[flow["pid"], flow["tid"]])
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+def test_traces_of_all_runs_are_well_formed(tmp_path_factory, seed, kind):
+    report, rng = as_report(seed, kind), random.Random(seed)
+    waits = []
+    for span in report.spans:  # what the jobs' threads do begins and ends anywhere
+        if rng.random() < 0.3:
+            start = span.start_ns + rng.randrange(-(10**6), 10**6)
+            end = start + rng.randrange(1 + 2 * (span.end_ns - span.start_ns))
+            kind_of_wait = rng.choice(("input", "host", "compile"))
+            waits.append(replace(span, kind=kind_of_wait, segment=-1, start_ns=start, end_ns=end, ready_ns=start))
+    report = replace(report, spans=(*report.spans, *waits))
+    path = report.to_chrome_trace(tmp_path_factory.mktemp("trace") / "trace.json")
+    check_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def test_an_exchange_next_to_its_own_backward_pass_gets_the_arrow_of_its_maker():
+    """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of it."""
+
+    def span(kind, segment, start, end, ready):
+        return Span(
+            rank=0, job="a", step=1, segment=segment, kind=kind, lane=0, start_ns=start, end_ns=end, ready_ns=ready
+        )
+
+    spans = (
+        span("compute", 0, 0, 1000, 0), span("compute", 2, 1000, 1500, 1000), span("collective", 3, 1010, 9000, 1000),
+        span("compute", 4, 1500, 2000, 1500), span("collective", 5, 9000, 9500, 2000),
+    )  # fmt: skip
+    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=1),), wall_ns={0: (0, 10_000)})
+    flows = [(e["ph"], e["ts"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "flow"]
+    assert flows == [("s", 0.9), ("f", 1.01), ("s", 1.95), ("f", 9.0)]
