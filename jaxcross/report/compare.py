@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -87,12 +88,12 @@ class Comparison:
             if max(one, other) > FIFTH * min(one, other) and abs(one - other) > NEGLIGIBLE * work:
                 return (
                     f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} ({self.names[1]}), "
-                    "more than a fifth apart: the machine was busy, or the jobs slow each other down"
+                    "over a fifth apart: the machine was busy, or jobs slow each other down"
                 )
         if self.most is not None and self.ratio is not None and self.ratio > self.most * (1 + 1e-9):
             return (
-                f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that overlapping this compute "
-                "and exchange can gain: the machine was busy during one of the runs"
+                f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that overlap can gain here: "
+                "the machine was busy in one of the runs"
             )
         return ""
 
@@ -118,7 +119,8 @@ class Comparison:
         return f"{self.speedup:.2f}x: {one}, {other}"
 
     def __str__(self) -> str:
-        table = Table(title=Text(", ".join(filter(None, ["both runs", self.where]))), title_justify="left")
+        title = Text(", ".join(filter(None, ["both runs", self.where])))
+        table = Table()
         for name in ("run", "job"):
             table.add_column(name, no_wrap=True)
         rate = f"{unit(self.second.jobs)}/s"
@@ -132,10 +134,12 @@ class Comparison:
             steps, _, *rest = totals(account)
             row = [steps, *rest, seconds(account.period_s), seconds(account.bound_s), factor]
             table.add_row("", f"all {len(account.jobs)}", *row, style="bold", end_section=True)
-        return "\n".join([printed(table, width=WIDTH + 20), *self._notes()])
+        return "\n".join([printed(Group(title, table), width=WIDTH + 20), *self._notes()])
 
     def _notes(self) -> list[str]:
         lines = ["A round is one step of every job; bound: the shortest round that any order of this work allows."]
+        if self.first.in_turn:
+            lines.append(f"Rates of a row of {self.names[0]} are while that job ran, those of its last row over all.")
         if self.second.period_s is not None and self.first.in_turn and self.first.bound_s is not None:
             one, other = self.first, self.second
             lines += [

@@ -78,8 +78,8 @@ def draw(
     figure.subplots_adjust(
         left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
     )
-    headline = textwrap.fill(headline or _headline(report, compare), 110)
-    size = 14 if len(headline) < 90 else 10
+    headline = textwrap.fill(headline or _headline(report, compare), 92)
+    size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a number
     figure.text(0.105, 1 - 0.12 / total, _as_written(headline), fontsize=size, weight="bold", color=INK, va="top")
     figure.text(0.985, 1 - 0.15 / total, _as_written(report.link), fontsize=10, color=INK, va="top", ha="right")
     _legend(figure, colours, rows, 1 - 0.42 / total)

@@ -26,17 +26,9 @@ class _Row:
     period_ns: float | None = None
     loss: float | None = None
     status: str = "waiting"
-    first: int | None = None
-    latest: int | None = None
+    latest: int = 0
     printed: int = -1
     task: TaskID | None = None
-
-    @property
-    def begun(self) -> int:
-        """How many steps have begun, those of earlier runs counted. Step n makes state n; step 0 is none if a step 1
-        follows, and the first one otherwise.
-        """
-        return 0 if self.latest is None or self.first is None else self.latest - min(self.first, 1) + 1
 
     def pace(self) -> str:
         return "" if self.period_ns is None else f"{seconds(self.period_ns / 1e9)}/step"
@@ -118,14 +110,15 @@ class LiveView(Instrument):
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
             if span.kind == "input":
-                if row.latest is None and not row.done:
+                if not row.latest and not row.done:
                     self._state(span.job, row, "has data, traces and compiles its first step")
                 return
-            if row.latest is None:
-                row.first = row.latest = span.step
-                row.done = row.begun - 1
-            elif span.step > row.latest:  # the next step's computation may end before this one's exchange
-                row.latest = span.step
+            # Steps by their numbers, those of earlier runs counted: the next step's computation may end before this
+            # one's exchange. Step 0 is work before the first step.
+            first, row.latest = not row.latest, max(row.latest, span.step)
+            if first:
+                row.done = max(row.latest - 1, 0)
+            elif row.latest - 1 > row.done:
                 self._stepped(span.job, row, span.start_ns)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
@@ -141,12 +134,12 @@ class LiveView(Instrument):
             elif kind == "status":
                 self._state(job, row, str(value))
             elif kind == "done":
-                row.done = row.begun or row.done
-                row.first = row.latest = None  # another run of the job would begin again
+                row.done = row.latest or row.done
+                row.latest, row.last_end_ns = 0, None  # another run of the job may begin again
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:
-        row.done = row.begun - 1
+        row.done = row.latest - 1
         if row.last_end_ns is not None:
             length = now_ns - row.last_end_ns
             row.period_ns = length if row.period_ns is None else 0.7 * row.period_ns + 0.3 * length

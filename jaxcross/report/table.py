@@ -38,7 +38,7 @@ def render(report: Report) -> Group:
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
     with_left = any(job.facts.how != "ended" for job in rounds.jobs)
     title = Text(_title(report), style="bold")  # names and links are no markup
-    table = Table(title=title, title_justify="left", show_footer=len(rounds.jobs) > 1)
+    table = Table(show_footer=len(rounds.jobs) > 1)
     for name, total in zip(("job", "steps", "steps/s"), (f"all {len(rounds.jobs)}", *totals(rounds)[:2]), strict=True):
         table.add_column(name, footer=total, justify="left" if name == "job" else "right")
     if counted:
@@ -55,7 +55,7 @@ def render(report: Report) -> Group:
         row += [number(job.facts.final_loss)] if with_loss else []
         row += [f"{job.facts.how} at {job.facts.last_step}"] if with_left else []
         table.add_row(*row)
-    return Group(table, Text("\n".join(_footnotes(report))))
+    return Group(title, table, Text("\n".join(_footnotes(report))))
 
 
 def unit(jobs: Sequence[JobAccount]) -> str:

@@ -56,13 +56,15 @@ def test_many_ranks_and_one(tmp_path, ranks):
 
 
 def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
-    from jaxcross.report.gantt import _readable_s, _rows
+    from jaxcross.report.gantt import _rows, _shown_s, _steady_begin
 
-    report = make(True, "crossover", ranks=1, steps=1000)
-    # two computes every 2 s on the lane: the 301st begins at 300 s
-    assert _readable_s(report, _rows(report)) == 300.0
-    short = make(True, "crossover", ranks=1, steps=10)
-    assert _readable_s(short, _rows(short)) == float("inf")
+    def shown(report):
+        begin = _steady_begin(report)
+        return begin / S, _shown_s([(report, _rows(report), begin)])
+
+    # from the end of b's first step on; two computes every 2 s on the lane: the 301st begins 300 s later
+    assert shown(make(True, "crossover", ranks=1, steps=1000)) == (3.0, 300.0)
+    assert shown(make(True, "crossover", ranks=1, steps=8)) == (3.0, 14.0)
 
 
 def test_dollars_are_no_mathematics(tmp_path):

@@ -142,7 +142,7 @@ def test_a_file_that_is_no_report(tmp_path):
 def test_the_table_as_text():
     text = str(two_ranks())
     assert "round_robin, 2 ranks, emulated link 500mbit" in text
-    assert "images/s" in text
+    assert "examples/s" in text
     assert "all 2" in text
     assert "Round 2.00 s (one step of every job), bound 2.00 s" in text
     assert "\x1b" not in text
@@ -231,10 +231,11 @@ def test_the_live_view_prints_lines_without_a_terminal():
     with live:
         live.note(job="a", kind="status", value="compiling")
         live.span(span("compile", "a", 0, 0, 2.5))
-        for step in range(3):
-            live.span(span("compute", "a", step, 3 + step, 4 + step))
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, 2 + step, 3 + step))
         live.note(job="a", kind="loss", value=0.5)
         live.note(job="a", kind="done")
+        live.note(job="a", kind="loss", value=0.25)
     assert out.getvalue().splitlines() == [
         "a: compiling",
         "a: compiled in 2.50 s",
@@ -244,11 +245,29 @@ def test_the_live_view_prints_lines_without_a_terminal():
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "lines"),
+    [
+        # the next step's first segment may end before this one's exchange
+        ([1, 2, 3, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),
+        ([4, 5], ["step 4/5", "step 5/5"]),  # it resumed after step 3
+        ([0, 1, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # what came before step 1
+    ],
+)
+def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
+    out = io.StringIO()
+    with LiveView({"a": 5}, console=Console(file=out, width=100)) as live:
+        for at, step in enumerate(steps):
+            live.span(span("compute", "a", step, at, at + 1))
+        live.note(job="a", kind="done")
+    assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
+
+
 def test_the_live_view_draws_bars_on_a_terminal():
     live, out = view(terminal=True)
     with live:
-        live.span(span("compute", "a", 0, 0, 1))
-        live.span(span("compute", "a", 1, 1, 2))
+        live.span(span("compute", "a", 1, 0, 1))
+        live.span(span("compute", "a", 2, 1, 2))
     assert "1/3" in out.getvalue()
 
 
