@@ -216,7 +216,7 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
     timeline, stretch = rank.timeline, rank.measured(job)
     compute, transfer = timeline.compute.get(job, []), timeline.transfer.get(job, [])
     if stretch is not None:
-        return tuple(_inside(pieces, stretch) / stretch.steps[job] for pieces in (compute, transfer))
+        return _inside(compute, stretch) / stretch.steps[job], _inside(transfer, stretch) / stretch.steps[job]
     steps = len(timeline.step_ends.get(job, ()))
     return (measure(compute) / steps, measure(transfer) / steps) if steps else None
 

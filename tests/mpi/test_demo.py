@@ -68,7 +68,7 @@ def test_it_shows_the_line_that_it_runs_and_the_table(finished):
     (line,) = [text for text in stdout.splitlines() if "mpirun -n 2" in text]
     assert "--policy compare" in line
     assert "all final states are equal, bit for bit" in stdout
-    assert stdout.index("both runs") < stdout.index("speed-up") < stdout.index("Chrome trace")
+    assert stdout.index("both runs") < stdout.rindex("speed-up") < stdout.index("Chrome trace")
     assert stdout.count("s per job-step (sequential)") + stdout.count("No speed-up stated") == 2
 
 

@@ -79,7 +79,8 @@ S = 1_000_000_000
 
 def report(policy, loss=0.5, compute=1.0, exchange=1.0, gap=0.0, steps=6):
     """Two like jobs, one after the other or each computing while the other one exchanges."""
-    spans, length = [], compute + exchange + gap
+    crossed = max(2 * compute, 2 * exchange, compute + exchange)
+    spans, length = [], compute + exchange + gap if policy == "sequential" else crossed
     for j, job in enumerate("ab"):
         for n in range(steps):
             start = n * length + j * (steps * length if policy == "sequential" else length / 2)
