@@ -111,7 +111,7 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int]) -> list[_Slice]:
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
-        if s.kind in ("compute", "collective") and s.job:
+        if s.kind in ("compute", "collective") and s.job and s.in_step:
             low, high = bounds[s.rank, s.job].get(s.step, (s.start_ns, s.end_ns))
             bounds[s.rank, s.job][s.step] = (min(low, s.start_ns), max(high, s.end_ns))
     slices: list[_Slice] = []

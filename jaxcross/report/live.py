@@ -104,6 +104,8 @@ class LiveView(Instrument):
         """Takes a finished span: a new step number is progress, the first batch or `compile` a change of state."""
         if not self._enabled or not span.job or span.kind not in ("compute", "collective", "compile", "input"):
             return
+        if not span.in_step:
+            return
         with self._lock:
             row = self._rows.setdefault(span.job, _Row(None))
             if span.kind == "compile":
@@ -113,13 +115,13 @@ class LiveView(Instrument):
                 if not row.latest and not row.done:
                     self._state(span.job, row, "has data, traces and compiles its first step")
                 return
-            # Steps by their numbers, those of earlier runs counted: the next step's computation may end before this
-            # one's exchange. Step 0 is work before the first step.
-            first, row.latest = not row.latest, max(row.latest, span.step)
-            if first:
-                row.done = max(row.latest - 1, 0)
-            elif row.latest - 1 > row.done:
+            # A new number is a new step, the first one counts those of earlier runs. The next step's computation may
+            # end before this one's exchange; an evaluation has a number, too.
+            if row.latest and span.step > row.latest:
                 self._stepped(span.job, row, span.start_ns)
+            elif not row.latest:
+                row.done = max(span.step - 1, 0)
+            row.latest = max(row.latest, span.step)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
@@ -134,12 +136,12 @@ class LiveView(Instrument):
             elif kind == "status":
                 self._state(job, row, str(value))
             elif kind == "done":
-                row.done = row.latest or row.done
+                row.done += row.latest > 0
                 row.latest, row.last_end_ns = 0, None  # another run of the job may begin again
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:
-        row.done = row.latest - 1
+        row.done += 1
         if row.last_end_ns is not None:
             length = now_ns - row.last_end_ns
             row.period_ns = length if row.period_ns is None else 0.7 * row.period_ns + 0.3 * length

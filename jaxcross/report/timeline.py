@@ -62,8 +62,8 @@ class Timeline:
         input: When a job waited for its next batch.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
-        step_ends: Per job, step number and end of its last segment, in order of steps. Work before the first step is
-            no step.
+        step_ends: Per job, step number and end of its last segment, in order of steps. What is none of its steps, as an
+            evaluation, is work of the job all the same.
     """
 
     rank: int
@@ -93,8 +93,9 @@ class Timeline:
         for span in own:
             if span.kind not in ("compute", "collective"):
                 continue
-            steps = ends[span.job]
-            steps[span.step] = max(span.end_ns, steps.get(span.step, span.end_ns))
+            if span.in_step:
+                steps = ends[span.job]
+                steps[span.step] = max(span.end_ns, steps.get(span.step, span.end_ns))
             if span.kind == "compute":
                 compute[span.job].append((span.start_ns, span.end_ns))
                 lanes["compute", span.lane].append((span.start_ns, span.end_ns))
@@ -118,29 +119,12 @@ class Timeline:
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
             late_compute=_late(s for s in own if s.kind == "compute"),
             late_exchange=_late(s for s in own if s.kind == "collective"),
-            step_ends=_without_step_0(own, ends),
+            step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
 
     def covered(self, job: str) -> list[Interval]:
         """When the job exchanged while any job computed on this rank."""
         return intersect(self.exchange.get(job, []), self.computing)
-
-
-def _without_step_0(
-    spans: Sequence[Span], ends: Mapping[str, Mapping[int, int]]
-) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Each job's step ends in order. Step 0 is work before the first step, as an evaluation, where it exchanged nothing
-    and later steps do.
-    """
-    exchanged = {(span.job, span.step > 0) for span in spans if span.kind == "collective"}
-    return {
-        job: tuple(
-            (step, end)
-            for step, end in sorted(steps.items())
-            if step > 0 or (job, False) in exchanged or (job, True) not in exchanged
-        )
-        for job, steps in ends.items()
-    }
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:

@@ -28,6 +28,7 @@ class Span:
         ready_ns: When its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
         label: Free text; an exchange held back by an emulated link is labelled `emulated`.
+        in_step: False for a call that is none of the job's steps, as an evaluation. It has a number all the same.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Span:
     ready_ns: int
     nbytes: int = 0
     label: str = ""
+    in_step: bool = True
 
 
 class Instrument:

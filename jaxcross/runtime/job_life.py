@@ -130,7 +130,8 @@ class JobLife:
             if self._nonfinite == "skip" and not execution.skippable and self._calls.leads(compiled):
                 self._refuse_to_skip(compiled)
             execution.watch()
-        outputs = driver.call(self._number, outline, execution, self._nonfinite)
+        leads = self._calls.leads(compiled)
+        outputs = driver.call(self._number, outline, execution, self._nonfinite, in_step=leads)
         if self._calls.trains(compiled):
             self.step += 1
             if self._resumption is not None:

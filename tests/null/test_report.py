@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -251,7 +252,7 @@ def test_the_live_view_prints_lines_without_a_terminal():
         # the next step's first segment may end before this one's exchange
         ([1, 2, 3, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),
         ([4, 5], ["step 4/5", "step 5/5"]),  # it resumed after step 3
-        ([0, 1, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # what came before step 1
+        ([1, 2, 3, 5, 6], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # 4 is an evaluation
     ],
 )
 def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
@@ -259,6 +260,7 @@ def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
     with LiveView({"a": 5}, console=Console(file=out, width=100)) as live:
         for at, step in enumerate(steps):
             live.span(span("compute", "a", step, at, at + 1))
+        live.span(replace(span("compute", "a", 9, 9, 10), in_step=False))
         live.note(job="a", kind="done")
     assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
 

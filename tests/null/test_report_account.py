@@ -247,12 +247,16 @@ def test_the_tail_of_one_job_is_not_measured():
     assert sum(job.examples_per_s for job in result.jobs) == result.examples_per_s == 8.0
 
 
-def test_work_before_the_first_step_is_no_step():
-    """An evaluation before the training, which compiles: step 0 exchanges nothing."""
-    spans = [piece("compute", "a", 0, 0, 1)]
-    spans += [replace(s, step=s.step + 1) for s in alone("a", 4, begin=10)]
+def test_an_evaluation_is_no_step():
+    """An evaluation before the training, and one that exchanges, in the middle of it."""
+    spans = [replace(piece("compute", "a", 0, 0, 1), in_step=False)]
+    spans += [replace(s, step=s.step + 1) for s in alone("a", 2, begin=10)]
+    spans += [replace(s, step=3, in_step=False) for s in alone("a", 1, begin=14)]
+    spans += [replace(s, step=s.step + 4) for s in alone("a", 2, begin=16)]
     result = account(spans, facts("a", steps=4), {0: 20 * S})
-    assert (result.period_s, result.rounds) == (2.0, 3)
+    assert result.rounds == 3
+    assert result.period_s == pytest.approx(8 / 3)  # from 12 to 20 s, the evaluation included
+    assert result.bound_s == result.period_s
 
 
 def test_exchanges_with_parameter_servers_overlap():
