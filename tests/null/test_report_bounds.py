@@ -27,7 +27,11 @@ def random_outline(rng):
     """A backward pass in pieces, each with its exchange, some beside the next piece, and an update."""
     kinds, needs, pieces = [], [], rng.randint(1, 4)
     exchanges = []
-    for _ in range(pieces):
+    if rng.random() < 0.5:  # all pieces before all exchanges: each travels while later ones of lower number compute
+        kinds = ["compute"] * pieces + ["collective"] * pieces
+        needs = [(n - 1,) if n else () for n in range(pieces)] + [(n,) for n in range(pieces)]
+        exchanges = list(range(pieces, 2 * pieces))
+    for _ in range(0 if exchanges else pieces):
         computed = [n for n, kind in enumerate(kinds) if kind == "compute"]
         behind = rng.random() < 0.3 and exchanges
         needs.append((exchanges[-1],) if behind else tuple(computed[-1:]))
