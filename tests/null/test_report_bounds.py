@@ -122,7 +122,7 @@ def check_sums(result):
         assert sum(rates) * result.period_s == pytest.approx(len(result.crossed)) or not all(rates)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_no_round_is_shorter_than_its_bound(seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
@@ -231,7 +231,7 @@ def check_trace(events):
             assert any(low <= at <= high for low, high in tracks[flow["pid"], flow["tid"]])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_traces_of_all_runs_are_well_formed(tmp_path_factory, seed, kind):
     report, rng = as_report(seed, kind), random.Random(seed)
