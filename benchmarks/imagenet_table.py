@@ -15,8 +15,14 @@ CACHES = ("cold", "warm")
 
 
 def throughput_of(report: Any) -> dict[str, Any]:
-    """Images a second and what the input cost, from a run's report."""
+    """Images a second and what the input cost, from a run's report.
+
+    Raises:
+        ValueError: The jobs were never in steady state together.
+    """
     summary = report.summary()
+    if summary["period_s"] is None:
+        raise ValueError("the jobs were never in steady state together: give more `--steps`")
     images = sum(job.facts.steps * (job.facts.examples_per_step or 0) for job in report.rounds.jobs)
     waits: dict[str, dict[int, list[float]]] = {job.name: {} for job in report.jobs}
     for span in report.spans:

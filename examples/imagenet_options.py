@@ -33,7 +33,7 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     add("--job", action="append", type=job, metavar="lr=0.1,seed=0", dest="jobs", help="one job; repeat for more")
     add("--batch-size", type=int, default=32, help="images a rank and step (default %(default)s)")
     add("--image-size", type=int, default=224, help="pixels (default %(default)s)")
-    add("--steps", type=int, help="of each job (default: --epochs passes)")
+    add("--steps", type=int, help="of each job, and way of a comparison (default: --epochs passes)")
     add("--epochs", type=int, default=90, help="passes over the data (default %(default)s)")
     add("--warmup-steps", type=int, help="default: 5 passes, at most a tenth of the steps")
     add("--weight-decay", type=float, default=1e-4, help="of kernels only (default %(default)s)")
@@ -68,8 +68,9 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
     return args
 
 
-def write_results(args: argparse.Namespace, rank: int, reports: dict[str, Any], scores: dict[str, Any]) -> None:
-    """Writes the files of `--output` and `--json`, on rank 0."""
+def write_results(args: argparse.Namespace, rank: int, ways: dict[str, list[Any]], scores: dict[str, Any]) -> None:
+    """Writes the files of `--output` and `--json`, on rank 0. A way's second run is called `crossover-2`, and so on."""
+    reports = {f"{way}-{n}" if n > 1 else way: report for way, runs in ways.items() for n, report in enumerate(runs, 1)}
     if args.output and rank == 0:
         for name, report in reports.items():
             report.to_json(args.output / f"{name}.json")

@@ -59,6 +59,7 @@ def _facts(job: JobContext) -> JobFacts:
         name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
         metrics=metrics, how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
         replicas=job.replicas.findings.text,
+        first_step=job.step - job.steps_made, unit=job.unit,
     )  # fmt: skip
 
 

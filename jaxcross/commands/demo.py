@@ -1,4 +1,4 @@
-"""`jaxcross demo`: two training jobs on two ranks, first one after the other, then in crossover, measured."""
+"""`jaxcross demo`: two training jobs on two ranks, by turns one after the other and in crossover, measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxcross.commands.launch import Mpirun
     from jaxcross.lab import Lab
-    from jaxcross.report import Report
+    from jaxcross.report import Comparison, Report
 
 MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
 PATIENCE_S = 10.0
@@ -35,7 +35,13 @@ def add_parser(subparsers: Any) -> None:
     add("--model", choices=MODELS, default="resnet50", metavar="NAME", help=f"{', '.join(MODELS)}; default %(default)s")
     add("--image-size", type=_positive, default=224, metavar="PIXELS", help="default %(default)s")
     add("--batch-size", type=_positive, default=4, metavar="B", help="images a rank and step (default %(default)s)")
-    add("--steps", type=_positive, default=6, metavar="S", help="of each job (default %(default)s)")
+    add(
+        "--steps",
+        type=_positive,
+        default=10,
+        metavar="S",
+        help="of each job and way, in two turns; default %(default)s",
+    )
     add("--output", type=Path, default=Path("jaxcross-demo"), metavar="DIR", help="default %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the measured numbers there")
     parser.set_defaults(run=run)
@@ -104,7 +110,7 @@ def _demo(args: argparse.Namespace) -> int:
         lab, why_not = _lab(args, stack) if slow else (None, "")
         launch = _launch(args, example, mpirun, data, lab, slow=slow)
         _say(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
-        _say(f"Training {args.jobs} jobs on {args.ranks} ranks, one after the other and then in crossover:\n")
+        _say(f"Training {args.jobs} jobs on {args.ranks} ranks, by turns one after the other and in crossover:\n")
         _say(f"  {launch.shown}\n")
         _train(launch)
         if lab is not None:
@@ -216,33 +222,52 @@ def _train(launch: Launch) -> None:
 
 
 def _finish(args: argparse.Namespace, launch: Launch) -> int:
-    from jaxcross.report import Report
-    from jaxcross.report.table import comparison
+    from jaxcross.report import Comparison
+    from jaxcross.report.gantt import draw
 
     _say("Drawing ...")
-    names = ("sequential", "crossover")
-    sequential, crossover = (replace(Report.load(args.output / f"{name}.json"), policy=name) for name in names)
-    trace = args.output / "crossover.trace.json"
-    gantt = crossover.to_gantt(args.output / "gantt.png", compare=sequential)
+    turns = min(2, args.steps)
+    ways = {name: _reports(args.output, name, turns) for name in ("sequential", "crossover")}
+    comparison = Comparison.of(*ways.values())
+    last = {name: reports[-1] for name, reports in ways.items()}
+    trace = args.output / ("crossover-2.trace.json" if turns > 1 else "crossover.trace.json")
+    gantt = draw(last["crossover"], args.output / "gantt.png", compare=last["sequential"], headline=comparison.headline)
     if args.json:
-        result = numbers(sequential, crossover, link=launch.link, trace=trace, gantt=gantt)
+        result = numbers(comparison, link=launch.link, trace=trace, gantt=gantt)
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(comparison(sequential, crossover))
+    print(comparison)
     print(f"Chrome trace (open in https://ui.perfetto.dev): {trace}")
     print(f"Gantt chart of both runs: {gantt}", flush=True)
     return 0
 
 
-def numbers(sequential: Report, crossover: Report, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """What `--json` writes. Jobs are those of the crossover run, seconds those of a job-step in the steady state."""
-    rounds, k = crossover.rounds, max(len(crossover.jobs), 1)
+def _reports(folder: Path, way: str, turns: int) -> list[Report]:
+    """The reports of a way's turns, in their order; an older demo may have left more."""
+    from jaxcross.report import Report
+
+    paths = [folder / f"{way}.json", *([folder / f"{way}-2.json"] if turns > 1 else [])]
+    return [replace(Report.load(path), policy=way) for path in paths]
+
+
+def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
+    """What `--json` writes. Jobs are those in crossover, seconds those of a job-step in the steady state.
+
+    `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is what was measured.
+    """
+    alone, rounds = comparison.first, comparison.second
+    k = max(len(rounds.crossed), 1)
     return {
         "link": link,
-        "sequential_s_per_step": sequential.rounds.s_per_step,
+        "sequential_s_per_step": alone.s_per_step,
         "crossover_s_per_step": rounds.s_per_step,
-        "speedup": crossover.speedup(over=sequential),
-        "bound_s_per_step": rounds.bound_s / k,
+        "speedup": comparison.speedup,
+        "ratio": comparison.ratio,
+        "reason": comparison.reason,
+        "bound_s_per_step": None if rounds.bound_s is None else rounds.bound_s / k,
         "efficiency": rounds.efficiency,
+        "efficiency_alone": comparison.efficiency_alone,
+        "compute_s_per_step": {"alone": alone.compute_s / k, "crossover": rounds.compute_s / k},
+        "exchange_s_per_step": {"alone": alone.exchange_s / k, "crossover": rounds.exchange_s / k},
         "hidden_share": rounds.hidden_share,
         "jobs": [
             {

@@ -1,179 +1,192 @@
 """What a run achieved, what it could have, and where the difference went: pure functions over spans.
 
-A **round** is one step of every job. Jobs that run side by side share a round; jobs that run one after the other add
-theirs, so `Sequential` and crossover are measured by the same rule. Only the steady state counts: a job's first
-step (compiling, first touch of every page) and the tail in which other jobs have already ended are left out.
+A **round** is one step of every job. It is measured where all jobs are in steady state next to each other: between the
+latest end of a first step (compiling, first touch of every page) and the earliest end of a last one, over whole rounds.
+Jobs that run one after the other because their policy says so add their steps, so `Sequential` and crossover are
+measured by the same rule. Elsewhere there is no round, and none is reported.
+
+The bound is made of what the lanes did in the same stretch of time that the round is measured on. A lane does one thing
+at a time, so it cannot have worked longer than the round lasted: no round is shorter than its bound.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxcross.report.facts import LOSSES, Account, JobAccount, JobFacts
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
-from jaxcross.report.timeline import ExchangeKey, Timeline, in_lane_order, shortest_exchanges
+from jaxcross.report.rounds import Stretch, at_work_together
+from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
 from jaxcross.runtime.events import Span
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
-    """One job on one rank, nanoseconds a step."""
+class _Terms:
+    """What bounds a round, in nanoseconds."""
 
     compute: float
     exchange: float
-    chain: float
+    chain: Mapping[str, float]
+
+    @property
+    def longest(self) -> str:
+        """The job with the longest chain."""
+        return max(self.chain, key=lambda job: self.chain[job])
+
+    @property
+    def limit(self) -> tuple[float, str]:
+        """The bound, and the term that sets it."""
+        terms = {"compute": self.compute, "exchange": self.exchange, "chain": self.chain[self.longest]}
+        name = max(terms, key=lambda term: terms[term])
+        return terms[name], name
+
+    @classmethod
+    def mean(cls, several: Sequence[_Terms]) -> _Terms:
+        jobs = dict.fromkeys(job for terms in several for job in terms.chain)
+        return cls(
+            _mean(t.compute for t in several),
+            _mean(t.exchange for t in several),
+            {job: _mean(t.chain[job] for t in several if job in t.chain) for job in jobs},
+        )
 
 
-def account(spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[int, int]) -> Account:
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank's time, and what is measured of it."""
+
+    timeline: Timeline
+    own: Mapping[str, Stretch]
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def of(cls, timeline: Timeline, jobs: Sequence[str], *, in_turn: bool) -> _Rank:
+        """Chooses where the round is measured, if anywhere: each job's own steady state, or the one that they share."""
+        own = {job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None}
+        if in_turn or not own:
+            return cls(timeline, own, tuple(own.values()))
+        shared = Stretch.shared(timeline, list(own))
+        return cls(timeline, own, () if shared is None else (shared,))
+
+    @property
+    def period(self) -> float:
+        return sum((s.window[1] - s.window[0]) / s.rounds for s in self.stretches)
+
+    @property
+    def terms(self) -> _Terms:
+        chain: dict[str, float] = {}
+        for stretch in self.stretches:
+            for job in stretch.steps:
+                chain[job] = _inside(_chain(self.timeline, job), stretch) / stretch.rounds
+        return _Terms(
+            sum(_inside(_busiest(self.timeline.compute_lanes, s), s) / s.rounds for s in self.stretches),
+            sum(_inside(_busiest(self.timeline.exchange_lanes, s), s) / s.rounds for s in self.stretches),
+            chain,
+        )
+
+    def lost(self) -> dict[str, float]:
+        """Nanoseconds a round in which what limits this rank did not work, by cause: its period less its own bound."""
+        lost = dict.fromkeys(LOSSES, 0.0)
+        terms = self.terms
+        _, limit = terms.limit
+        for stretch in self.stretches:
+            for cause, length in _gaps(self.timeline, stretch, limit, terms.longest).items():
+                lost[cause] += length / stretch.rounds
+        return lost
+
+    def measured(self, job: str) -> Stretch | None:
+        """Where this job's own numbers are taken: with the round, or else in its own steady state."""
+        with_others = (stretch for stretch in self.stretches if job in stretch.steps)
+        return next(with_others, self.own.get(job))
+
+
+def account(
+    spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[int, int], *, in_turn: bool = False
+) -> Account:
     """Accounts for a run.
 
     Args:
         spans: Those of all ranks; clocks need not agree.
         jobs: The jobs, in the order to show.
         wall_ns: Per rank, how long the run took.
+        in_turn: Whether the jobs ran one after the other because they were to.
     """
     spans = in_lane_order(spans)
     shortest = shortest_exchanges(spans)
-    ranks = sorted(wall_ns) or [0]
     of_rank: dict[int, list[Span]] = defaultdict(list)
-    of_job: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    nbytes: Counter[tuple[int, str]] = Counter()
     for span in spans:
         of_rank[span.rank].append(span)
-        of_job[span.rank, span.job].append(span)
-    timelines = {rank: Timeline.of(rank, of_rank[rank], shortest) for rank in ranks}
+        nbytes[span.rank, span.job] += span.nbytes if span.kind == "collective" else 0
     names = [job.name for job in jobs]
-    windows = {rank: [window for window, _ in _groups(timelines[rank], names)] for rank in ranks}
-    cost = {
-        rank: {name: _cost(timelines[rank], name, windows[rank], of_job[rank, name], shortest) for name in names}
-        for rank in ranks
-    }
-    mean = {name: _mean([cost[rank][name] for rank in ranks]) for name in names}
-    bound, limit, _ = _bound(mean)
-    decisive = max(ranks, key=lambda rank: _bound(cost[rank])[0])
-    own_bound, own_limit, own_chain = _bound(cost[decisive])
-    timeline = timelines[decisive]
-
-    groups = _groups(timeline, names)
-    lost = dict.fromkeys(LOSSES, 0.0)
-    period = 0.0
-    for window, rounds in groups:
-        period += (window[1] - window[0]) / rounds
-        for cause, length in _gaps(timeline, window, own_limit, own_chain).items():
-            lost[cause] += length / rounds
-    lost["imbalance"] = own_bound - bound
-    lost["other"] = period - bound - sum(lost.values())
-
-    steady = union(w for w in (_window(timeline, name) for name in names) if w is not None)
+    ranks: dict[int, _Rank] = {}
+    for rank in sorted(wall_ns) or [0]:
+        ranks[rank] = _Rank.of(Timeline.of(rank, of_rank[rank], shortest), names, in_turn=in_turn)
+    measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
+    decisive = max(measured, key=lambda rank: measured[rank].limit[0], default=min(ranks))
+    part, wall = ranks[decisive], wall_ns.get(decisive, 0)
+    steady = union(own.window for own in part.own.values())
+    bound, limit, lost = None, "", {}
+    if measured:
+        bound, limit = _Terms.mean(list(measured.values())).limit
+        lost = part.lost()
+        lost["imbalance"] = measured[decisive].limit[0] - bound
     return Account(
-        jobs=tuple(_job_account(job, mean[job.name], timelines, decisive, of_job[decisive, job.name]) for job in jobs),
-        period_s=period / 1e9,
-        bound_s=bound / 1e9,
+        jobs=tuple(_job_account(job, ranks, decisive, nbytes[decisive, job.name]) for job in jobs),
+        period_s=part.period / 1e9 if measured else None,
+        bound_s=bound / 1e9 if bound is not None else None,
         limit=limit,
-        lost_s={cause: length / 1e9 for cause, length in lost.items()},
-        start_up_s=max(0, wall_ns.get(decisive, 0) - measure(steady)) / 1e9,
+        lost_s={cause: max(length, 0.0) / 1e9 for cause, length in lost.items()},
+        hidden_share=_hidden(ranks.values(), names),
+        rounds=min((stretch.rounds for stretch in part.stretches), default=0.0),
+        in_turn=in_turn,
+        steady_share=_ratio(sum(s.window[1] - s.window[0] for s in part.stretches), wall),
+        shared_share=_ratio(at_work_together(_at_work(of_rank[decisive])), wall),
+        start_up_s=max(0, wall - measure(steady)) / 1e9,
         wall_s=max(wall_ns.values(), default=0) / 1e9,
     )
 
 
-def _cost(
-    timeline: Timeline,
-    job: str,
-    windows: Sequence[Interval],
-    spans: Sequence[Span],
-    shortest: Mapping[ExchangeKey, int],
-) -> _Cost:
-    """Means over the steps that the period is measured on, so that bound and period speak of the same work."""
-    ends = timeline.step_ends.get(job, ())
-    if not ends:
-        return _Cost(0.0, 0.0, 0.0)
-    steps = [step for step, _ in ends]
-    inside = {step for step, end in ends if any(low < end <= high for low, high in windows)}
-    steady = inside or set(steps[1:] or steps)
-    own = [s for s in spans if s.step in steady]
-    compute = sum(s.end_ns - s.start_ns for s in own if s.kind == "compute")
-    keys = {(s.job, s.step, s.segment) for s in own if s.kind == "collective"}
-    exchange = sum(shortest[key] for key in keys)
-    itself = measure(intersect(timeline.compute.get(job, []), timeline.transfer.get(job, []))) / len(steps)
-    n = len(steady)
-    return _Cost(compute / n, exchange / n, max((compute + exchange) / n - itself, 0.0))
+def _chain(timeline: Timeline, job: str) -> list[Interval]:
+    return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
-def _mean(costs: Sequence[_Cost]) -> _Cost:
-    n = len(costs)
-    return _Cost(sum(c.compute for c in costs) / n, sum(c.exchange for c in costs) / n, sum(c.chain for c in costs) / n)
+def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
+    """The lane with most to do: what several lanes do may overlap, what one does may not."""
+    return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
-def _bound(costs: Mapping[str, _Cost]) -> tuple[float, str, str]:
-    """The bound, the term that sets it, and the job with the longest chain."""
-    chain_job = max(costs, key=lambda name: costs[name].chain, default="")
-    terms = {
-        "compute": sum(c.compute for c in costs.values()),
-        "exchange": sum(c.exchange for c in costs.values()),
-        "chain": costs[chain_job].chain if chain_job else 0.0,
-    }
-    limit = max(terms, key=lambda term: terms[term])
-    return terms[limit], limit, chain_job
+def _inside(pieces: list[Interval], stretch: Stretch) -> int:
+    return measure(intersect(pieces, [stretch.window]))
 
 
-def _window(timeline: Timeline, job: str) -> Interval | None:
-    """A job's steady state: from the end of its first step to the end of its last."""
-    ends = timeline.step_ends.get(job, ())
-    if len(ends) > 1:
-        return ends[0][1], ends[-1][1]
-    if not ends:
-        return None
-    busy = [*timeline.compute.get(job, []), *timeline.exchange.get(job, [])]
-    return min(start for start, _ in busy), ends[0][1]
-
-
-def _groups(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[Interval, int]]:
-    """Jobs that ran side by side, each group as a window of whole rounds and their number."""
-    windows = sorted((w, job) for job in jobs if (w := _window(timeline, job)) is not None)
-    clusters: list[list[tuple[Interval, str]]] = []
-    reach = -1
-    for window, job in windows:
-        if not clusters or window[0] >= reach:
-            clusters.append([])
-        clusters[-1].append((window, job))
-        reach = max(reach, window[1])
-    groups: list[tuple[Interval, int]] = []
-    for cluster in clusters:
-        low, high = max(w[0] for w, _ in cluster), min(w[1] for w, _ in cluster)
-        together = [[end for _, end in timeline.step_ends[job] if low <= end <= high] for _, job in cluster]
-        whole = [[w[0], *(end for _, end in timeline.step_ends[job] if end > w[0])] for w, job in cluster]
-        ends = max(together, key=len) if len(max(together, key=len)) > 1 else max(whole, key=len)
-        if len(ends) > 1 and ends[-1] > ends[0]:
-            groups.append(((ends[0], ends[-1]), len(ends) - 1))
-    return groups
-
-
-def _gaps(timeline: Timeline, window: Interval, limit: str, chain_job: str) -> dict[str, int]:
-    """Nanoseconds in the window in which the lane that sets the bound did not work, each under one cause."""
-    compute = union(piece for pieces in timeline.compute.values() for piece in pieces)
+def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> dict[str, int]:
+    """Nanoseconds in which what sets the bound did not work, each under one cause."""
     transfer = union(piece for pieces in timeline.transfer.values() for piece in pieces)
+    working = union([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,
         "chain": union([*timeline.late_compute, *timeline.late_exchange]),
     }[limit]
     busy = {
-        "compute": compute,
-        "exchange": transfer,
-        "chain": union([*timeline.compute.get(chain_job, []), *timeline.transfer.get(chain_job, [])]),
+        "compute": _busiest(timeline.compute_lanes, stretch),
+        "exchange": _busiest(timeline.exchange_lanes, stretch),
+        "chain": _chain(timeline, chain_job) if chain_job in stretch.steps else [],
     }[limit]
-    left = subtract([window], busy)
+    left = subtract([stretch.window], busy)
     if limit == "chain":
-        late = subtract(late, union([*compute, *transfer]))
+        late = subtract(late, working)
     causes = [
         ("votes", intersect(timeline.vote, late) if limit != "compute" else []),
         ("dispatch", late),
         ("peer", timeline.peer),
-        ("order", union([*compute, *transfer])),
+        ("order", working),
         # last: a vote or the preparation of a batch costs nothing while something else holds the lane up
         ("votes", timeline.vote),
         ("input", timeline.input),
+        ("other", [stretch.window]),
     ]
     lengths = dict.fromkeys(LOSSES, 0)
     for cause, when in causes:
@@ -182,23 +195,57 @@ def _gaps(timeline: Timeline, window: Interval, limit: str, chain_job: str) -> d
     return lengths
 
 
-def _job_account(
-    facts: JobFacts, mean: _Cost, timelines: Mapping[int, Timeline], decisive: int, spans: Sequence[Span]
-) -> JobAccount:
-    timeline = timelines[decisive]
-    window = _window(timeline, facts.name)
-    rounds = max(len(timeline.step_ends.get(facts.name, ())) - 1, 1)
-    exchange = sum(measure(t.exchange.get(facts.name, [])) for t in timelines.values())
-    hidden = sum(t.hidden_ns(facts.name) for t in timelines.values())
-    nbytes = sum(s.nbytes for s in spans if s.kind == "collective")
+def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, nbytes: int) -> JobAccount:
+    name, part = facts.name, ranks[decisive]
+    stretch = part.measured(name)
+    costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
+    in_round = next((s for s in part.stretches if name in s.steps), None)
     return JobAccount(
         facts=facts,
-        period_s=(window[1] - window[0]) / rounds / 1e9 if window else 0.0,
-        compute_s=mean.compute / 1e9,
-        exchange_s=mean.exchange / 1e9,
-        hidden_share=_ratio(hidden, exchange),
-        bytes_per_step=_ratio(nbytes, len(timeline.step_ends.get(facts.name, ()))),
+        period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9 if stretch else 0.0,
+        compute_s=_mean(compute for compute, _ in costs) / 1e9,
+        exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
+        hidden_share=_hidden(ranks.values(), [name]),
+        bytes_per_step=_ratio(nbytes, len(part.timeline.step_ends.get(name, ()))),
+        steps_per_round=in_round.steps[name] / in_round.rounds if in_round else 0.0,
     )
+
+
+def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
+    """Nanoseconds a step of compute and of exchange on one rank; of all there is, if it made a single step."""
+    timeline, stretch = rank.timeline, rank.measured(job)
+    compute, transfer = timeline.compute.get(job, []), timeline.transfer.get(job, [])
+    if stretch is not None:
+        return _inside(compute, stretch) / stretch.steps[job], _inside(transfer, stretch) / stretch.steps[job]
+    steps = len(timeline.step_ends.get(job, ()))
+    return (measure(compute) / steps, measure(transfer) / steps) if steps else None
+
+
+def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
+    """Share of these jobs' exchange time, where it was measured, that computation covered."""
+    hidden = whole = 0
+    for rank in ranks:
+        for job in jobs:
+            stretch, exchange = rank.measured(job), rank.timeline.exchange.get(job, [])
+            if stretch is not None:
+                whole += _inside(exchange, stretch)
+                hidden += _inside(rank.timeline.covered(job), stretch)
+    return _ratio(hidden, whole)
+
+
+def _at_work(spans: Sequence[Span]) -> list[Interval]:
+    """Of each job, from its first span to its last."""
+    reach: dict[str, Interval] = {}
+    for span in spans:
+        if span.job:
+            low, high = reach.get(span.job, (span.start_ns, span.end_ns))
+            reach[span.job] = min(low, span.start_ns), max(high, span.end_ns)
+    return list(reach.values())
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -6,14 +6,26 @@ exchange lanes. An arrow leads from the compute segment that made an exchange's 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxcross.report.timeline import in_lane_order
 from jaxcross.runtime.events import Span
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report
+
+
+class _Slice(NamedTuple):
+    """A slice on its track: `event` has all but its times."""
+
+    start_ns: int
+    end_ns: int
+    event: dict[str, Any]
+
 
 LANE_TRACK = 1000
 """Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000, so that they sort so."""
@@ -35,9 +47,8 @@ def trace_events(report: Report) -> dict[str, Any]:
             events += _track(rank, track, f"job {job}")
         for _, lane, name in (lane for lane in lanes if lane[0] == rank):
             events += _track(rank, lane, name)
-    events += _steps(spans, tracks, origin)
-    for span in spans:
-        events += _pieces(span, tracks, origin)
+    for piece in _nested([*_steps(spans, tracks), *(_piece(span, tracks, origin) for span in spans)]):
+        events.append({**piece.event, "ts": _us(piece.start_ns, origin), "dur": (piece.end_ns - piece.start_ns) / 1e3})
     events += _arrows(spans, origin)
     return {
         "traceEvents": events,
@@ -79,7 +90,7 @@ def _name(span: Span) -> str:
     return span.label or (f"{what} {span.segment}" if span.segment >= 0 else what)
 
 
-def _pieces(span: Span, tracks: dict[str, int], origin: int) -> list[dict[str, Any]]:
+def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     """A span on its lane, or on its job's track if it has no lane."""
     lane = _lane(span)
     track = lane if lane is not None else tracks.get(span.job, 0)
@@ -89,51 +100,83 @@ def _pieces(span: Span, tracks: dict[str, int], origin: int) -> list[dict[str, A
     if span.nbytes:
         args["bytes"] = span.nbytes
     event = {"ph": "X", "name": name, "cat": span.kind, "pid": span.rank, "tid": track, "args": args}
-    return [{**event, "ts": _us(span.start_ns, origin), "dur": (span.end_ns - span.start_ns) / 1e3}]
+    return _Slice(span.start_ns, span.end_ns, event)
 
 
-def _steps(spans: tuple[Span, ...], tracks: dict[str, int], origin: int) -> list[dict[str, Any]]:
+def _steps(spans: tuple[Span, ...], tracks: dict[str, int]) -> list[_Slice]:
     """A job's steps on its own track, from the first segment's begin to the last one's end.
 
     The begin is moved to the end of the step before where the first compute segment started earlier (it needs no
-    agreement, so it may): slices of one track must nest.
+    agreement, so it may): steps follow one another.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
-        if s.kind in ("compute", "collective") and s.job:
+        if s.kind in ("compute", "collective") and s.job and s.in_step:
             low, high = bounds[s.rank, s.job].get(s.step, (s.start_ns, s.end_ns))
             bounds[s.rank, s.job][s.step] = (min(low, s.start_ns), max(high, s.end_ns))
-    events: list[dict[str, Any]] = []
+    slices: list[_Slice] = []
     for (rank, job), steps in bounds.items():
-        cursor = 0
+        cursor = -(2**63)
         for step, (start, end) in sorted(steps.items()):
             start = max(start, cursor)
             cursor = max(end, start)
             event = {"ph": "X", "name": f"step {step}", "cat": "step", "pid": rank, "tid": tracks[job]}
-            event |= {"ts": _us(start, origin), "dur": (cursor - start) / 1e3, "args": {"job": job, "step": step}}
-            events.append(event)
-    return events
+            slices.append(_Slice(start, cursor, {**event, "args": {"job": job, "step": step}}))
+    return slices
+
+
+def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
+    """Cuts slices so that two of one track are one within the other, or apart, as viewers demand: the wait for the next
+    batch may begin within a step and end after it.
+    """
+    tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
+    for piece in slices:
+        tracks[piece.event["pid"], piece.event["tid"]].append(piece)
+    for pieces in tracks.values():
+        count = itertools.count()  # of equal ones the first stays outside
+        heap = [(piece.start_ns, -piece.end_ns, next(count), piece) for piece in pieces]
+        heapq.heapify(heap)
+        around: list[int] = []  # the ends of those that are open, the innermost last
+        while heap:
+            start, end, _, piece = heapq.heappop(heap)
+            while around and around[-1] <= start:
+                around.pop()
+            if around and -end > around[-1]:
+                rest = piece._replace(start_ns=around[-1])
+                heapq.heappush(heap, (rest.start_ns, end, next(count), rest))
+                piece = piece._replace(end_ns=around[-1])
+            around.append(piece.end_ns)
+            yield piece
 
 
 def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
-    """From the last compute segment of the same step that ended by the time the exchange's inputs were ready."""
+    """From the compute segment of the same step that ended last before the exchange's inputs were ready."""
     computes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.kind == "compute":
+        if span.kind == "compute" and span.end_ns > span.start_ns:
             computes[span.rank, span.job, span.step].append(span)
     events: list[dict[str, Any]] = []
     for number, span in enumerate(s for s in spans if s.kind == "collective"):
-        before = [
-            c
-            for c in computes[span.rank, span.job, span.step]
-            if c.end_ns <= span.end_ns and (c.segment < span.segment or span.segment < 0)
-        ]
-        if not before:
+        maker = _maker(span, computes[span.rank, span.job, span.step])
+        if maker is None:
             continue
-        maker = max(before, key=lambda c: (c.segment, c.end_ns))
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
         # a flow binds to the slice that encloses its time stamp: inside the maker, not on its open right edge
-        left = maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10
+        left = min(maker.start_ns + (maker.end_ns - maker.start_ns) * 9 // 10, span.start_ns)
         events.append({**arrow, "ph": "s", "tid": _lane(maker), "ts": _us(left, origin)})
         events.append({**arrow, "ph": "f", "bp": "e", "tid": _lane(span), "ts": _us(span.start_ns, origin)})
     return events
+
+
+def _maker(exchange: Span, computes: list[Span]) -> Span | None:
+    """Of the segments before the exchange that had begun by then. The thread that notes ends may be late with the
+    maker's; then it is the one that ends first.
+    """
+    before = [
+        c for c in computes
+        if c.start_ns <= exchange.start_ns and (c.segment < exchange.segment or exchange.segment < 0)
+    ]  # fmt: skip
+    ended = [c for c in before if c.end_ns <= min(exchange.ready_ns, exchange.start_ns)]
+    if ended:
+        return max(ended, key=lambda c: (c.end_ns, c.segment))
+    return min(before, key=lambda c: c.end_ns, default=None)

@@ -19,7 +19,7 @@ LOSSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What the runner knows of a job beside its spans.
+    """What the runner knows of a job in addition to its spans.
 
     Attributes:
         name: The job's name.
@@ -27,11 +27,13 @@ class JobFacts:
         examples_per_step: Examples that all ranks together use in a step; None if unknown.
         final_loss: The last loss that it logged.
         metrics: Last values of whatever else it logged.
-        how: How it left: `ended`, `stopped`, `failed` or `ejected`, on all ranks after `steps` steps.
+        how: How it left: `ended`, `stopped`, `failed` or `ejected`, on all ranks after step `last_step`.
         why: The reason, if it failed or was ejected.
         skipped: Steps among `steps` that kept the state, because what they exchanged was not finite.
         replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first leaf, `not compared:
             ...` with the reason; empty for one rank, and for jobs without a state.
+        first_step: Steps that earlier runs did, which this one resumed from.
+        unit: What an example is: `images` or `examples`.
     """
 
     name: str
@@ -43,19 +45,28 @@ class JobFacts:
     why: str = ""
     skipped: int = 0
     replicas: str = ""
+    first_step: int = 0
+    unit: str = "examples"
+
+    @property
+    def last_step(self) -> int:
+        """The job's last step, those of earlier runs counted."""
+        return self.first_step + self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAccount:
-    """One job's share of a run. Seconds are a step's, in the steady state.
+    """One job's share of a run. Seconds are per step, over the steps that the round is measured on; where there is no
+    round, or the job has no part in it, over the job's own steady state.
 
     Attributes:
         facts: What the runner said of it.
-        period_s: From the end of one step to the end of its next, while it ran.
+        period_s: From the end of one step to the end of its next; 0 if it did not make two.
         compute_s: Compute time of a step, mean over ranks.
-        exchange_s: Exchange time of a step without waiting for peers.
+        exchange_s: Exchange time of a step without waiting for other ranks.
         hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
-        bytes_per_step: Bytes that one rank hands to the wire in a step.
+        bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run.
+        steps_per_round: Steps of it in a round: 1 where all jobs made equally many, 0 if it has no part in the round.
     """
 
     facts: JobFacts
@@ -64,6 +75,7 @@ class JobAccount:
     exchange_s: float
     hidden_share: float
     bytes_per_step: float
+    steps_per_round: float
 
     @property
     def steps_per_s(self) -> float:
@@ -76,44 +88,69 @@ class JobAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """The whole run.
+    """The whole run. Where the jobs were never in steady state together there is no round: `period_s`, `bound_s` and
+    what follows from them are None, and nothing is lost.
 
     Attributes:
         jobs: One account a job.
-        period_s: T, the measured length of a round on the rank that decides it.
-        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. What a
-            job overlaps with itself (a backward pass cut into several exchanges) shortens its c + m.
-        limit: Which of the three terms it is: `compute`, `exchange` or `chain`.
-        lost_s: `period_s - bound_s` by cause; keys of `LOSSES`, and the values sum to the difference.
-        start_up_s: Seconds of the run outside the steady state: compiling, first steps, winding up.
+        period_s: T, the measured length of a round on the rank that decides it. A round is one step of every job; of
+            jobs that go at unequal rates, as many steps in all, in the proportion in which they made them.
+        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. Where a kind
+            of work has several lanes, as the messages of parameter servers, the sum is that of its busiest lane. What
+            a job overlaps with itself (a backward pass cut into several exchanges) shortens its c + m.
+        limit: Which of the three terms it is: `compute`, `exchange` or `chain`; "" without a round.
+        lost_s: `period_s - bound_s` by cause; keys of `LOSSES`, none negative, and the values sum to the difference.
+        hidden_share: Share of all jobs' exchange time that compute covered.
+        rounds: How many rounds were measured, on that rank.
+        in_turn: Whether the round is made of jobs that ran one after the other, because their policy was to.
+        steady_share: Share of the run that was measured.
+        shared_share: Share of the run in which at least two jobs were at work, compiling included.
+        start_up_s: Seconds of the run in which no job was in its steady state: compiling, first steps, winding up.
         wall_s: Seconds of the whole run on the rank that took longest.
     """
 
     jobs: tuple[JobAccount, ...]
-    period_s: float
-    bound_s: float
+    period_s: float | None
+    bound_s: float | None
     limit: str
     lost_s: Mapping[str, float]
+    hidden_share: float
+    rounds: float
+    in_turn: bool
+    steady_share: float
+    shared_share: float
     start_up_s: float
     wall_s: float
 
     @property
-    def efficiency(self) -> float:
-        return self.bound_s / self.period_s if self.period_s else 0.0
+    def crossed(self) -> tuple[JobAccount, ...]:
+        """The jobs that have a part in the round."""
+        return tuple(job for job in self.jobs if job.steps_per_round)
 
     @property
-    def s_per_step(self) -> float:
-        """Seconds a job-step: the round divided by its jobs."""
-        return self.period_s / len(self.jobs) if self.jobs else 0.0
+    def efficiency(self) -> float | None:
+        return self.bound_s / self.period_s if self.period_s and self.bound_s is not None else None
 
     @property
-    def hidden_share(self) -> float:
-        """Share of all jobs' exchange time that compute covered."""
-        weights = [job.exchange_s * job.facts.steps for job in self.jobs]
-        return sum(w * job.hidden_share for w, job in zip(weights, self.jobs, strict=True)) / (sum(weights) or 1)
+    def s_per_step(self) -> float | None:
+        """Seconds a job-step: the round divided by its steps."""
+        return self.period_s / len(self.crossed) if self.period_s is not None else None
+
+    @property
+    def compute_s(self) -> float:
+        """Compute time of a round."""
+        return sum(job.compute_s * job.steps_per_round for job in self.jobs)
+
+    @property
+    def exchange_s(self) -> float:
+        """Exchange time of a round."""
+        return sum(job.exchange_s * job.steps_per_round for job in self.jobs)
 
     @property
     def examples_per_s(self) -> float | None:
-        per_step = [job.facts.examples_per_step for job in self.jobs]
+        """Of all jobs together; None if it is not known of each, or if they count different things."""
+        per_step = [job.facts.examples_per_step for job in self.crossed]
         known = [n for n in per_step if n is not None]
-        return sum(known) / self.period_s if known and len(known) == len(per_step) and self.period_s else None
+        if not self.period_s or len(known) < len(per_step) or len({job.facts.unit for job in self.crossed}) != 1:
+            return None
+        return sum(n * job.steps_per_round for n, job in zip(known, self.crossed, strict=True)) / self.period_s

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxcross.report.table import seconds
-from jaxcross.report.timeline import in_lane_order
+from jaxcross.report.compare import Comparison
+from jaxcross.report.timeline import Timeline, in_lane_order
+from jaxcross.report.tint import Tint
+from jaxcross.report.units import seconds, share
 from jaxcross.runtime.events import Span
 
 if TYPE_CHECKING:
@@ -18,37 +22,65 @@ QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK, FAINT = "#222222", "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
+EDGED = 8
+"""Pixels from which a bar is wide enough for an edge and a pattern: below, the edge would be all that is seen of it."""
 MOST_BARS = 300
 """Of one lane: more cannot be told apart, and would take minutes to draw."""
 
 
-def draw(report: Report, path: Path, compare: Report | None = None) -> Path:
-    """Writes the PNG. Needs no display; changes no global state of matplotlib."""
+def draw(
+    report: Report,
+    path: Path,
+    compare: Report | None = None,
+    *,
+    window: tuple[float, float] | None = None,
+    headline: str | None = None,
+) -> Path:
+    """Writes the PNG. Needs no display; changes no global state of matplotlib.
+
+    Args:
+        report: The run.
+        path: Where to write.
+        compare: A run to draw above it, on one time axis.
+        window: Begin and end in seconds since the run began. If None, from where the jobs are in steady state, as far
+            as single pieces of work can be told apart.
+        headline: What to write on top; what `report` gains over `compare` if None.
+
+    Raises:
+        ValueError: `window` does not end after it begins.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if window is not None and not window[0] < window[1]:
+        raise ValueError(f"`window` must end after it begins, got {window}")
     runs = [run for run in (compare, report) if run is not None]
+    begins = [_run_begin(run) + round(window[0] * 1e9) if window else _steady_begin(run) for run in runs]
     rows = [_rows(run) for run in runs]
     colours = {
         name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
     heights = [len(r) * 0.34 + 0.55 for r in rows]
-    figure = Figure(figsize=(13, sum(heights) + 1.75), dpi=150, facecolor="white")
+    total = sum(heights) + 1.75
+    figure = Figure(figsize=(13, total), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    length_s = max(_length_s(run) for run in runs)
-    shown_s = min([length_s, *(_readable_s(run, lanes) for run, lanes in zip(runs, rows, strict=True))])
-    for axis, run, lanes in zip(axes, runs, rows, strict=True):
-        _panel(axis, run, lanes, colours, shown_s)
-    cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})" if shown_s < length_s else ""
-    axes[-1].set_xlabel(f"seconds since the first step began{cut}", color=INK)
+    every = list(zip(runs, rows, begins, strict=True))
+    shown_s = window[1] - window[0] if window else _shown_s(every)
+    for axis, (run, lanes, begin) in zip(axes, every, strict=True):
+        _panel(axis, run, lanes, colours, begin, shown_s)
+    length_s = max(_length_s(run, begin) for run, _, begin in every)
+    cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})" if shown_s < length_s and window is None else ""
+    shift, since = (window[0], "the run began") if window else (0.0, f"the jobs were in steady state{cut}")
+    axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
+    axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
-    total = sum(heights) + 1.75
     figure.subplots_adjust(
         left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
     )
-    headline = _as_written(_headline(report, compare))
-    figure.text(0.105, 1 - 0.12 / total, headline, fontsize=14, weight="bold", color=INK, va="top")
+    headline = textwrap.fill(headline or _headline(report, compare), 92)
+    size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a number
+    figure.text(0.105, 1 - 0.12 / total, _as_written(headline), fontsize=size, weight="bold", color=INK, va="top")
     figure.text(0.985, 1 - 0.15 / total, _as_written(report.link), fontsize=10, color=INK, va="top", ha="right")
     _legend(figure, colours, rows, 1 - 0.42 / total)
     figure.savefig(path)
@@ -63,10 +95,7 @@ def _as_written(text: str) -> str:
 def _headline(report: Report, compare: Report | None) -> str:
     if compare is None:
         return f"{report.policy or 'run'}: {seconds(report.rounds.s_per_step)} per job-step"
-    return (
-        f"{report.speedup(compare):.2f}x: {seconds(compare.rounds.s_per_step)} per job-step "
-        f"({compare.policy}), {seconds(report.rounds.s_per_step)} ({report.policy})"
-    )
+    return Comparison.of([compare], [report]).headline
 
 
 Row = tuple[int, str, list[Span]]
@@ -95,35 +124,60 @@ def _lane_name(kind: str, lane: int, lanes: list[int]) -> str:
     return kind if len(lanes) == 1 else f"{kind} {lane}"
 
 
-def _length_s(report: Report) -> float:
-    begin, ends = _begin(report), [end for _, end in report.wall_ns.values()]
+def _run_begin(report: Report) -> int:
+    return min((start for start, _ in report.wall_ns.values()), default=0)
+
+
+def _steady_begin(report: Report) -> int:
+    """When the jobs were in steady state, of jobs one after the other the first: compiling would fill the picture.
+
+    That is the latest end of a first step; of what has none, the begin of the first step.
+    """
+    rank = next(iter(report.ranks), 0)
+    timeline = Timeline.of(rank, report.spans, {})
+    firsts = [ends[0][1] for ends in timeline.step_ends.values() if len(ends) > 1]
+    if firsts:
+        return min(firsts) if report.rounds.period_s is None or report.rounds.in_turn else max(firsts)
+    work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
+    return min(work, default=_run_begin(report))
+
+
+def _length_s(report: Report, begin: int) -> float:
+    ends = [end for _, end in report.wall_ns.values()]
     return (max([*ends, *(s.end_ns for s in report.spans)], default=begin) - begin) / 1e9
 
 
-def _begin(report: Report) -> int:
-    """When the first step began. Of two runs only the first compiles: start-up would be no fair part of the picture."""
-    work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
-    return min(work or [start for start, _ in report.wall_ns.values()], default=0)
-
-
-def _readable_s(report: Report, rows: list[Row]) -> float:
+def _shown_s(every: Sequence[tuple[Report, list[Row], int]]) -> float:
     """How far the busiest lane can be drawn with `MOST_BARS` pieces of work."""
-    starts = [sorted(s.start_ns for s in spans if s.kind != "vote") for _, _, spans in rows]
-    return min([(s[MOST_BARS] - _begin(report)) / 1e9 for s in starts if len(s) > MOST_BARS], default=float("inf"))
+    lengths = [max(_length_s(run, begin) for run, _, begin in every)]
+    for _, rows, begin in every:
+        for _, _, spans in rows:
+            starts = sorted(s.start_ns for s in spans if s.kind != "vote" and s.end_ns > begin)
+            if len(starts) > MOST_BARS:
+                lengths.append((starts[MOST_BARS] - begin) / 1e9)
+    return max(min(lengths), 1e-9)
 
 
-def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], shown_s: float) -> None:
-    begin = _begin(run)
-    end = begin + shown_s * 1e9
+def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], begin: int, shown_s: float) -> None:
     for y, (_, _, spans) in enumerate(rows):
+        thin = Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
-                pieces = [s for s in spans if s.kind == kind and s.job == job and s.end_ns > begin and s.start_ns < end]
-                bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in pieces]
-                if bars:
-                    # votes wait in an idle lane: a thin line, so that they do not look like work
-                    place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
-                    axis.broken_barh(bars, place, **_style(kind, colours.get(job, FAINT)))
+                own = [s for s in spans if s.kind == kind and s.job == job]
+                bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in own]
+                style = _style(kind, colours.get(job, FAINT))
+                if kind != "vote":
+                    bars = thin.keep_wide(bars, style["facecolor"])
+                else:
+                    bars = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < shown_s]
+                narrow = [bar for bar in bars if bar[1] < EDGED * thin.pixel_s]
+                wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
+                # votes wait in an idle lane: a thin line, so that they do not look like work
+                place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
+                for some, look in ((wide, style), (narrow, {"facecolor": style["facecolor"], "edgecolor": "none"})):
+                    if some:
+                        axis.broken_barh(some, place, **look)
+        thin.draw(axis, y)
     names = [f"rank {rank}  {lane}" for rank, lane, _ in rows]
     axis.set_yticks(range(len(rows)), names, fontsize=9, color=INK)
     axis.set_ylim(len(rows) - 0.45, -0.55)
@@ -133,11 +187,12 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], sho
     rounds = run.rounds
     note = (
         f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, bound {seconds(rounds.bound_s)}, "
-        f"{rounds.hidden_share:.0%} of exchange hidden"
+        f"{share(rounds.hidden_share)} of exchange hidden"
+        if rounds.period_s is not None
+        else f"{run.policy or 'run'}   never in steady state together"
     )
-    start = min((begin_of_run for begin_of_run, _ in run.wall_ns.values()), default=begin)
-    if begin - start >= 1e8:
-        note += f"   (after {seconds((begin - start) / 1e9)} of start-up)"
+    if begin - _run_begin(run) >= 1e8:
+        note += f"   (from {seconds((begin - _run_begin(run)) / 1e9)} into the run)"
     if len(run.ranks) > MOST_RANKS:
         note += f"   (first {MOST_RANKS} of {len(run.ranks)} ranks)"
     axis.set_title(_as_written(note), loc="left", fontsize=10.5, color=INK)

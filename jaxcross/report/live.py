@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from jaxcross.report.table import number, seconds
+from jaxcross.report.units import number, seconds
 from jaxcross.runtime.events import Instrument, Span
 
 
@@ -26,7 +26,7 @@ class _Row:
     period_ns: float | None = None
     loss: float | None = None
     status: str = "waiting"
-    current: int | None = None
+    latest: int = 0
     printed: int = -1
     task: TaskID | None = None
 
@@ -104,18 +104,24 @@ class LiveView(Instrument):
         """Takes a finished span: a new step number is progress, the first batch or `compile` a change of state."""
         if not self._enabled or not span.job or span.kind not in ("compute", "collective", "compile", "input"):
             return
+        if not span.in_step:
+            return
         with self._lock:
             row = self._rows.setdefault(span.job, _Row(None))
             if span.kind == "compile":
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
             if span.kind == "input":
-                if row.current is None and not row.done:
+                if not row.latest and not row.done:
                     self._state(span.job, row, "has data, traces and compiles its first step")
                 return
-            if row.current is not None and span.step > row.current:
+            # A new number is a new step, the first one counts those of earlier runs. The next step's computation may
+            # end before this one's exchange; an evaluation has a number, too.
+            if row.latest and span.step > row.latest:
                 self._stepped(span.job, row, span.start_ns)
-            row.current = span.step
+            elif not row.latest:
+                row.done = max(span.step - 1, 0)
+            row.latest = max(row.latest, span.step)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
@@ -126,13 +132,12 @@ class LiveView(Instrument):
             row = self._rows.setdefault(job, _Row(None))
             if kind == "loss" and isinstance(value, int | float):
                 row.loss = float(value)
-                # the last loss is read back after its job's end
-                self._show(job, row, always=row.status == "done")
+                self._show(job, row)
             elif kind == "status":
                 self._state(job, row, str(value))
             elif kind == "done":
-                if row.current is not None:
-                    row.done, row.current = row.done + 1, None
+                row.done += row.latest > 0
+                row.latest, row.last_end_ns = 0, None  # another run of the job may begin again
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:

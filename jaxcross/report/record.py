@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from jaxcross.runtime.events import Instrument, Span
+from jaxcross.runtime.events import PARAMETER_SERVER, Instrument, Span
 
 SPAN_FIELDS = tuple(f.name for f in fields(Span))
 
@@ -52,12 +52,13 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
     """Nanoseconds to add to each rank's clock so that exchanges end at the same time as on the lowest rank.
 
     A blocking collective lets its ranks go within a network latency of one another; the median over all of a run's
-    exchanges forgets the few that did not. A rank without a common exchange keeps its own clock.
+    exchanges forgets the few that did not. A rank without a common exchange keeps its own clock; messages of
+    parameter servers are not common.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
     for span in spans:
-        if span.kind == "collective":
+        if span.kind == "collective" and span.label != PARAMETER_SERVER:
             of_rank = ends[span.job, span.step, span.segment]
             of_rank[span.rank] = max(span.end_ns, of_rank.get(span.rank, span.end_ns))
     offsets = dict.fromkeys(ranks, 0)

@@ -16,6 +16,7 @@ from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifte
 from jaxcross.runtime.events import Span
 
 FORMAT = 1
+IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its
 _SPANS = 1_000_000  # of all ranks
 
 
@@ -45,7 +46,7 @@ class Report:
 
     def __post_init__(self) -> None:
         lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
-        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths))
+        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN))
 
     @classmethod
     def build(
@@ -115,9 +116,14 @@ class Report:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self.wall_ns))
 
-    def speedup(self, over: Report) -> float:
-        """How many times shorter a job-step is here than in the other run."""
-        return over.rounds.s_per_step / self.rounds.s_per_step if self.rounds.s_per_step else 0.0
+    def speedup(self, over: Report) -> float | None:
+        """How many times shorter a job-step is here than in the other run; None if one of them has no round.
+
+        Not whether the two can be compared: a machine that was busy during one of them decides it as well. `Comparison`
+        says so.
+        """
+        one, other = over.rounds.s_per_step, self.rounds.s_per_step
+        return one / other if one is not None and other else None
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the table as plain data; all names carry their units."""
@@ -129,6 +135,10 @@ class Report:
             "ranks": len(self.wall_ns),
             "wall_s": rounds.wall_s,
             "start_up_s": rounds.start_up_s,
+            "rounds": rounds.rounds,
+            "in_turn": rounds.in_turn,
+            "steady_share": rounds.steady_share,
+            "shared_share": rounds.shared_share,
             "period_s": rounds.period_s,
             "bound_s": rounds.bound_s,
             "limit": rounds.limit,
@@ -142,8 +152,12 @@ class Report:
                 {
                     "name": job.facts.name,
                     "steps": job.facts.steps,
+                    "first_step": job.facts.first_step,
+                    "last_step": job.facts.last_step,
+                    "steps_per_round": job.steps_per_round,
                     "steps_per_s": job.steps_per_s,
                     "examples_per_s": job.examples_per_s,
+                    "unit": job.facts.unit,
                     "compute_s": job.compute_s,
                     "exchange_s": job.exchange_s,
                     "hidden_share": job.hidden_share,
@@ -208,11 +222,23 @@ class Report:
         path.write_text(json.dumps(trace_events(self), allow_nan=False))
         return path
 
-    def to_gantt(self, path: str | Path, compare: Report | None = None) -> Path:
-        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time axis."""
+    def to_gantt(
+        self, path: str | Path, compare: Report | None = None, *, window: tuple[float, float] | None = None
+    ) -> Path:
+        """Draws the lanes over time as PNG; with `compare`, that run above this one on one time axis.
+
+        Args:
+            path: Where to write.
+            compare: Another run of the same jobs.
+            window: Begin and end in seconds since the run began. If None, from where the jobs are in steady state, as
+                far as single pieces of work can be told apart.
+
+        Raises:
+            ValueError: `window` does not end after it begins, or `compare` has other jobs.
+        """
         from jaxcross.report.gantt import draw
 
-        return draw(self, Path(path), compare)
+        return draw(self, Path(path), compare, window=window)
 
     def __rich__(self) -> Any:
         from jaxcross.report.table import render

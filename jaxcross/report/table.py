@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.facts import LOSSES
+from jaxcross.report.facts import LOSSES, Account, JobAccount
+from jaxcross.report.units import number, seconds, share
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report
@@ -19,10 +21,11 @@ WIDTH = 110
 
 def plain(report: Report) -> str:
     """The table as text without colour, the same in a terminal, a file and a log."""
-    return _printed(render(report))
+    return printed(render(report))
 
 
-def _printed(renderable: Group | Table, width: int = WIDTH) -> str:
+def printed(renderable: Group | Table, width: int = WIDTH) -> str:
+    """Text without colour."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False).print(renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -31,49 +34,79 @@ def _printed(renderable: Group | Table, width: int = WIDTH) -> str:
 def render(report: Report) -> Group:
     """Title, one row a job, the total, and where the time went."""
     rounds = report.rounds
-    with_images = any(job.facts.examples_per_step is not None for job in rounds.jobs)
+    counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
     with_loss = any(job.facts.final_loss is not None for job in rounds.jobs)
     with_left = any(job.facts.how != "ended" for job in rounds.jobs)
     title = Text(_title(report), style="bold")  # names and links are no markup
-    table = Table(title=title, title_justify="left", show_footer=len(rounds.jobs) > 1)
-    k = len(rounds.jobs)
-    table.add_column("job", footer=f"all {k}")
-    table.add_column("steps", justify="right", footer=str(sum(job.facts.steps for job in rounds.jobs)))
-    table.add_column("steps/s", justify="right", footer=number(k / rounds.period_s if rounds.period_s else 0.0))
-    if with_images:
-        table.add_column("images/s", justify="right", footer=number(rounds.examples_per_s))
-    table.add_column("compute s", justify="right", footer=number(sum(job.compute_s for job in rounds.jobs)))
-    table.add_column("exchange s", justify="right", footer=number(sum(job.exchange_s for job in rounds.jobs)))
-    table.add_column("hidden", justify="right", footer=f"{rounds.hidden_share:.0%}")
+    table = Table(show_footer=len(rounds.jobs) > 1)
+    for name, total in zip(("job", "steps", "steps/s"), (f"all {len(rounds.jobs)}", *totals(rounds)[:2]), strict=True):
+        table.add_column(name, footer=total, justify="left" if name == "job" else "right")
+    if counted:
+        table.add_column(f"{unit(rounds.jobs)}/s", justify="right", footer=totals(rounds)[2])
+    for name, total in zip(("compute", "exchange", "hidden"), totals(rounds)[3:], strict=True):
+        table.add_column(name, justify="right", footer=total)
     if with_loss:
         table.add_column("loss", justify="right")
     if with_left:
         table.add_column("left")
     for job in rounds.jobs:
-        row: list[str | Text] = [Text(job.facts.name), str(job.facts.steps), number(job.steps_per_s)]
-        row += [number(job.examples_per_s)] if with_images else []
-        row += [number(job.compute_s), number(job.exchange_s), f"{job.hidden_share:.0%}"]
+        steps, pace, examples, *costs = cells(rounds, job)
+        row: list[str | Text] = [Text(job.facts.name), steps, pace, *([examples] if counted else []), *costs]
         row += [number(job.facts.final_loss)] if with_loss else []
-        row += [f"{job.facts.how} at {job.facts.steps}"] if with_left else []
+        row += [f"{job.facts.how} at {job.facts.last_step}"] if with_left else []
         table.add_row(*row)
-    return Group(table, Text("\n".join(_footnotes(report))))
+    return Group(title, table, Text("\n".join(_footnotes(report))))
 
 
-def number(value: float | None) -> str:
-    """Three significant digits, never an exponent where a person would not write one."""
-    if value is None:
-        return "-"
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 0
-        return f"{value:.{digits}f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
-    return f"{value:.2e}"
+def unit(jobs: Sequence[JobAccount]) -> str:
+    """What the jobs' examples are called."""
+    units = {job.facts.unit for job in jobs if job.facts.examples_per_step is not None}
+    return units.pop() if len(units) == 1 else "examples"
 
 
-def seconds(value: float) -> str:
-    """A duration with the unit that suits it."""
-    if abs(value) >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.0f} us"
+def cells(rounds: Account, job: JobAccount) -> list[str]:
+    """A job's steps, steps/s, examples/s, compute, exchange and hidden share. A job with no part in the round has no
+    more than steps, or the rows would not add up to the last one.
+    """
+    facts = job.facts
+    steps = f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})" if facts.first_step else str(facts.steps)
+    if not job.period_s or (rounds.period_s is not None and not job.steps_per_round):
+        return [steps, *["-"] * 5]
+    return [
+        steps, number(job.steps_per_s), number(job.examples_per_s), seconds(job.compute_s), seconds(job.exchange_s),
+        share(job.hidden_share),
+    ]  # fmt: skip
+
+
+def totals(rounds: Account) -> list[str]:
+    """The same of all jobs: sums of a round, where there is one."""
+    steps = str(sum(job.facts.steps for job in rounds.jobs))
+    if not rounds.period_s:
+        return [steps, *["-"] * 5]
+    return [
+        steps, number(len(rounds.crossed) / rounds.period_s), number(rounds.examples_per_s), seconds(rounds.compute_s),
+        seconds(rounds.exchange_s), share(rounds.hidden_share),
+    ]  # fmt: skip
+
+
+def a_round(rounds: Account) -> str:
+    """What a round is made of."""
+    if all(job.steps_per_round == 1 for job in rounds.crossed):
+        return "one step of every job" if len(rounds.crossed) == len(rounds.jobs) else "one step of each job in it"
+    return ", ".join(f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed)
+
+
+def too_small(rounds: Account) -> str:
+    """What to say of jobs whose votes take longer than crossover could save them; "" of all others."""
+    jobs = len(rounds.crossed)
+    if rounds.bound_s is None or rounds.in_turn or jobs < 2:
+        return ""
+    votes, work = rounds.lost_s["votes"], rounds.compute_s + rounds.exchange_s
+    if votes < max(
+        work - rounds.bound_s, 0.1 * work
+    ):  # what crossover can save; a tenth, for jobs that exchange nothing
+        return ""
+    return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 
 
 def _title(report: Report) -> str:
@@ -84,24 +117,17 @@ def _title(report: Report) -> str:
 
 def _footnotes(report: Report) -> list[str]:
     rounds = report.rounds
-    limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
-    lines = [
-        "Seconds are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
-        (
-            f"Round {seconds(rounds.period_s)} (one step of every job), bound {seconds(rounds.bound_s)} "
-            f"({limits[rounds.limit]}), efficiency {rounds.efficiency:.0%}."
-        ),
-    ]
-    total = rounds.period_s - rounds.bound_s
-    named = [(c, s) for c, s in rounds.lost_s.items() if abs(s) >= max(5e-7, 0.001 * rounds.period_s)]
-    if named:
-        lines.append(f"Lost {seconds(total)} a round:")
-        lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
-    lines.append(f"Run {seconds(rounds.wall_s)}, of which start-up and winding up {seconds(rounds.start_up_s)}.")
+    lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
+    measured = f" of which {share(rounds.steady_share)} measured," if rounds.period_s is not None else ""
+    lines.append(
+        f"Run {seconds(rounds.wall_s)},{measured} of which start-up and winding up {seconds(rounds.start_up_s)}."
+    )
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
         lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
     for job in report.jobs:
+        if job.first_step:
+            lines.append(f"{job.name}: resumed after step {job.first_step}.")
         if job.skipped:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
         if job.why:
@@ -111,26 +137,40 @@ def _footnotes(report: Report) -> list[str]:
     return lines
 
 
-def comparison(first: Report, second: Report) -> str:
-    """Two runs of the same jobs as one plain table: per job and in total, with the speed-up of the second."""
-    title = Text(", ".join(filter(None, ["both runs", second.placement, second.link])))
-    table = Table(title=title, title_justify="left")
-    for name in ("run", "job"):
-        table.add_column(name, no_wrap=True)
-    for name in ("steps", "images/s", "compute s", "exchange s", "hidden", "round s", "bound s", "speed-up"):
-        table.add_column(name, justify="right")
-    for run in (first, second):
-        rounds = run.rounds
-        for i, job in enumerate(rounds.jobs):
-            cells = [str(job.facts.steps), number(job.examples_per_s), number(job.compute_s), number(job.exchange_s)]
-            table.add_row(
-                run.policy if i == 0 else "", Text(job.facts.name), *cells, f"{job.hidden_share:.0%}", "", "", ""
-            )
-        steps = str(sum(job.facts.steps for job in rounds.jobs))
-        cells = [steps, number(rounds.examples_per_s), number(sum(job.compute_s for job in rounds.jobs))]
-        cells += [number(sum(job.exchange_s for job in rounds.jobs)), f"{rounds.hidden_share:.0%}"]
-        cells += [number(rounds.period_s), number(rounds.bound_s), f"{run.speedup(over=first):.2f}x"]
-        table.add_row("", f"all {len(rounds.jobs)}", *cells, style="bold", end_section=True)
-    return _printed(table, width=WIDTH + 20) + (
-        "\nA round is one step of every job; bound: the shortest round that any order of this work allows."
-    )
+def _without_round(rounds: Account) -> list[str]:
+    begun = [job for job in rounds.jobs if job.period_s]
+    if len(begun) < 2:
+        return ["No steady state: that begins with a job's second step."]
+    return [
+        "Rows are per step, each in the job's own steady state; hidden: share of exchange under computation.",
+        (
+            f"Never in steady state together: at least two jobs were at work in {share(rounds.shared_share)} of the "
+            "run, but never"
+        ),
+        "all of them past their first step and before their end for a whole round.",
+    ]
+
+
+def _with_round(rounds: Account) -> list[str]:
+    period, bound = rounds.period_s or 0.0, rounds.bound_s or 0.0
+    limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
+    lines = [
+        "Times are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
+        (
+            f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({limits[rounds.limit]}), efficiency "
+            f"{share(rounds.efficiency)}."
+        ),
+    ]
+    if rounds.in_turn and len(rounds.crossed) > 1:
+        lines.append("One job after the other: rates of a row are while that job ran, those of the last row over all.")
+    elif len(rounds.crossed) > 1:
+        lines.append("The bound takes compute and exchange as they were here, slowed by each other or not.")
+    lines += [
+        f"{job.facts.name}: no part in the round, which needs two steps." for job in rounds.jobs
+        if not job.steps_per_round
+    ]  # fmt: skip
+    named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
+    if named:
+        lines.append(f"Lost {seconds(period - bound)} a round:")
+        lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
+    return [*lines, *filter(None, [too_small(rounds)])]

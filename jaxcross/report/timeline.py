@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxcross.report.intervals import Interval, intersect, measure, union
-from jaxcross.runtime.events import Span
+from jaxcross.report.intervals import Interval, intersect, union
+from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 ExchangeKey = tuple[str, int, int]
 """Job, step, segment: names one collective segment on every rank."""
@@ -31,10 +31,13 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
-    """Nanoseconds of each exchange on the rank where it was shortest: the rank that arrived last waited for nobody."""
+    """Nanoseconds of each exchange on the rank where it was shortest: the rank that arrived last waited for no other.
+
+    Messages of a parameter server are not among them: step n of one rank has nothing to do with step n of another.
+    """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
-        if span.kind == "collective":
+        if span.kind == "collective" and span.label != PARAMETER_SERVER:
             on_rank[(span.job, span.step, span.segment), span.rank] += span.end_ns - span.start_ns
     shortest: dict[ExchangeKey, int] = {}
     for (key, _), length in on_rank.items():
@@ -51,18 +54,25 @@ class Timeline:
         compute: Per job, when its compute segments ran.
         exchange: Per job, when its exchanges ran, waiting for peers included.
         transfer: Per job, the part of `exchange` after the last rank had arrived.
+        computing: When any job's compute segments ran.
+        compute_lanes: When each compute lane worked, by its number. A lane does one thing at a time; two lanes overlap.
+        exchange_lanes: The same of `transfer` and the exchange lanes.
         peer: When an exchange waited for another rank.
         vote: When the exchange lane voted.
         input: When a job waited for its next batch.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
-        step_ends: Per job, step number and end of its last segment, in order of steps.
+        step_ends: Per job, step number and end of its last segment, in order of steps. What is none of its steps, as an
+            evaluation, is work of the job all the same.
     """
 
     rank: int
     compute: Mapping[str, list[Interval]]
     exchange: Mapping[str, list[Interval]]
     transfer: Mapping[str, list[Interval]]
+    computing: list[Interval]
+    compute_lanes: Mapping[int, list[Interval]]
+    exchange_lanes: Mapping[int, list[Interval]]
     peer: list[Interval]
     vote: list[Interval]
     input: list[Interval]
@@ -77,25 +87,33 @@ class Timeline:
         compute: dict[str, list[Interval]] = defaultdict(list)
         exchange: dict[str, list[Interval]] = defaultdict(list)
         transfer: dict[str, list[Interval]] = defaultdict(list)
+        lanes: dict[tuple[str, int], list[Interval]] = defaultdict(list)
         peer: list[Interval] = []
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind not in ("compute", "collective"):
                 continue
-            steps = ends[span.job]
-            steps[span.step] = max(span.end_ns, steps.get(span.step, span.end_ns))
+            if span.in_step:
+                steps = ends[span.job]
+                steps[span.step] = max(span.end_ns, steps.get(span.step, span.end_ns))
             if span.kind == "compute":
                 compute[span.job].append((span.start_ns, span.end_ns))
+                lanes["compute", span.lane].append((span.start_ns, span.end_ns))
             else:
-                arrived = max(span.start_ns, span.end_ns - shortest[span.job, span.step, span.segment])
+                length = shortest.get((span.job, span.step, span.segment), span.end_ns - span.start_ns)
+                arrived = max(span.start_ns, span.end_ns - length)
                 exchange[span.job].append((span.start_ns, span.end_ns))
                 transfer[span.job].append((arrived, span.end_ns))
+                lanes["exchange", span.lane].append((arrived, span.end_ns))
                 peer.append((span.start_ns, arrived))
         return cls(
             rank=rank,
             compute={job: union(pieces) for job, pieces in compute.items()},
             exchange={job: union(pieces) for job, pieces in exchange.items()},
             transfer={job: union(pieces) for job, pieces in transfer.items()},
+            computing=union(piece for pieces in compute.values() for piece in pieces),
+            compute_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "compute"},
+            exchange_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "exchange"},
             peer=union(peer),
             vote=union((s.start_ns, s.end_ns) for s in own if s.kind == "vote"),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
@@ -104,10 +122,9 @@ class Timeline:
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
 
-    def hidden_ns(self, job: str) -> int:
-        """How much of the job's exchange time any job's compute covered on this rank."""
-        busy = union(piece for pieces in self.compute.values() for piece in pieces)
-        return measure(intersect(self.exchange.get(job, []), busy))
+    def covered(self, job: str) -> list[Interval]:
+        """When the job exchanged while any job computed on this rank."""
+        return intersect(self.exchange.get(job, []), self.computing)
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:

@@ -198,8 +198,8 @@ class Driver:
                 seat.left.set()
                 if seat.thread is None:
                     del self.seats[job]
-                kind, value = ("done", how) if how == "ended" else ("status", str(seat.error or how))
-                self.listeners.note(job=seat.name, kind=kind, step=step, value=value)
+                if how != "ended":  # the job itself notes its end, after its last metrics
+                    self.listeners.note(job=seat.name, kind="status", step=step, value=str(seat.error or how))
             case m.StartJob(job):
                 seat = self.seats[job]
                 seat.thread = seat.make_thread()
@@ -266,11 +266,15 @@ class Driver:
 
     # For job threads.
 
-    def call(self, job: int, outline: Outline, execution: Execution, nonfinite: NonFinite = "ignore") -> Any:
-        """Runs one step: its results, perhaps not computed yet. Waits until its last segment was dispatched."""
+    def call(
+        self, job: int, outline: Outline, execution: Execution, nonfinite: NonFinite = "ignore", *, in_step: bool = True
+    ) -> Any:
+        """Runs one step, or a call that reports do not count as one: its results, perhaps not computed yet. Waits until
+        its last segment was dispatched.
+        """
         seat = self.seats[job]
         seat.calls += 1
-        seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns(), nonfinite)
+        seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns(), nonfinite, in_step)
         try:
             answer = self._ask(seat, m.StepCalled(job, outline))
         finally:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+PARAMETER_SERVER = "parameter server"
+"""Label of the spans of a job's exchange with parameter servers: it meets no other rank's."""
+
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 
@@ -25,6 +28,7 @@ class Span:
         ready_ns: When its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
         label: Free text; an exchange held back by an emulated link is labelled `emulated`.
+        in_step: False for a call that is none of the job's steps, as an evaluation. It has a number all the same.
     """
 
     rank: int
@@ -38,6 +42,7 @@ class Span:
     ready_ns: int
     nbytes: int = 0
     label: str = ""
+    in_step: bool = True
 
 
 class Instrument:
@@ -51,7 +56,9 @@ class Instrument:
         """Called when something ended on this rank."""
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Called with a fact for a person: `kind` is `loss` with a number, `status` with a text, or `done`."""
+        """Called with a fact for a person: `kind` is `loss` with a number, `status` with a text, or `done`, the
+        last of a job that came to its end.
+        """
 
 
 class Listeners:

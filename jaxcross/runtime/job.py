@@ -39,6 +39,8 @@ class JobContext(JobLife):
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
             a batch, times the ranks. Set it where that is not so.
+        unit: What reports call an example: `images` if that array has a height, a width and 1, 3 or 4 channels, else
+            `examples`. Set it together with `examples_per_step`.
         how: How it left: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
             before that.
         error: Why, if it failed, was ejected or left out.
@@ -135,7 +137,7 @@ class JobContext(JobLife):
                     return
                 self.replicas.batches += 1
                 if self.examples_per_step is None:
-                    self.examples_per_step = _examples(batch, self._world.size)
+                    self.examples_per_step, self.unit = _examples(batch, self._world.size)
                 yield batch
         finally:
             feed.close()
@@ -288,6 +290,16 @@ class JobContext(JobLife):
 _END = object()
 
 
-def _examples(batch: Any, ranks: int) -> float | None:
+def _examples(batch: Any, ranks: int) -> tuple[float | None, str]:
+    """How many examples all ranks together use in a step, and what they are."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim]
-    return float(shapes[0][0] * ranks) if shapes else None
+    if not shapes:
+        return None, "examples"
+    # Channels last, as in Flax, or first; an image is larger than its channels are many.
+    sizes = [
+        (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
+        for shape in shapes[:1]
+        if len(shape) == 4
+    ]
+    images = any(min(size) > 4 and channels in (1, 3, 4) for size, channels in sizes)
+    return float(shapes[0][0] * ranks), "images" if images else "examples"

@@ -16,7 +16,7 @@ from jaxcross.errors import CutError, JobError
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import Listeners, Span, SpanKind
+from jaxcross.runtime.events import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.runtime.explain import describe
 from jaxcross.runtime.feed import Feed
 from jaxcross.runtime.job_calls import Calls
@@ -45,6 +45,7 @@ class JobLife:
         self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
         self.history = self._metrics.history
         self.examples_per_step: float | None = None
+        self.unit = "examples"
         self.error: Exception | None = None
         self.unread: Exception | None = None  # of reading back what it logged, here; all ranks hear of it after the run
         self.how: str | None = None
@@ -136,7 +137,8 @@ class JobLife:
             if self._nonfinite == "skip" and not execution.skippable and self._calls.leads(compiled):
                 self._refuse_to_skip(compiled)
             execution.watch()
-        outputs = driver.call(self._number, outline, execution, self._nonfinite)
+        leads = self._calls.leads(compiled)
+        outputs = driver.call(self._number, outline, execution, self._nonfinite, in_step=leads)
         trains = self._calls.trains(compiled)
         if trains:
             self.step += 1
@@ -172,14 +174,14 @@ class JobLife:
         """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
         self.step += 1
         parts: tuple[tuple[SpanKind, int, int, int, int], ...] = (
-            ("compute", 0, start_ns, pushed_ns, 0),
+            ("compute", 1 + self._number, start_ns, pushed_ns, 0),  # no lane orders what the job's thread does
             ("collective", 1 + self._number, pushed_ns, end_ns, nbytes),
         )
         for segment, (kind, lane, begin_ns, finish_ns, size) in enumerate(parts):
             self._listeners.span(
                 Span(
                     rank=self._world.rank, job=self.name, step=self.step, segment=segment, kind=kind, lane=lane,
-                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label="parameter server",
+                    start_ns=begin_ns, end_ns=finish_ns, ready_ns=begin_ns, nbytes=size, label=PARAMETER_SERVER,
                 )
             )  # fmt: skip
 
@@ -286,6 +288,9 @@ class JobLife:
         failure = self._metrics.settle()
         if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
             self.unread = failure
+        if seat is not None and seat.how == "ended":
+            kind = "done" if self.how == "ended" else "status"
+            self._listeners.note(job=self.name, kind=kind, step=self.step, value=self.how)
         # The arguments hold data and steps, the steps their constants, and the feeds perhaps a batch.
         self._driver, self._fn, self._arguments = None, _no_function, {}
         self._calls.forget()

@@ -128,6 +128,7 @@ class ComputeLane:
                 Span(
                     rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
                     start_ns=start_ns, end_ns=end_ns, ready_ns=call.ready_ns(d.segment, start_ns),
+                    in_step=call.in_step,
                 )
             )  # fmt: skip
             free_ns = end_ns
@@ -206,7 +207,9 @@ class ExchangeLane:
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
         ready_ns = call.ready_ns(segment, start_ns)
-        self._span("collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label)
+        self._span(
+            "collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label, in_step=call.in_step
+        )
         if not zero and (what := execution.divided(segment)) is not None:
             driver.post(driver.segment_failed(x, call, ExchangeError(what)))
         finite = True
@@ -262,11 +265,12 @@ class ExchangeLane:
 
     def _span(
         self, kind: SpanKind, start_ns: int, end_ns: int, ready_ns: int, job: str, step: int, segment: int, nbytes: int,
-        label: str,
+        label: str, in_step: bool = True,
     ) -> None:  # fmt: skip
         self._driver.listeners.span(
             Span(
                 rank=self._driver.world.rank, job=job, step=step, segment=segment, kind=kind, lane=0,
                 start_ns=start_ns, end_ns=end_ns, ready_ns=ready_ns, nbytes=nbytes, label=label,
+                in_step=in_step,
             )
         )  # fmt: skip

@@ -59,15 +59,23 @@ class Call:
     Attributes:
         nonfinite: What is to be done about exchanged values that are not finite.
         ends_ns: When each finished segment's outputs were there.
+        in_step: Whether it is a step of the job.
     """
 
-    __slots__ = ("called_ns", "ends_ns", "execution", "name", "nonfinite", "number", "outline")
+    __slots__ = ("called_ns", "ends_ns", "execution", "in_step", "name", "nonfinite", "number", "outline")
 
     def __init__(
-        self, name: str, number: int, outline: Outline, execution: Execution, called_ns: int, nonfinite: NonFinite
+        self,
+        name: str,
+        number: int,
+        outline: Outline,
+        execution: Execution,
+        called_ns: int,
+        nonfinite: NonFinite,
+        in_step: bool = True,
     ) -> None:
         self.name, self.number, self.outline, self.execution = name, number, outline, execution
-        self.called_ns, self.nonfinite = called_ns, nonfinite
+        self.called_ns, self.nonfinite, self.in_step = called_ns, nonfinite, in_step
         self.ends_ns: dict[int, int] = {}
 
     def ready_ns(self, segment: int, start_ns: int) -> int:

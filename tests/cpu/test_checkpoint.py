@@ -245,7 +245,8 @@ def test_spans_errors_and_reports_count_from_where_the_job_goes_on(tmp_path):
         assert job.step == 9
         assert ("a", "status", 0, "resumes after step 5") in log.notes
         assert ("a", "done", 9, "ended") in log.notes
-        assert [f.facts.steps for f in report.rounds.jobs] == [4]
+        assert [(f.steps, f.first_step, f.last_step) for f in report.jobs] == [(4, 5, 9)]
+        assert "4 (6 to 9)" in str(report)
         return [s.step for s in log.spans if s.kind == "collective"]
 
     assert run_ranks(2, work) == [[6, 7, 8, 9]] * 2

@@ -49,14 +49,15 @@ def test_imagenet_resnet(tmp_path: Path) -> None:
     )
     assert "all final states are equal, bit for bit" in out
     result = json.loads((tmp_path / "result.json").read_text())
-    assert set(result["runs"]) == {"sequential", "crossover"}
-    jobs = result["runs"]["crossover"]["jobs"]
+    runs = {"sequential", "crossover", "sequential-2", "crossover-2"}  # each way in two turns
+    assert set(result["runs"]) == runs
+    jobs = result["runs"]["crossover-2"]["jobs"]
     assert [job["name"] for job in jobs] == ["job0 lr=0.1,seed=0", "job1 lr=0.2,seed=1"]
-    assert [job["steps"] for job in jobs] == [20, 20]
+    assert [job["steps"] for job in jobs] == [10, 10]
     # Four classes: chance is 0.25. The images tell their class, so twenty steps are enough to beat it clearly.
     assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {f"{run}.{kind}" for run in ("sequential", "crossover") for kind in ("json", "png", "trace.json")}
+    assert written == {f"{run}.{kind}" for run in runs for kind in ("json", "png", "trace.json")}
 
 
 def test_missing_data_folder(tmp_path: Path) -> None:

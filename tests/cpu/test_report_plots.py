@@ -56,13 +56,15 @@ def test_many_ranks_and_one(tmp_path, ranks):
 
 
 def test_a_long_run_is_drawn_as_far_as_it_can_be_read():
-    from jaxcross.report.gantt import _readable_s, _rows
+    from jaxcross.report.gantt import _rows, _shown_s, _steady_begin
 
-    report = make(True, "crossover", ranks=1, steps=1000)
-    # two computes every 2 s on the lane: the 301st begins at 300 s
-    assert _readable_s(report, _rows(report)) == 300.0
-    short = make(True, "crossover", ranks=1, steps=10)
-    assert _readable_s(short, _rows(short)) == float("inf")
+    def shown(report):
+        begin = _steady_begin(report)
+        return begin / S, _shown_s([(report, _rows(report), begin)])
+
+    # from the end of b's first step on; two computes every 2 s on the lane: the 301st begins 300 s later
+    assert shown(make(True, "crossover", ranks=1, steps=1000)) == (3.0, 300.0)
+    assert shown(make(True, "crossover", ranks=1, steps=8)) == (3.0, 14.0)
 
 
 def test_dollars_are_no_mathematics(tmp_path):
@@ -79,3 +81,44 @@ def test_texts_are_drawn_as_written(text):
 
     shown = Text(text=_as_written(text))
     assert shown._preprocess_math(shown.get_text()) == (text, False)
+
+
+def test_the_chart_begins_at_the_steady_state():
+    from jaxcross.report.gantt import _steady_begin
+
+    crossed, sequential = make(True, "crossover"), make(False, "sequential")
+    # the latest end of a first step; of jobs one after the other, the first job's
+    assert (_steady_begin(crossed), _steady_begin(sequential)) == (3 * S, 2 * S)
+    apart = make(False, "round-robin")
+    assert apart.rounds.period_s is None
+    assert _steady_begin(apart) == 2 * S
+
+
+def test_a_window_is_drawn_as_asked(tmp_path):
+    report = make(True, "crossover")
+    path = report.to_gantt(tmp_path / "x.png", window=(0.0, 17.0))
+    assert path.read_bytes() != report.to_gantt(tmp_path / "y.png").read_bytes()
+    with pytest.raises(ValueError, match="must end after it begins"):
+        report.to_gantt(tmp_path / "z.png", window=(3.0, 3.0))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5])
+def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
+    """100,000 steps of 10 us in a second, so that no bar is as wide as a pixel."""
+    import matplotlib.image
+    import numpy as np
+
+    every = 10_000
+    spans = [
+        Span(
+            rank=0, job="a", step=n + 1, segment=0, kind="compute", lane=0, start_ns=n * every,
+            end_ns=n * every + round(every * share), ready_ns=n * every,
+        )
+        for n in range(100_000)
+    ]  # fmt: skip
+    report = Report(spans=tuple(spans), jobs=(JobFacts(name="a", steps=100_000),), wall_ns={0: (0, S)})
+    picture = matplotlib.image.imread(report.to_gantt(tmp_path / "x.png", window=(0.0, 1.0)))[..., :3]
+    blue = np.array([0x00, 0x72, 0xB2]) / 255
+    tinted = np.abs(picture - (1 - max(share, 0.15) * (1 - blue))).max(axis=-1) < 0.02
+    whole = tinted.mean(axis=1) > 0.85  # lines of the picture that are so from the axis's left to its right
+    assert whole.sum() > 20

@@ -1,5 +1,6 @@
 """The runner on ranks that are threads: jobs, batches, failures, interrupts, and every message."""
 
+import io
 import itertools
 import logging
 import queue
@@ -13,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.loop import Job, run
 from jaxcross.outcome import TOLD
+from jaxcross.report import LiveView
 from jaxcross.runner import Runner
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
@@ -499,7 +502,9 @@ def test_work_without_exchanges_takes_its_turn_and_is_no_step():
 
 def test_evaluation_with_exchanges_is_no_step():
     def work(world):
-        runner = Runner(world)
+        out = io.StringIO()
+        view = LiveView({"a": 2}, console=Console(file=out, width=100))
+        runner = Runner(world, instruments=[view])
         evaluate = make_step(world, "evaluate")
 
         def fn(job, step):
@@ -510,6 +515,9 @@ def test_evaluation_with_exchanges_is_no_step():
 
         job = runner.add("a", fn, step=make_step(world))
         report = runner.run()
+        assert report.rounds.rounds == 1  # the report does not count them, nor does the live view
+        last = [line for line in out.getvalue().splitlines() if "done" in line]
+        assert len(last) == 1 and last[0].startswith("a: step 2/2")
         return job.state, report.jobs[0].steps
 
     assert run_ranks(2, work) == [(2, 2)] * 2

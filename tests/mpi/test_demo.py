@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "2"]
+TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "6"]
 
 
 def demo(*options):
@@ -43,20 +43,22 @@ def test_it_writes_the_promised_numbers(finished):
     folder, _ = finished
     result = json.loads((folder / "new" / "result.json").read_text())
     assert set(result) == {
-        "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "bound_s_per_step", "efficiency",
-        "hidden_share", "jobs", "trace", "gantt",
+        "link", "sequential_s_per_step", "crossover_s_per_step", "speedup", "ratio", "reason", "bound_s_per_step",
+        "efficiency", "efficiency_alone", "compute_s_per_step", "exchange_s_per_step", "hidden_share", "jobs", "trace",
+        "gantt",
     }  # fmt: skip
     assert result["link"] == "none"
     assert [set(job) for job in result["jobs"]] == [{"name", "images_per_second", "steps", "final_loss"}] * 2
-    assert [job["steps"] for job in result["jobs"]] == [2, 2]
-    assert result["speedup"] == result["sequential_s_per_step"] / result["crossover_s_per_step"]
+    assert [job["steps"] for job in result["jobs"]] == [6, 6]  # in two turns
+    assert result["ratio"] == result["sequential_s_per_step"] / result["crossover_s_per_step"]
+    assert result["speedup"] == (None if result["reason"] else result["ratio"])
     assert 0 <= result["hidden_share"] <= 1
-    assert result["efficiency"] > 0
+    assert 0 < result["efficiency"] <= 1
 
 
 def test_it_leaves_a_trace_and_a_picture(finished):
     folder, _ = finished
-    events = json.loads((folder / "out" / "crossover.trace.json").read_text())["traceEvents"]
+    events = json.loads((folder / "out" / "crossover-2.trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert (folder / "out" / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
@@ -66,7 +68,8 @@ def test_it_shows_the_line_that_it_runs_and_the_table(finished):
     (line,) = [text for text in stdout.splitlines() if "mpirun -n 2" in text]
     assert "--policy compare" in line
     assert "all final states are equal, bit for bit" in stdout
-    assert stdout.index("both runs") < stdout.index("speed-up") < stdout.index("Chrome trace")
+    assert stdout.index("both runs") < stdout.rindex("speed-up") < stdout.index("Chrome trace")
+    assert stdout.count("s per job-step (sequential)") + stdout.count("No speed-up stated") == 2
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxcross import __version__, cli
 from jaxcross.commands import demo
-from jaxcross.report import JobFacts, Report
+from jaxcross.report import Comparison, JobFacts, Report
 from jaxcross.runtime.events import Span
 
 
@@ -74,30 +74,47 @@ def test_the_models_are_those_of_the_example():
     assert all(f'"{name}": partial(' in text for name in demo.MODELS)
 
 
-def report(period, policy, loss=0.5):
-    spans = [
-        Span(
-            rank=0, job="a", step=n, segment=0, kind="compute", lane=0, start_ns=n * period, end_ns=(n + 1) * period,
-            ready_ns=n * period,
-        )
-        for n in range(3)
-    ]  # fmt: skip
-    jobs = [JobFacts(name="a", steps=3, examples_per_step=8, final_loss=loss)]
-    return Report.build(spans, jobs=jobs, start_ns=0, end_ns=3 * period, policy=policy)
+S = 1_000_000_000
+
+
+def report(policy, loss=0.5, compute=1.0, exchange=1.0, gap=0.0, steps=6):
+    """Two like jobs, one after the other or each computing while the other one exchanges."""
+    crossed = max(2 * compute, 2 * exchange, compute + exchange)
+    spans, length = [], compute + exchange + gap if policy == "sequential" else crossed
+    for j, job in enumerate("ab"):
+        for n in range(steps):
+            start = n * length + j * (steps * length if policy == "sequential" else length / 2)
+            ends = ((0, start, start + compute), (1, start + compute, start + compute + exchange))
+            spans += [
+                Span(
+                    rank=0, job=job, step=n + 1, segment=segment, kind="collective" if segment else "compute", lane=0,
+                    start_ns=round(begin * S), end_ns=round(end * S), ready_ns=round(begin * S),
+                )
+                for segment, begin, end in ends
+            ]  # fmt: skip
+    jobs = [JobFacts(name=job, steps=steps, examples_per_step=8, final_loss=loss, unit="images") for job in "ab"]
+    end_ns = max(span.end_ns for span in spans)
+    return Report.build(spans, jobs=jobs, start_ns=0, end_ns=end_ns, policy=policy)
 
 
 def test_the_numbers_of_json():
-    slow, fast = report(4_000_000_000, "sequential"), report(2_000_000_000, "crossover", loss=float("nan"))
-    result = demo.numbers(slow, fast, link="none", trace=Path("t"), gantt=Path("g"))
+    compared = Comparison.of([report("sequential")] * 2, [report("crossover", loss=float("nan"))] * 2)
+    result = demo.numbers(compared, link="none", trace=Path("t"), gantt=Path("g"))
+    job = {"images_per_second": 4.0, "steps": 12, "final_loss": None}
     assert result == {
         "link": "none",
-        "sequential_s_per_step": 4.0,
-        "crossover_s_per_step": 2.0,
+        "sequential_s_per_step": 2.0,
+        "crossover_s_per_step": 1.0,
         "speedup": 2.0,
-        "bound_s_per_step": 2.0,
+        "ratio": 2.0,
+        "reason": "",
+        "bound_s_per_step": 1.0,
         "efficiency": 1.0,
-        "hidden_share": 0.0,
-        "jobs": [{"name": "a", "images_per_second": 4.0, "steps": 3, "final_loss": None}],
+        "efficiency_alone": 1.0,
+        "compute_s_per_step": {"alone": 1.0, "crossover": 1.0},
+        "exchange_s_per_step": {"alone": 1.0, "crossover": 1.0},
+        "hidden_share": 1.0,
+        "jobs": [{"name": "a", **job}, {"name": "b", **job}],
         "trace": "t",
         "gantt": "g",
     }
@@ -124,12 +141,59 @@ def test_a_failed_demo_keeps_a_folder_that_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "mine").exists()
 
 
-def test_both_runs_in_one_table():
-    from jaxcross.report.table import comparison
-
-    text = comparison(report(4_000_000_000, "sequential"), report(2_000_000_000, "crossover"))
-    totals = [line.split() for line in text.splitlines() if "all 1" in line]
+def test_both_ways_in_one_table():
+    text = str(Comparison.of([report("sequential")], [report("crossover")]))
+    totals = [line.split() for line in text.splitlines() if "all 2" in line]
     assert [line[-2] for line in totals] == ["1.00x", "2.00x"]
+    assert "images/s" in text
+    assert text.splitlines()[-1] == "2.00x: 2.00 s per job-step (sequential), 1.00 s (crossover)"
+
+
+def test_a_machine_that_was_busy_in_one_run_gives_no_speed_up():
+    """Two like jobs gain a factor of 2 at most; in the first run all took 1.3 times as long."""
+    compared = Comparison.of([report("sequential", compute=1.3, exchange=1.3)], [report("crossover")])
+    assert (compared.ratio, compared.speedup) == (pytest.approx(2.6), None)
+    assert compared.reason.startswith("a round's compute took 2.60 s (sequential) and 2.00 s (crossover)")
+    text = str(compared)
+    assert "2.60x" not in text and "No speed-up stated: a round's compute took" in text
+
+
+@pytest.mark.parametrize(
+    ("alone", "crossed", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"compute": 1.19}, ""),
+        ({}, {"compute": 1.25}, "compute took"),
+        ({"exchange": 1.25}, {}, "exchange took"),
+        ({"exchange": 0.01}, {"exchange": 0.02}, ""),  # twice as much of nearly nothing
+        ({"gap": 0.1}, {}, "2.10 times as fast is more than the 2.00 times"),
+        ({}, {"steps": 2}, "crossover: the jobs were never in steady state together"),
+    ],
+)
+def test_why_there_is_no_speed_up(alone, crossed, reason):
+    compared = Comparison.of([report("sequential", **alone)], [report("crossover", **crossed)])
+    assert reason in compared.reason
+    assert (compared.speedup is None) == bool(reason)
+
+
+def test_a_slow_crossover_shows_what_compute_takes_alone():
+    """It is no faster than one job after the other, and yet as fast as its own, slow, compute allows."""
+    slow = report("crossover", compute=2.1, exchange=2.1)
+    compared = Comparison.of([report("sequential")], [slow])
+    assert slow.rounds.efficiency == compared.second.efficiency == 1.0
+    assert compared.efficiency_alone == pytest.approx(2 / 4.2)
+    text = str(compared)
+    assert "A round's compute takes 2.00 s alone, 4.20 s next to exchange" in text
+    assert "100% of the bound of compute and exchange as they were in it, 48% of their bound alone" in text
+
+
+def test_the_turns_of_a_way_are_pooled():
+    turns = [report("sequential"), report("sequential", compute=1.1)]
+    compared = Comparison.of(turns, [report("crossover")] * 2)
+    assert compared.first.period_s == pytest.approx(4.1)
+    assert [job.facts.steps for job in compared.first.jobs] == [12, 12]
+    with pytest.raises(ValueError, match="of the same jobs"):
+        Comparison.of(turns, [Report.build([], jobs=[], start_ns=0, end_ns=1)])
 
 
 def test_an_emulated_link_says_so_everywhere():

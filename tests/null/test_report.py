@@ -3,13 +3,13 @@
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from jaxcross.report import JobFacts, LiveView, Recorder, Report
+from jaxcross.report import Comparison, JobFacts, LiveView, Recorder, Report
 from jaxcross.report import report as report_module
-from jaxcross.report.table import comparison
 from jaxcross.runtime.events import Span
 
 S = 1_000_000_000
@@ -143,7 +143,7 @@ def test_a_file_that_is_no_report(tmp_path):
 def test_the_table_as_text():
     text = str(two_ranks())
     assert "round_robin, 2 ranks, emulated link 500mbit" in text
-    assert "images/s" in text
+    assert "examples/s" in text
     assert "all 2" in text
     assert "Round 2.00 s (one step of every job), bound 2.00 s" in text
     assert "\x1b" not in text
@@ -232,10 +232,11 @@ def test_the_live_view_prints_lines_without_a_terminal():
     with live:
         live.note(job="a", kind="status", value="compiling")
         live.span(span("compile", "a", 0, 0, 2.5))
-        for step in range(3):
-            live.span(span("compute", "a", step, 3 + step, 4 + step))
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, 2 + step, 3 + step))
         live.note(job="a", kind="loss", value=0.5)
         live.note(job="a", kind="done")
+        live.note(job="a", kind="loss", value=0.25)
     assert out.getvalue().splitlines() == [
         "a: compiling",
         "a: compiled in 2.50 s",
@@ -245,11 +246,30 @@ def test_the_live_view_prints_lines_without_a_terminal():
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "lines"),
+    [
+        # the next step's first segment may end before this one's exchange
+        ([1, 2, 3, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),
+        ([4, 5], ["step 4/5", "step 5/5"]),  # it resumed after step 3
+        ([1, 2, 3, 5, 6], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # 4 is an evaluation
+    ],
+)
+def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
+    out = io.StringIO()
+    with LiveView({"a": 5}, console=Console(file=out, width=100)) as live:
+        for at, step in enumerate(steps):
+            live.span(span("compute", "a", step, at, at + 1))
+        live.span(replace(span("compute", "a", 9, 9, 10), in_step=False))
+        live.note(job="a", kind="done")
+    assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
+
+
 def test_the_live_view_draws_bars_on_a_terminal():
     live, out = view(terminal=True)
     with live:
-        live.span(span("compute", "a", 0, 0, 1))
-        live.span(span("compute", "a", 1, 1, 2))
+        live.span(span("compute", "a", 1, 0, 1))
+        live.span(span("compute", "a", 2, 1, 2))
     assert "1/3" in out.getvalue()
 
 
@@ -262,7 +282,7 @@ def test_names_and_errors_are_no_markup(terminal):
     spans = [span("compute", "lr[0.1]", step, step, step + 1) for step in range(3)]
     report = Report.build(spans, jobs=[JobFacts(name="lr[0.1]", steps=3)], start_ns=0, end_ns=3 * S, link="[/x]")
     assert "lr[0.1]" in str(report) and "[/x]" in str(report)
-    assert "lr[0.1]" in comparison(report, report)
+    assert "lr[0.1]" in str(Comparison.of([report], [report]))
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -1,11 +1,13 @@
 """Accounts of runs that are written down by hand, so that every number is known."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxcross.report.account import account
 from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
-from jaxcross.runtime.events import Span
+from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 S = 1_000_000_000
 
@@ -55,10 +57,11 @@ def test_a_perfect_crossover_reaches_its_bound():
     assert (result.period_s, result.bound_s, result.efficiency) == (2.0, 2.0, 1.0)
     assert result.s_per_step == 1.0
     assert all(lost == 0 for lost in result.lost_s.values())
-    # b's last exchange has nothing to hide behind: 9 of 10 s
-    assert result.hidden_share == pytest.approx(0.9)
-    assert [job.hidden_share for job in result.jobs] == [1.0, 0.8]
+    # b's last exchange has nothing to hide behind, but a has ended by then
+    assert result.hidden_share == 1.0
+    assert [job.hidden_share for job in result.jobs] == [1.0, 1.0]
     assert result.examples_per_s == 8.0
+    assert (result.rounds, result.steady_share, result.shared_share) == (3, 0.5, 0.75)
     assert [job.steps_per_s for job in result.jobs] == [0.5, 0.5]
     # the steady state runs from a's first step's end (2 s) to b's last (11 s)
     assert result.start_up_s == 3.0
@@ -66,7 +69,7 @@ def test_a_perfect_crossover_reaches_its_bound():
 
 def test_one_after_the_other_adds_the_jobs_periods_and_blames_the_order():
     spans = alone("a", 4) + alone("b", 4, begin=8)
-    result = account(spans, facts("a", "b", steps=4), {0: 16 * S})
+    result = account(spans, facts("a", "b", steps=4), {0: 16 * S}, in_turn=True)
     assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 2.0, 0.5)
     assert result.s_per_step == 2.0
     assert result.lost_s == pytest.approx({"order": 2.0, **dict.fromkeys(set(result.lost_s) - {"order"}, 0.0)})
@@ -201,10 +204,69 @@ def test_an_exchange_beside_its_own_backward_pass_shortens_the_chain():
 
 def test_nothing_ran():
     result = account([], facts("a", steps=0), {0: S})
-    assert (result.period_s, result.bound_s, result.efficiency, result.hidden_share) == (0, 0, 0, 0)
+    assert (result.period_s, result.bound_s, result.efficiency, result.hidden_share) == (None, None, None, 0)
     assert result.start_up_s == 1.0
 
 
-def test_a_single_step_counts_from_its_begin():
+def test_a_single_step_is_no_steady_state():
     result = account(alone("a", 1, begin=5), facts("a", steps=1), {0: 8 * S})
-    assert (result.period_s, result.bound_s) == (2.0, 2.0)
+    assert (result.period_s, result.bound_s, result.lost_s) == (None, None, {})
+    (job,) = result.jobs
+    assert (job.compute_s, job.exchange_s, job.period_s) == (1.0, 1.0, 0.0)
+
+
+def test_jobs_that_were_never_in_steady_state_together_have_no_round():
+    """b compiles for as long as a trains."""
+    spans = [*alone("a", 4), piece("compile", "b", 0, 0, 10), *alone("b", 4, begin=10)]
+    result = account(spans, facts("a", "b", steps=4), {0: 20 * S})
+    assert result.period_s is result.bound_s is result.efficiency is result.s_per_step is result.examples_per_s is None
+    assert (result.lost_s, result.limit, result.steady_share) == ({}, "", 0)
+    assert result.shared_share == 0.4  # 8 of 20 s
+    assert [(job.period_s, job.compute_s, job.steps_per_round) for job in result.jobs] == [(2.0, 1.0, 0)] * 2
+
+
+def test_less_than_a_round_together_is_none():
+    # a ends with the step that it makes while b makes its first one
+    spans = [*alone("a", 4), *alone("b", 4, begin=5)]
+    assert account(spans, facts("a", "b", steps=4), {0: 20 * S}).period_s is None
+
+
+def test_a_job_without_a_second_step_has_no_part_in_the_round():
+    spans = [*crossed(5), piece("compute", "c", 1, 4, 4.5)]
+    result = account(spans, facts("a", "b", "c"), {0: 12 * S})
+    assert (result.period_s, result.s_per_step) == (2.0, 1.0)
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+
+
+def test_the_tail_of_one_job_is_not_measured():
+    """b goes on alone, and faster: the rows are of the time when both ran, and add up."""
+    spans = [*crossed(5), *alone("b", 20, begin=20)]
+    renumbered = [replace(s, step=s.step + 5) if s.start_ns >= 20 * S else s for s in spans]
+    result = account(renumbered, facts("a", "b", examples_per_step=8), {0: 60 * S})
+    assert result.period_s == 2.0
+    assert sum(job.examples_per_s for job in result.jobs) == result.examples_per_s == 8.0
+
+
+def test_an_evaluation_is_no_step():
+    """An evaluation before the training, and one that exchanges, in the middle of it."""
+    spans = [replace(piece("compute", "a", 0, 0, 1), in_step=False)]
+    spans += [replace(s, step=s.step + 1) for s in alone("a", 2, begin=10)]
+    spans += [replace(s, step=3, in_step=False) for s in alone("a", 1, begin=14)]
+    spans += [replace(s, step=s.step + 4) for s in alone("a", 2, begin=16)]
+    result = account(spans, facts("a", steps=4), {0: 20 * S})
+    assert result.rounds == 3
+    assert result.period_s == pytest.approx(8 / 3)  # from 12 to 20 s, the evaluation included
+    assert result.bound_s == result.period_s
+
+
+def test_exchanges_with_parameter_servers_overlap():
+    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another one."""
+    spans = []
+    for rank, pace in ((0, 1), (1, 3)):
+        for lane, job in enumerate("ab"):
+            steps = alone(job, 6, compute=1.0 * pace, exchange=3.0 * pace, rank=rank)
+            spans += [replace(s, lane=1 + lane, label=PARAMETER_SERVER) for s in steps]
+    result = account(spans, facts("a", "b", steps=6), {0: 80 * S, 1: 80 * S})
+    assert result.efficiency is not None and result.efficiency <= 1
+    assert (result.period_s, result.lost_s["peer"]) == (12.0, 0)
+    assert [job.exchange_s for job in result.jobs] == [6.0, 6.0]  # the mean of 3 and 9 s

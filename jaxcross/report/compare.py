@@ -1,0 +1,190 @@
+"""Two ways to run the same jobs, compared: how many times faster the second is, or why no factor can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxcross.report.facts import LOSSES, Account, JobAccount
+from jaxcross.report.table import WIDTH, cells, printed, totals, unit
+from jaxcross.report.units import seconds, share
+
+if TYPE_CHECKING:
+    from jaxcross.report.report import Report
+
+FIFTH = 1.2
+"""By how much computation or exchange of the two ways may differ: beyond it something else than the order did."""
+NEGLIGIBLE = 0.01
+"""Differences below this share of a round's work decide nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Runs of the same jobs in two ways. `print` shows both in one table.
+
+    Attributes:
+        first: The first way, the mean of its runs: usually the jobs one after the other.
+        second: The second way.
+        names: What the two are called.
+        where: Where they ran, and over what link.
+    """
+
+    first: Account
+    second: Account
+    names: tuple[str, str]
+    where: str = ""
+
+    @classmethod
+    def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
+        """Compares the means of several runs of each way. Alternate them (first, second, first, second), so that a
+        machine which is busy for a while is so for both.
+
+        Raises:
+            ValueError: There is no run of a way, or they do not all have the same jobs.
+        """
+        if not first or not second:
+            raise ValueError("a comparison needs at least one run of each way")
+        jobs = {tuple(job.name for job in report.jobs) for report in (*first, *second)}
+        if len(jobs) > 1:
+            raise ValueError(f"a comparison is of the same jobs, not of {' and of '.join(map(str, sorted(jobs)))}")
+        return cls(
+            first=_pooled([report.rounds for report in first]),
+            second=_pooled([report.rounds for report in second]),
+            names=(first[0].policy or "first", second[0].policy or "second"),
+            where=", ".join(filter(None, [second[0].placement, second[0].link])),
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times shorter a job-step is in the second way, as it was measured."""
+        one, other = self.first.s_per_step, self.second.s_per_step
+        return one / other if one is not None and other else None
+
+    @property
+    def most(self) -> float | None:
+        """(c + m) over the bound of c and m as they are one after the other: no order gains more. None if the first
+        way is another one.
+        """
+        bound = self.first.bound_s
+        work = self.first.compute_s + self.first.exchange_s
+        return work / bound if self.first.in_turn and bound else None
+
+    @property
+    def reason(self) -> str:
+        """Why the ratio says nothing about the two ways; "" where it does."""
+        for name, account in zip(self.names, (self.first, self.second), strict=True):
+            if account.period_s is None:
+                return f"{name}: the jobs were never in steady state together"
+        work = self.first.compute_s + self.first.exchange_s
+        for what, one, other in (
+            ("compute", self.first.compute_s, self.second.compute_s),
+            ("exchange", self.first.exchange_s, self.second.exchange_s),
+        ):
+            if max(one, other) > FIFTH * min(one, other) and abs(one - other) > NEGLIGIBLE * work:
+                return (
+                    f"a round's {what} took {seconds(one)} ({self.names[0]}) and {seconds(other)} ({self.names[1]}), "
+                    "over a fifth apart: the machine was busy, or jobs slow each other down"
+                )
+        if self.most is not None and self.ratio is not None and self.ratio > self.most * (1 + 1e-9):
+            return (
+                f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that overlap can gain here: "
+                "the machine was busy in one of the runs"
+            )
+        return ""
+
+    @property
+    def speedup(self) -> float | None:
+        """The ratio; None where there is a reason not to state it."""
+        return None if self.reason else self.ratio
+
+    @property
+    def efficiency_alone(self) -> float | None:
+        """The bound of c and m as they are one after the other, over the measured round of the second way."""
+        return self.first.bound_s / self.second.period_s if self.first.bound_s and self.second.period_s else None
+
+    @property
+    def headline(self) -> str:
+        """One line: the speed-up, or why there is none."""
+        if self.speedup is None:
+            return f"No speed-up stated: {self.reason}"
+        one, other = (
+            f"{seconds(account.s_per_step)}{text} ({name})"
+            for account, text, name in zip((self.first, self.second), (" per job-step", ""), self.names, strict=True)
+        )
+        return f"{self.speedup:.2f}x: {one}, {other}"
+
+    def __str__(self) -> str:
+        title = Text(", ".join(filter(None, ["both runs", self.where])))
+        table = Table()
+        for name in ("run", "job"):
+            table.add_column(name, no_wrap=True)
+        rate = f"{unit(self.second.jobs)}/s"
+        for name in ("steps", rate, "compute", "exchange", "hidden", "round", "bound", "speed-up"):
+            table.add_column(name, justify="right")
+        factors = ("" if self.speedup is None else "1.00x", "-" if self.speedup is None else f"{self.speedup:.2f}x")
+        for name, account, factor in zip(self.names, (self.first, self.second), factors, strict=True):
+            for i, job in enumerate(account.jobs):
+                steps, _, *rest = cells(account, job)
+                table.add_row(Text(name) if i == 0 else "", Text(job.facts.name), steps, *rest, "", "", "")
+            steps, _, *rest = totals(account)
+            row = [steps, *rest, seconds(account.period_s), seconds(account.bound_s), factor]
+            table.add_row("", f"all {len(account.jobs)}", *row, style="bold", end_section=True)
+        return "\n".join([printed(Group(title, table), width=WIDTH + 20), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        lines = ["A round is one step of every job; bound: the shortest round that any order of this work allows."]
+        if self.first.in_turn:
+            lines.append(f"Rates of a row of {self.names[0]} are while that job ran, those of its last row over all.")
+        if self.second.period_s is not None and self.first.in_turn and self.first.bound_s is not None:
+            one, other = self.first, self.second
+            lines += [
+                (
+                    f"A round's compute takes {seconds(one.compute_s)} alone, {seconds(other.compute_s)} next to "
+                    f"exchange; exchange {seconds(one.exchange_s)} alone, {seconds(other.exchange_s)} next to compute."
+                ),
+                (
+                    f"Efficiency of {self.names[1]}: {share(other.efficiency)} of the bound of compute and exchange as "
+                    f"they were in it, {share(self.efficiency_alone)} of their bound alone, {seconds(one.bound_s)}."
+                ),
+            ]
+        return [*lines, self.headline]
+
+
+def _pooled(accounts: Sequence[Account]) -> Account:
+    """The mean of several runs, of those that have a round where some have one."""
+    accounts = [account for account in accounts if account.period_s is not None] or list(accounts)
+
+    def mean(value: Callable[[Account], float | None]) -> float | None:
+        return _mean(value(account) for account in accounts)
+
+    lost = {cause: _mean(a.lost_s[cause] for a in accounts) or 0.0 for cause in LOSSES if accounts[0].lost_s}
+    return replace(
+        accounts[0],
+        jobs=tuple(_pooled_job(jobs) for jobs in zip(*(account.jobs for account in accounts), strict=True)),
+        period_s=mean(lambda a: a.period_s),
+        bound_s=mean(lambda a: a.bound_s),
+        lost_s=lost,
+        hidden_share=_mean(a.hidden_share for a in accounts) or 0.0,
+        rounds=sum(a.rounds for a in accounts),
+        steady_share=_mean(a.steady_share for a in accounts) or 0.0,
+        shared_share=_mean(a.shared_share for a in accounts) or 0.0,
+        start_up_s=sum(a.start_up_s for a in accounts),
+        wall_s=sum(a.wall_s for a in accounts),
+    )
+
+
+def _pooled_job(jobs: Sequence[JobAccount]) -> JobAccount:
+    names = ("period_s", "compute_s", "exchange_s", "hidden_share", "bytes_per_step", "steps_per_round")
+    steps = sum(job.facts.steps for job in jobs)
+    facts = replace(jobs[-1].facts, steps=steps, first_step=jobs[0].facts.first_step)
+    return replace(jobs[-1], facts=facts, **{name: _mean(getattr(job, name) for job in jobs) or 0.0 for name in names})
+
+
+def _mean(numbers: Iterable[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else None

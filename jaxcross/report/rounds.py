@@ -1,0 +1,78 @@
+"""Which part of a run is measured: a stretch of one rank's time that holds whole rounds of all its jobs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from jaxcross.report.intervals import Interval
+from jaxcross.report.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of time on one rank, from the end of one step to the end of another.
+
+    Attributes:
+        window: Its begin and end.
+        steps: Steps of each job that ended in it, all above 0.
+    """
+
+    window: Interval
+    steps: Mapping[str, int]
+
+    @property
+    def rounds(self) -> float:
+        """A round is as many steps as there are jobs: one of each, where all made equally many."""
+        return sum(self.steps.values()) / len(self.steps)
+
+    @classmethod
+    def own(cls, timeline: Timeline, job: str) -> Self | None:
+        """A job's steady state: from the end of its first step to the end of its last; None below two steps."""
+        ends = _ends(timeline, job)
+        return cls((ends[0], ends[-1]), {job: len(ends) - 1}) if len(ends) > 1 else None
+
+    @classmethod
+    def shared(cls, timeline: Timeline, jobs: Sequence[str]) -> Self | None:
+        """The longest whole rounds that jobs made next to each other, all past their first step and none at its end.
+
+        Between two ends of one job's steps at which every other job is equally far ahead of it, all made equally many
+        steps. Where jobs go at unequal rates there is hardly such a stretch: then it is all whole steps of the
+        slowest. None if the jobs were never in steady state together for so long.
+        """
+        every = {job: _ends(timeline, job) for job in jobs}
+        low, high = max(ends[0] for ends in every.values()), min(ends[-1] for ends in every.values())
+        inside = {job: [end for end in ends if low <= end <= high] for job, ends in every.items()}
+        slowest = min(jobs, key=lambda job: len(inside[job]))
+        begin, end, rounds = 0, 0, 0
+        for edges in inside.values():
+            first: dict[tuple[int, ...], int] = {}
+            for index, edge in enumerate(edges):
+                ahead = tuple(bisect_right(ends, edge) - index for ends in inside.values())
+                start = first.setdefault(ahead, index)
+                if index - start > rounds:
+                    begin, end, rounds = edges[start], edge, index - start
+        most = len(inside[slowest]) - 1
+        if 2 * rounds >= max(most, 1) and end > begin:
+            return cls((begin, end), dict.fromkeys(jobs, rounds))
+        if most < 1:
+            return None
+        begin, end = inside[slowest][0], inside[slowest][-1]
+        steps = {job: bisect_right(ends, end) - bisect_right(ends, begin) for job, ends in inside.items()}
+        return cls((begin, end), steps) if end > begin and all(steps.values()) else None
+
+
+def at_work_together(timeline_spans: Sequence[Interval]) -> int:
+    """Nanoseconds in which at least two of these intervals overlap."""
+    moments = sorted((at, change) for start, end in timeline_spans for at, change in ((start, 1), (end, -1)))
+    together, there, before = 0, 0, 0
+    for at, change in moments:
+        together += at - before if there > 1 else 0
+        there, before = there + change, at
+    return together
+
+
+def _ends(timeline: Timeline, job: str) -> list[int]:
+    return sorted(end for _, end in timeline.step_ends.get(job, ()))

@@ -1,0 +1,32 @@
+"""Numbers as people read them: three digits, and a unit that suits them."""
+
+from __future__ import annotations
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, never an exponent where a person would not write one."""
+    if value is None:
+        return "-"
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 0
+        return f"{value:.{digits}f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
+    return f"{value:.2e}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in s, ms, us or ns."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0 s"
+    scale, unit = next(((s, u) for s, u in _SECONDS if abs(value) >= 0.9995 * s), _SECONDS[-1])
+    value /= scale
+    digits = 2 if abs(value) < 9.995 or unit == "s" else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return "-" if value is None else f"{value:.0%}"

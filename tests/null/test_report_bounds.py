@@ -1,0 +1,264 @@
+"""No run is faster than its bound, and no part of what it lost is negative: whatever the simulator can make."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcross.report.account import account
+from jaxcross.report.chrome import trace_events
+from jaxcross.report.facts import LOSSES, JobFacts
+from jaxcross.report.report import IN_TURN, Report
+from jaxcross.runtime.events import PARAMETER_SERVER, Span
+from jaxcross.runtime.outline import Outline
+from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
+from jaxcross.runtime.simulator import Fail, Simulation, Step, Think
+from jaxcross.runtime.vote import Wish
+
+S = 1_000_000_000
+SEEDS = st.integers(0, 2**32 - 1)
+POLICIES = ("round-robin", "weighted", "sequential")
+
+
+def random_outline(rng):
+    """A backward pass in pieces, each with its exchange, some beside the next piece, and an update."""
+    kinds, needs, pieces = [], [], rng.randint(1, 4)
+    exchanges = []
+    if rng.random() < 0.5:  # all pieces before all exchanges: each travels while later ones of lower number compute
+        kinds = ["compute"] * pieces + ["collective"] * pieces
+        needs = [(n - 1,) if n else () for n in range(pieces)] + [(n,) for n in range(pieces)]
+        exchanges = list(range(pieces, 2 * pieces))
+    for _ in range(0 if exchanges else pieces):
+        computed = [n for n, kind in enumerate(kinds) if kind == "compute"]
+        behind = rng.random() < 0.3 and exchanges
+        needs.append((exchanges[-1],) if behind else tuple(computed[-1:]))
+        kinds.append("compute")
+        needs.append((len(kinds) - 1,))
+        kinds.append("collective")
+        exchanges.append(len(kinds) - 1)
+    last = len(kinds)
+    return Outline(
+        kinds=(*kinds, "compute"), needs=(*needs, tuple(exchanges)), after_commit=frozenset({last}),
+        signature=rng.randrange(9), text="x",
+    )  # fmt: skip
+
+
+def loop(rng, outline, seconds, steps, *, jitter, think, fails_at=-1):
+    yield Think(think)
+    for n in range(steps):
+        if n == fails_at:
+            yield Fail("boom")
+        yield Step(outline, tuple(length * (1 + jitter * rng.random()) for length in seconds))
+
+
+def simulated(seed, kind):
+    """The spans of a random run, the ranks' own clocks, and how long it took."""
+    rng = random.Random(seed)
+    ranks, jobs, joiners = rng.randint(1, 3), rng.randint(1, 4), rng.randint(0, 2)
+    scale, jitter = rng.choice((1e-5, 1e-2, 1.0)), rng.choice((0.0, 0.0, 0.1, 2.0))
+    plans = []
+    for _ in range(jobs + joiners):
+        outline = random_outline(rng)
+        seconds = tuple(scale * rng.choice((0.0, 0.1, rng.random(), 1.0)) for _ in outline.kinds)
+        plans.append((outline, seconds, rng.choice((0, 1, 2, 3, 6, 20)), scale * rng.choice((0, 0, 5)) * rng.random()))
+    fault = (rng.randrange(ranks), rng.randrange(jobs), rng.randrange(4)) if rng.random() < 0.3 else (-1, -1, -1)
+
+    def script(rank, job):
+        outline, seconds, steps, think = plans[job]
+        fails_at = fault[2] if fault[:2] == (rank, job) else -1
+        own = random.Random(f"{seed} {rank} {job}")
+        return loop(own, outline, seconds, steps, jitter=jitter, think=think, fails_at=fails_at)
+
+    lengths = {job: scale * rng.choice((0.01, rng.random(), 2.0)) for job in range(jobs + joiners)}
+    weights = Weighted(tuple(rng.choice((0.2, 1.0, 3.0)) for _ in range(jobs)))
+    results = Simulation(
+        [[script(rank, job) for job in range(jobs)] for rank in range(ranks)],
+        policy={"round-robin": RoundRobin(), "weighted": weights, "sequential": Sequential()}[kind],
+        depth=rng.randint(1, 3), vote_s=scale * rng.choice((0.0, 0.05)), patience_s=lambda level: scale * 2.0**level,
+        exchange_s=lambda job, *_: lengths[job],
+        adds=[
+            (scale * 10 * rng.random(), rank, f"j{n}", script(rank, jobs + n))
+            for n in range(joiners) for rank in range(ranks)
+        ],
+        wishes=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), Wish.STOP)] if rng.random() < 0.2 else (),
+        check=False,
+    ).run()  # fmt: skip
+    spans, wall_ns = [], {}
+    for rank, result in enumerate(results):
+        clock, free = rng.randrange(100 * S), 0
+        for span in sorted(result.spans, key=lambda span: span.start_ns):
+            if span.kind == "collective":  # the simulator notes when the last rank came, a rank when it came itself
+                arrived = max(span.ready_ns, free)
+                span, free = replace(span, start_ns=min(arrived, span.start_ns)), span.end_ns
+            times = {name: getattr(span, name) + clock for name in ("start_ns", "end_ns", "ready_ns")}
+            spans.append(replace(span, **times))
+        wall_ns[rank] = round(result.end_s * 1e9)
+    names = sorted({span.job for span in spans} | {str(job) for job in range(jobs)})
+    facts = [JobFacts(name=n, steps=max((s.step for s in spans if s.job == n), default=0)) for n in names]
+    return spans, facts, wall_ns
+
+
+def check_sums(result):
+    """What must hold of every account."""
+    assert 0 <= result.shared_share <= 1 + 1e-9
+    if result.period_s is None:
+        assert result.bound_s is result.efficiency is result.s_per_step is None
+        assert result.lost_s == {}
+        assert not any(job.steps_per_round for job in result.jobs)
+        return
+    rounding = 1e-9 * max(result.period_s, 1e-6)
+    assert result.bound_s <= result.period_s + rounding
+    assert set(result.lost_s) == set(LOSSES)
+    assert min(result.lost_s.values()) >= -rounding
+    assert result.bound_s + sum(result.lost_s.values()) == pytest.approx(result.period_s, abs=rounding)
+    # a round is as many steps as jobs, and what the rows say of it is what the last row says
+    assert sum(job.steps_per_round for job in result.jobs) == pytest.approx(len(result.crossed))
+    assert 0 <= result.hidden_share <= 1
+    if not result.in_turn:
+        rates = [job.steps_per_s for job in result.crossed if job.period_s]
+        assert sum(rates) * result.period_s == pytest.approx(len(result.crossed)) or not all(rates)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+def test_no_round_is_shorter_than_its_bound(seed, kind):
+    spans, facts, wall_ns = simulated(seed, kind)
+    check_sums(account(spans, facts, wall_ns, in_turn=kind == "sequential"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
+    """Parameter servers: each job has its own lane, and a rank's n-th step is not that of another one."""
+    rng = random.Random(seed)
+    spans, facts, wall_ns = simulated(seed, kind)
+    moved = []
+    for span in spans:
+        late = round(rng.random() * 0.5 * S) if rng.random() < 0.3 else 0
+        own = {"lane": 1 + int(span.job) if span.job.isdecimal() else 9, "label": PARAMETER_SERVER}
+        moved.append(replace(span, end_ns=span.end_ns + late, **own))
+    longer = {rank: end + S for rank, end in wall_ns.items()}
+    check_sums(account(moved, facts, longer, in_turn=kind == "sequential"))
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 4])
+@pytest.mark.parametrize("steps", [3, 4, 5, 8])
+def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
+    """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run says less."""
+    outline = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+    scripts = [[loop(random.Random(0), outline, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
+    spans = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda *_: 1.0).run()[0].spans
+    facts = [JobFacts(name=str(job), steps=steps) for job in range(jobs)]
+    result = account(spans, facts, {0: 100 * S})
+    assert (result.period_s, result.bound_s) == (pytest.approx(jobs), pytest.approx(jobs))
+    assert result.rounds >= steps - 2
+
+
+def test_unequal_rates_share_a_round_of_as_many_steps():
+    """A job that makes three steps of 1 s while the other makes one of 3 s: four job-steps in 6 s."""
+
+    def step(job, number, start, length):
+        return Span(
+            rank=0, job=job, step=number, segment=0, kind="compute", lane=0, start_ns=round(start * S),
+            end_ns=round((start + length) * S), ready_ns=round(start * S),
+        )  # fmt: skip
+
+    spans = []
+    for n in range(6):
+        spans += [step("small", 3 * n + i + 1, 6 * n + i, 1) for i in range(3)]
+        spans.append(step("large", n + 1, 6 * n + 3, 3))
+    facts = [
+        JobFacts(name="small", steps=18, examples_per_step=1),
+        JobFacts(name="large", steps=6, examples_per_step=2),
+    ]
+    result = account(spans, facts, {0: 36 * S})
+    assert (result.period_s, result.bound_s, result.s_per_step) == (3.0, 3.0, 1.5)
+    assert [job.steps_per_round for job in result.jobs] == [1.5, 0.5]
+    assert [job.steps_per_s for job in result.jobs] == [0.5, pytest.approx(1 / 6)]
+    assert result.compute_s == 3.0
+    assert result.examples_per_s == pytest.approx(sum(job.examples_per_s for job in result.jobs))
+
+
+def as_report(seed, kind):
+    spans, facts, wall_ns = simulated(seed, kind)
+    wall = {rank: (0, end) for rank, end in wall_ns.items()}
+    return Report(spans=tuple(spans), jobs=tuple(facts), wall_ns=wall, policy=IN_TURN if kind == "sequential" else kind)
+
+
+def test_the_policy_of_runs_in_turn_is_known_by_its_name():
+    assert Sequential().name == IN_TURN
+    assert RoundRobin().name != IN_TURN != Weighted((1.0,)).name
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+def test_every_table_can_be_printed(seed, kind):
+    report = as_report(seed, kind)
+    text = str(report)
+    if report.rounds.period_s is None and len(report.jobs) > 1:
+        assert "efficiency" not in text and "Lost" not in text and "bound" not in text
+
+
+def slices_of(events):
+    """Of each track, slices as whole nanoseconds."""
+    tracks = {}
+    for event in events:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1000)
+            tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + round(event["dur"] * 1000)))
+    return tracks
+
+
+def check_trace(events):
+    """What viewers demand: arrows go forward, from a slice to a slice, and slices of one track nest."""
+    tracks = slices_of(events)
+    for track in tracks.values():
+        around = []
+        for start, end in sorted(track, key=lambda s: (s[0], -s[1])):
+            while around and around[-1] <= start:
+                around.pop()
+            assert not around or end <= around[-1]
+            around.append(end)
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys()
+    for number, start in starts.items():
+        assert start["ts"] <= ends[number]["ts"]
+        for flow in (start, ends[number]):
+            at = round(flow["ts"] * 1000)
+            assert any(low <= at <= high for low, high in tracks[flow["pid"], flow["tid"]])
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+def test_traces_of_all_runs_are_well_formed(tmp_path_factory, seed, kind):
+    report, rng = as_report(seed, kind), random.Random(seed)
+    waits = []
+    for span in report.spans:  # what the jobs' threads do begins and ends anywhere
+        if rng.random() < 0.3:
+            start = span.start_ns + rng.randrange(-(10**6), 10**6)
+            end = start + rng.randrange(1 + 2 * (span.end_ns - span.start_ns))
+            kind_of_wait = rng.choice(("input", "host", "compile"))
+            waits.append(replace(span, kind=kind_of_wait, segment=-1, start_ns=start, end_ns=end, ready_ns=start))
+    report = replace(report, spans=(*report.spans, *waits))
+    path = report.to_chrome_trace(tmp_path_factory.mktemp("trace") / "trace.json")
+    check_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def test_an_exchange_next_to_its_own_backward_pass_gets_the_arrow_of_its_maker():
+    """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of it."""
+
+    def span(kind, segment, start, end, ready):
+        return Span(
+            rank=0, job="a", step=1, segment=segment, kind=kind, lane=0, start_ns=start, end_ns=end, ready_ns=ready
+        )
+
+    spans = (
+        span("compute", 0, 0, 1000, 0), span("compute", 2, 1000, 1500, 1000), span("collective", 3, 1010, 9000, 1000),
+        span("compute", 4, 1500, 2000, 1500), span("collective", 5, 9000, 9500, 2000),
+    )  # fmt: skip
+    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=1),), wall_ns={0: (0, 10_000)})
+    flows = [(e["ph"], e["ts"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "flow"]
+    assert flows == [("s", 0.9), ("f", 1.01), ("s", 1.95), ("f", 9.0)]

@@ -1,0 +1,124 @@
+"""What the table says, of runs that are written down by hand."""
+
+import pytest
+
+from jaxcross.report import JobFacts, Report
+from jaxcross.report.units import number, seconds
+from jaxcross.runtime.events import Span
+
+S = 1_000_000_000
+
+
+def steps_of(job, steps, *, begin=0.0, compute=1.0, exchange=1.0, first=1, every=None):
+    spans = []
+    for n in range(steps):
+        start = begin + n * (every or compute + exchange)
+        ends = (("compute", start, start + compute), ("collective", start + compute, start + compute + exchange))
+        spans += [
+            Span(
+                rank=0, job=job, step=first + n, segment=segment, kind=kind, lane=0, start_ns=round(low * S),
+                end_ns=round(high * S), ready_ns=round(low * S),
+            )
+            for segment, (kind, low, high) in enumerate(ends)
+        ]  # fmt: skip
+    return spans
+
+
+def report(spans, *jobs, **options):
+    return Report.build(spans, jobs=jobs, start_ns=0, end_ns=max(s.end_ns for s in spans), **options)
+
+
+def cells(text, first):
+    """The cells of the row that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"│ {first} ")]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_jobs_that_never_ran_together_get_no_round():
+    spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
+    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="round-robin"))
+    assert "Never in steady state together: at least two jobs were at work in 0% of the run" in text
+    assert not any(word in text for word in ("Round", "bound", "efficiency", "Lost"))
+    assert cells(text, "a") == ["a", "4", "0.500", "1.00 s", "1.00 s", "0%"]
+    assert cells(text, "all 2") == ["all 2", "8", "-", "-", "-", "-"]
+
+
+def test_the_same_jobs_one_after_the_other_on_purpose_have_one():
+    spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
+    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="sequential"))
+    assert "Round 4.00 s (one step of every job), bound 2.00 s" in text
+    assert "One job after the other: rates of a row are while that job ran" in text
+
+
+def test_a_job_that_resumed_is_at_its_own_step():
+    spans = steps_of("a", 4, first=705)
+    facts = JobFacts(name="a", steps=4, first_step=704, how="stopped")
+    text = str(report(spans, facts))
+    assert cells(text, "a")[1] == "4 (705 to 708)"
+    assert "stopped at 708" in text
+    assert "a: resumed after step 704." in text
+    (job,) = report(spans, facts).summary()["jobs"]
+    assert (job["steps"], job["first_step"], job["last_step"]) == (4, 704, 708)
+
+
+def test_rows_add_up_to_the_last_one():
+    """b goes on alone, and twice as fast; c came to nothing."""
+    spans = [*steps_of("a", 6), *steps_of("b", 6, begin=1), *steps_of("b", 9, begin=20, compute=0.5, first=7)]
+    spans += steps_of("c", 1, begin=3)[:1]
+    jobs = [JobFacts(name=name, steps=n, examples_per_step=8) for name, n in (("a", 6), ("b", 15), ("c", 1))]
+    text = str(report(spans, *jobs))
+    assert cells(text, "a")[2:5] == cells(text, "b")[2:5] == ["0.500", "4.00", "1.00 s"]
+    assert cells(text, "c") == ["c", "1", "-", "-", "-", "-", "-"]
+    assert cells(text, "all 3") == ["all 3", "22", "1.00", "8.00", "2.00 s", "2.00 s", "100%"]
+    assert "c: no part in the round, which needs two steps." in text
+
+
+@pytest.mark.parametrize(
+    ("units", "heading", "total"),
+    [
+        (("images", "images"), "images/s", "8.00"),
+        (("letters", "images"), "examples/s", "-"),
+        ((), "examples/s", "8.00"),
+    ],
+)
+def test_only_images_are_called_so(units, heading, total):
+    spans = [*steps_of("a", 6), *steps_of("b", 6, begin=1)]
+    units = units or ("examples", "examples")
+    jobs = [JobFacts(name=n, steps=6, examples_per_step=8, unit=unit) for n, unit in zip("ab", units, strict=True)]
+    text = str(report(spans, *jobs))
+    assert heading in text.splitlines()[2]
+    assert cells(text, "all 2")[3] == total
+
+
+def test_jobs_that_are_too_small_to_gain_are_told_so():
+    """Each of two steps of 6 ms waits for 4 ms of votes."""
+    spans = []
+    for n in range(6):
+        for j, job in enumerate("ab"):
+            at = 0.02 * n + 0.01 * j
+            spans += steps_of(job, 1, begin=at, compute=0.003, exchange=0.003, first=n + 1)
+            vote = Span(
+                rank=0, job="", step=0, segment=-1, kind="vote", lane=0, start_ns=round((at + 0.006) * S),
+                end_ns=round((at + 0.01) * S), ready_ns=round((at + 0.006) * S),
+            )  # fmt: skip
+            spans.append(vote)
+    text = str(report(spans, JobFacts(name="a", steps=6), JobFacts(name="b", steps=6)))
+    assert "Too small to gain: 4.00 ms of votes on a 6.00 ms step." in text
+    quiet = [span for span in spans if span.kind != "vote"]
+    assert "Too small" not in str(report(quiet, JobFacts(name="a", steps=6), JobFacts(name="b", steps=6)))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 s"), (1.71e-5, "17.1 us"), (3e-9, "3.00 ns"), (0.004, "4.00 ms"), (0.123, "123 ms"), (0.9999, "1.00 s"),
+        (1.5, "1.50 s"), (3599, "3599.00 s"), (None, "-"), (-0.002, "-2.00 ms"),
+    ],
+)  # fmt: skip
+def test_durations_have_the_unit_that_fits(value, text):
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.5, "0.500"), (12.3456, "12.35"), (1e9, "1.00e+09")])
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
