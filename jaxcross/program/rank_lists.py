@@ -129,8 +129,11 @@ class _Run:
         self.at = dict.fromkeys(sorted(self.lists), 0)
 
     def to_the_end(self) -> None:
-        while any(self._advance(rank) for rank in self.at):
-            pass
+        before = None
+        while (self.at, self.sent) != before:  # a `sendrecv` that has only sent has moved, too
+            before = dict(self.at), set(self.sent)
+            for rank in self.at:
+                self._advance(rank)
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
@@ -147,12 +150,10 @@ class _Run:
         calls = self.lists.get(rank, ())
         return calls[self.at[rank]] if rank in self.at and self.at[rank] < len(calls) else None
 
-    def _advance(self, rank: int) -> bool:
-        """Makes the calls of one rank until one blocks; whether it made any."""
-        made = False
+    def _advance(self, rank: int) -> None:
+        """Makes the calls of one rank until one blocks."""
         while (call := self._call(rank)) is not None and self._make(rank, call):
-            made = True
-        return made
+            pass
 
     def _make(self, rank: int, call: Exchange) -> bool:
         kind = call.op.removeprefix(PREFIX)

@@ -57,6 +57,9 @@ FITTING = {
     ),
     "groups that do not overlap": lists(*([call("allreduce", ranks=g, reduction="SUM")] for g in ((0, 1), (0, 1)))),
     "barriers of any shape": lists(*([call("barrier", shape=(0,))] for _ in WORLD)),
+    "a ring that closes at a rank that comes last": lists(
+        [sendrecv(3, 3)], [], [recv(3, 1)], [send(2, 1), sendrecv(0, 0)],
+    ),
     "any source is not run": lists([recv("any")], []),
     "loops are not run": lists([recv(1, **LOOP)], [recv(0)]),
     "two communicators look alike": lists([recv(1, comm="#1")], [recv(0)]),
