@@ -26,6 +26,8 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
     that gradients are divided by, for example.
     """
     exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    if group.as_written:  # what leaves it may be anything that the step computes: only what is exchanged is looked at
+        return [v for e in body for v in e.outvars if v in exchanged and v not in outs]
     masked: set[Any] = set()
     leaving = set(outs)
     for e in reversed(body):
@@ -46,7 +48,10 @@ def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str
         segment: A collective one.
         results: What it made, on the host.
     """
-    bad = [place for place, value in enumerate(results) if not is_finite(value)]
+    bad = [
+        place for place, value in enumerate(results)
+        if not is_finite(value) and (not program.is_unit or _is_exchanged(program, segment, place))
+    ]  # fmt: skip
     if not bad:
         return None
     _, exchange = min((_exchange_behind(program, segment, place) for place in bad), key=lambda found: found[0])
@@ -65,6 +70,13 @@ def is_finite(value: Any) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.sum(array)
     return bool(np.isfinite(total)) or bool(np.isfinite(array).all())  # the sum may have overflowed
+
+
+def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
+    """Whether a result is what an exchange made, and not computed from it."""
+    inner, _ = compat.open_jaxpr(segment.jaxpr)
+    result = inner.outvars[place]
+    return any(result is v and exchanges_of(e, program.traced) for e in inner.eqns for v in e.outvars)
 
 
 def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:

@@ -61,7 +61,7 @@ def _is_heavy(eqn: Any) -> bool:
     name = eqn.primitive.name
     return (
         name in _HEAVY
-        or bool(eqn.effects)
+        or any(not compat.is_named_axis_effect(e) for e in eqn.effects)
         or "callback" in name
         or any(_is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
     )

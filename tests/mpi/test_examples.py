@@ -25,6 +25,14 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
+def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
+    """Calls of mpi4jax that differ by rank, next to a training job, in chaos mode."""
+    env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
+    done = mpirun(ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env).check()
+    assert done.stdout.count("next to another job: the same bits") == 1
+
+
 @pytest.mark.parametrize("staleness", [("0", "2"), pytest.param(("inf", "inf"), marks=pytest.mark.exhaustive)])
 def test_parameter_servers(
     mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]

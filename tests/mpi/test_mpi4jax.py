@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -39,3 +40,14 @@ def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, s
 def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int, case: str) -> None:
     done = mpirun(ranks, "mpi4jax_faults.py", case, env=quick_compiler).check()
     assert done.stdout.count("case done") == ranks, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_its_own_tests_pass(mpirun: Any, ranks: int) -> None:
+    """With a folder of mpi4jax's source in `MPI4JAX_SOURCE`."""
+    source = os.environ.get("MPI4JAX_SOURCE")
+    if source is None:
+        pytest.skip("MPI4JAX_SOURCE is not set")
+    done = mpirun(ranks, "mpi4jax_suite.py", source, timeout=900).check()
+    assert done.stdout.count("suite passed") == ranks, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """Steps whose mpi4jax calls do not fit together, ranks that fail or make no call, and calls outside of the step."""
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -218,19 +219,23 @@ def values_that_are_not_finite():
 
     def step(x):
         got = walls(x)
-        return jnp.where(jnp.isfinite(got), x + 1, jnp.where(x > 5, jnp.inf, x + 1))
+        return jnp.where(jnp.isfinite(got), x + 1, x + 1), jnp.log(0 * x[:2])  # a result that is infinite in every step
 
-    def function(job):
-        job.nonfinite = "eject"
+    def function(job, policy):
+        job.nonfinite = policy
         crossed = jaxcross.crossover(step, axes="r")
         state = job.restore(x, mode="local")
         for n in range(5):
-            state = crossed(jnp.full(4, jnp.nan) if n == 3 and rank == 0 else state)
+            state, _ = crossed(jnp.full(4, jnp.nan) if n == 4 and rank == 0 else state)
         return state
 
-    jobs, text = run(job=function)
-    assert (jobs["job"].how, jobs["job"].step) == ("ejected", 3), (jobs["job"].how, text, jobs["job"].error)
-    np.testing.assert_array_equal(jobs["job"].state, x + 3)
+    jobs, text = run(eject=partial(function, policy="eject"), skip=partial(function, policy="skip"))
+    assert not text, text
+    ejected, skipped = jobs.values()
+    assert (ejected.how, ejected.step) == ("ejected", 4), (ejected.how, ejected.error)
+    np.testing.assert_array_equal(ejected.state, x + 4)
+    assert (skipped.how, skipped.step, skipped.skipped) == ("ended", 5, 1), (skipped.how, skipped.error)
+    np.testing.assert_array_equal(skipped.state, jnp.full(4, jnp.nan) if rank == 0 else x + 4)
 
 
 def groups_with_steps_of_their_own():
