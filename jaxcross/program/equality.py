@@ -117,9 +117,10 @@ class Equality:
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
+        trial = Equality(self.sizes, self.wire)  # records nothing of what turns out not to be equal
         while True:
-            (more,) = self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
-            outs = self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
+            (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
+            outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
             # Ranks that make another number of iterations end with another value of what changes. Where a loop is cut
             # short on some (`lockstep.FROZEN`), nothing is known of it.
             changed = more if self.together(eqn, more) else UNKNOWN
@@ -132,8 +133,9 @@ class Equality:
         """What is known of a `scan` loop's carry in every iteration, and of what it stacks."""
         n_consts, n_carry = compat.scan_counts(eqn)
         consts, carry, xs = known[:n_consts], list(known[n_consts:][:n_carry]), known[n_consts + n_carry :]
+        trial = Equality(self.sizes, self.wire)
         while True:
-            outs = self.walk(eqn.params["jaxpr"], [*consts, *carry, *xs])
+            outs = trial.walk(eqn.params["jaxpr"], [*consts, *carry, *xs])
             after = [c.meet(o) for c, o in zip(carry, outs[:n_carry], strict=True)]
             if after == carry:
                 return carry, outs[n_carry:]
@@ -142,10 +144,15 @@ class Equality:
     def _while(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
         carry, more = self.carried(eqn, known)
         self._decides(eqn, more)
+        n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])  # for what is inside
+        self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
 
     def _scan(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
         carry, ys = self.repeated(eqn, known)
+        n_consts, n_carry = compat.scan_counts(eqn)
+        self.walk(eqn.params["jaxpr"], [*known[:n_consts], *carry, *known[n_consts + n_carry :]])
         return [*carry, *ys]
 
     def _cond(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
