@@ -13,7 +13,7 @@ import jax
 from jaxcross.errors import JobError
 from jaxcross.report import JobFacts, Recorder, Report
 from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.replicas import Said, exchange
+from jaxcross.runtime.replicas import RankReport, exchange
 from jaxcross.world import World
 
 TOLD = 8
@@ -107,7 +107,7 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     replicas were to be checked and differ, that is the job's error on every rank.
     """
     joined = [job for job in jobs if job.how != "left out"] if world.size > 1 else []
-    found = exchange(world.control, [job.replicas.end or Said(0, "", {}) for job in joined]) if joined else []
+    found = exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined]) if joined else []
     for job, every in zip(joined, found, strict=True):
         error = job.replicas.settle(every) if job.replicas.end is not None else None
         job.error = job.error or error

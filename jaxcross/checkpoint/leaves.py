@@ -86,7 +86,7 @@ def snapshot(state: Any) -> dict[str, Leaf]:
 
 
 def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
-    """Digests of the leaves at these paths. Waits until they are computed; on a CPU it reads them in place.
+    """Returns digests of the leaves at these paths. Waits until they are computed; on a CPU it reads them in place.
 
     Raises:
         TypeError: One is no array and no number.
@@ -95,7 +95,7 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """A leaf as an array of NumPy, of a random key its words. Waits until it is computed."""
+    """Returns a leaf as an array of NumPy, of a random key its words. Waits until it is computed."""
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
 

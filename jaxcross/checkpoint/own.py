@@ -67,7 +67,7 @@ def own_leaves(state: Any) -> list[str]:
 
 
 def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
-    """Paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
+    """Returns paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
 
     Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
     all floating-point leaves outside of such states; gradients that `optax.MultiSteps` accumulates; the statistics of

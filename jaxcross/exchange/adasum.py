@@ -43,9 +43,9 @@ def adasum(
     Args:
         axis_name: One axis of any size. Ranks beyond the largest power of two are combined with a partner first.
         optimizer: Steps on this rank's own gradients before its *update* is combined (the delta optimizer, for
-            momentum, Adam, LAMB). Its state differs between ranks: save it per rank, never broadcast it. None: raw
-            gradients are combined, for plain SGD behind it. `accumulate` around it takes one local step
-            for several gradients; several local steps whose sum is combined it cannot make.
+            momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between ranks: save it per rank, never
+            broadcast it. None: raw gradients are combined, for plain SGD behind it. `accumulate` around it takes one
+            local step for several gradients; several local steps whose sum is combined it cannot make.
         inner_axis: Updates are averaged over this axis first, by a reduce-scatter, combined over `axis_name` by parts
             and gathered again: Adasum over nodes of means within nodes.
 

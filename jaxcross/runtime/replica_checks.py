@@ -14,7 +14,7 @@ from jaxcross.checkpoint.own import common_leaves
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import ExchangeError
 from jaxcross.runtime.kept import Kept, deleted
-from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Findings, Said, exchange
+from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
 
@@ -41,7 +41,7 @@ class ReplicaChecks:
         self._job, self._rank, self._ranks, self._kept, self._checks = job, rank, ranks, kept, checks
         self.findings = Findings(job)
         self.batches = 0
-        self.end: Said | None = None
+        self.end: RankReport | None = None
         self._restored = self._exchanged = self._serves = False
         self._between = False  # the latest step was a local one: others exchange
         self._start: Any = None  # the state that it restored, until the first exchange
@@ -52,10 +52,18 @@ class ReplicaChecks:
         self._warned = False  # that replicas differ, or that there is nothing to compare
 
     def begin(self, state: Any, step: int, *, local: bool, resumed: bool, together: Together) -> None:
-        """The job has restored its state, after so many steps. Waits for all ranks if that is `local` to each.
+        """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it is `local`.
 
-        Otherwise the state is meant to be the same on every rank. Local ones may be parts of one model: only leaves
-        that are equal on all ranks count as common, and zeros or ones say nothing, since parts begin with them as well.
+        A state that is not `local` is meant to be the same on every rank. Local states may be parts of one model: only
+        leaves that are equal on all ranks are common, and leaves of zeros or ones are not evidence, since parts begin
+        with them as well.
+
+        Args:
+            state: The state.
+            step: Steps that led to it.
+            local: Whether each rank has restored its own.
+            resumed: Whether it comes from a checkpoint.
+            together: Runs what communicates.
         """
         if self._ranks == 1:
             return
@@ -64,21 +72,26 @@ class ReplicaChecks:
         self._common = common_leaves(state, self._checks.except_)
         if local:
             common = set(self._common)
-            mine = Said(step, "", digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)}))
+            mine = RankReport(
+                step, "", digests(state, {p for p, leaf in _leaves(state) if p in common and _varied(leaf)})
+            )
             (every,) = together("replicas", lambda control: exchange(control, [mine]))
             first = every[0].digests
             self._common = [path for path in first if all(r.digests.get(path) == first[path] for r in every)]
         self.findings.held = None if resumed and not local else step
 
     def serve(self) -> None:
-        """The job trains by a `ParameterServer`."""
+        """Notes that the job trains by a `ParameterServer`."""
         self._exchanged = self._serves = True
         self._start = None
 
     def stepped(self, step: int, *, local: bool, together: Together) -> None:
-        """A step is committed; `local` if nothing was exchanged in it because another one exchanges.
+        """Compares replicas after a committed step if that is due, and then waits for all ranks.
 
-        Compares, and waits for all ranks, if that is due.
+        Args:
+            step: How many steps are committed.
+            local: Whether nothing was exchanged in this one because another one exchanges.
+            together: Runs what communicates.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -88,7 +101,8 @@ class ReplicaChecks:
             self._compare(step, together)
 
     def next_batch(self, together: Together) -> None:
-        """The job's loop asks for its next batch. Of a job that has not exchanged anything, batches count as steps.
+        """Warns once of a job that has not exchanged anything, before its next batch. Compares its replicas if that is
+        due, and then waits for all ranks. Batches count as its steps.
 
         Raises:
             ExchangeError: On every rank: replicas differ.
@@ -103,17 +117,19 @@ class ReplicaChecks:
             self._compare(self.batches, together)
 
     def saved(self, step: int, every: list[dict[str, str]] | None) -> None:
-        """A checkpoint begins, for which the ranks have gathered these digests of their leaves.
+        """Compares replicas by the digests that the ranks have gathered for a checkpoint.
 
         Raises:
             ExchangeError: On every rank: replicas differ, and they are to be checked.
         """
         if self._ranks > 1 and every is not None:
             common, why = set(self._common), self._unknown()
-            self._add([Said(step, why, {path: d for path, d in rank.items() if path in common}) for rank in every])
+            self._add(
+                [RankReport(step, why, {path: d for path, d in rank.items() if path in common}) for rank in every]
+            )
 
     def finish(self, how: str, step: int) -> None:
-        """The job is over. Reads its last state for `end`; warns if it has trained and never exchanged anything.
+        """Reads a finished job's last state for `end`; warns if the job has trained and never exchanged anything.
 
         Waits for the state to be computed. Does not communicate.
         """
@@ -129,7 +145,7 @@ class ReplicaChecks:
             self._warn_of_no_exchange("came to its end", "has trained")
         self._start = None
 
-    def settle(self, every: list[Said]) -> ExchangeError | None:
+    def settle(self, every: list[RankReport]) -> ExchangeError | None:
         """Adds the comparison of the last state. Returns an error, the same on every rank, if the job is to fail."""
         try:
             self._add(every)
@@ -154,7 +170,7 @@ class ReplicaChecks:
         (every,) = together("replicas", lambda control: exchange(control, [mine]))
         self._add(every)
 
-    def _add(self, every: list[Said]) -> None:
+    def _add(self, every: list[RankReport]) -> None:
         if self.findings.add(every, len(self._paths)) is not None:
             if self._checks.every is not None:
                 raise ExchangeError(self.findings.message())
@@ -162,21 +178,21 @@ class ReplicaChecks:
         elif self._checks.every is not None and self.findings.unknown and not self._unknown():
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
-    def _report(self, count: int) -> Said:
+    def _report(self, count: int) -> RankReport:
         """This rank's report on the newest state that is like the one restored. Waits until that is computed."""
         why = self._unknown()
         if why:
-            return Said(count, why, {})
+            return RankReport(count, why, {})
         try:
             for state, step in (self._kept.latest(), (self._kept.state, self._kept.step)):
                 stale = step <= self._first_step if self._exchanged else state is self._start
                 if not stale and not deleted(state) and _paths(state) == self._paths:
-                    return Said(step if self._exchanged else count, "", digests(state, set(self._common)))
+                    return RankReport(step if self._exchanged else count, "", digests(state, set(self._common)))
             if not self._exchanged and self._kept.state is self._start:
-                return Said(count, UNCHANGED, {})
+                return RankReport(count, UNCHANGED, {})
         except Exception as error:  # of memory perhaps; the others wait for this report
-            return Said(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
-        return Said(count, "its function neither returned nor saved a state like the one that it restored", {})
+            return RankReport(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
+        return RankReport(count, "its function neither returned nor saved a state like the one that it restored", {})
 
     def _unknown(self) -> str:
         """Why there is nothing to compare whatever the state is; the same on every rank."""

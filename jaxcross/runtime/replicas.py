@@ -22,8 +22,8 @@ UNCHANGED = "its state is the one that it began with"
 
 @dataclass(frozen=True, slots=True)
 class CheckReplicas:
-    """When a `Runner` compares the ranks' copies of each job's state, and which leaves it leaves out. The same on every
-    rank. Creating it does not communicate.
+    """A schedule by which a `Runner` compares the ranks' copies of each job's state, and the leaves that it leaves out.
+    The same on every rank. Creating it does not communicate.
 
     Without it, states are compared at checkpoints and at a job's end, and a difference is a warning and a line of the
     report. With `every`, it is an `ExchangeError` on every rank, wherever it is found: the job leaves, others go on.
@@ -62,11 +62,11 @@ class CheckReplicas:
 
 
 def as_checks(given: CheckReplicas | int | None) -> CheckReplicas:
-    """What `Runner(check_replicas=)` was given, as a `CheckReplicas`."""
+    """Returns what `Runner(check_replicas=)` was given as a `CheckReplicas`."""
     return given if isinstance(given, CheckReplicas) else CheckReplicas(given)
 
 
-class Said(NamedTuple):
+class RankReport(NamedTuple):
     """One rank's report for a comparison.
 
     Attributes:
@@ -80,50 +80,50 @@ class Said(NamedTuple):
     digests: dict[str, str]
 
     def number(self) -> int:
-        """A hash of it, which fits a reduction."""
+        """Returns a hash of it, which fits a reduction."""
         return int.from_bytes(hashlib.sha256(self.text().encode()).digest()[:8]) >> 2
 
     def text(self) -> str:
-        """It as JSON."""
+        """Returns it as JSON."""
         return json.dumps(self)
 
 
-def exchange(control: Control, said: Sequence[Said]) -> list[list[Said]]:
-    """For each of these, every rank's report, by rank. Waits for all ranks, which must report on equally many."""
-    numbers = np.array([report.number() for report in said], np.int64)
+def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankReport]]:
+    """Returns every rank's reports on the same subjects: for each subject, by rank. Waits for all ranks."""
+    numbers = np.array([report.number() for report in reports], np.int64)
     low, high = np.split(control.allreduce_min(np.concatenate([numbers, -numbers])), 2)
     differ = np.flatnonzero(low != -high).tolist()
-    every = [[report] * control.size for report in said]
+    every = [[report] * control.size for report in reports]
     if differ:
-        texts = control.allgather_text(json.dumps([said[n] for n in differ]))
-        for n, *reports in zip(differ, *map(json.loads, texts), strict=True):
-            every[n] = [Said(*report) for report in reports]
+        texts = control.allgather_text(json.dumps([reports[n] for n in differ]))
+        for n, *found in zip(differ, *map(json.loads, texts), strict=True):
+            every[n] = [RankReport(*report) for report in found]
     return every
 
 
 class Difference(NamedTuple):
-    """The first leaf that differs, and two ranks on which it does."""
+    """The first leaf that differs, and two ranks where it does."""
 
     path: str
     ranks: tuple[int, int]
 
 
-def judge(said: Sequence[Said]) -> Difference | str | None:
-    """What follows from every rank's report: a difference, why nothing is known, or None if all are equal. Pure."""
-    first = said[0]
-    if why := next((report.why for report in said if report.why), ""):
+def judge(reports: Sequence[RankReport]) -> Difference | str | None:
+    """Returns a difference, why nothing is known, or None if all reports are equal. Pure."""
+    first = reports[0]
+    if why := next((report.why for report in reports if report.why), ""):
         return why
-    if any(report.step != first.step for report in said):
-        return f"its ranks are at unlike steps, {', '.join(str(report.step) for report in said)}"
+    if any(report.step != first.step for report in reports):
+        return f"its ranks are at unlike steps, {', '.join(str(report.step) for report in reports)}"
     for path, digest in first.digests.items():
-        for rank, report in enumerate(said):
+        for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:
                 return Difference(path, (0, rank))
     return None
 
 
 class Findings:
-    """What the comparisons of one job have found so far; the same on every rank.
+    """Results of one job's comparisons so far; the same on every rank.
 
     Attributes:
         text: For the report: `equal`, `differ ...`, `not compared: ...`, or empty.
@@ -140,9 +140,9 @@ class Findings:
         self.unknown = False
         self.step = 0
 
-    def add(self, said: Sequence[Said], leaves: int) -> Difference | None:
+    def add(self, reports: Sequence[RankReport], leaves: int) -> Difference | None:
         """Adds a comparison of a state of so many leaves, and returns the difference, if there is one."""
-        found, self.step = judge(said), said[0].step
+        found, self.step = judge(reports), reports[0].step
         self.difference = found if isinstance(found, Difference) else None
         self.unknown = isinstance(found, str)
         last = "; never found equal in this run" if self.held is None else f"; equal {_when(self.held)}"
@@ -154,13 +154,13 @@ class Findings:
         elif found is not None:
             self.text = f"not compared: {found}{last}"
         else:
-            compared = len(said[0].digests)
+            compared = len(reports[0].digests)
             self.text = "equal" if compared == leaves else f"equal in {compared} of {leaves} leaves"
             self.held = self.step
         return self.difference
 
     def message(self) -> str:
-        """The difference in full, for an error or a warning."""
+        """Returns the difference in full, for an error or a warning."""
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"

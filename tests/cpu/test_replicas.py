@@ -19,7 +19,7 @@ from jaxcross.report import JobFacts, Report
 from jaxcross.runner import Runner
 from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.replica_checks import ReplicaChecks
-from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Difference, Findings, Said, judge
+from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
 from jaxcross.runtime.replicas import exchange as exchange_reports
 from jaxcross.testing import FakeControl, run_ranks
 
@@ -86,7 +86,7 @@ def test_digests_are_of_values_and_read_every_kind_of_leaf():
 
 
 def test_reports_are_gathered_only_where_they_differ():
-    one, two = Said(4, "", {"x": "1", "y": "2"}), Said(4, "", {"x": "1", "y": "3"})
+    one, two = RankReport(4, "", {"x": "1", "y": "2"}), RankReport(4, "", {"x": "1", "y": "3"})
     mine = [[one, one], [one, two]]
     heard, controls = {}, FakeControl.group(2)
     gathers = []
@@ -108,11 +108,11 @@ def test_reports_are_gathered_only_where_they_differ():
 @pytest.mark.parametrize(
     ("said", "found"),
     [
-        ([Said(1, "", {"x": "1"})] * 3, None),
-        ([Said(1, "", {"x": "1", "y": "1"}), Said(1, "", {"x": "1", "y": "2"})], Difference("y", (0, 1))),
-        ([*[Said(1, "", {"x": "1"})] * 2, Said(1, "", {})], Difference("x", (0, 2))),
-        ([Said(1, "", {"x": "1"}), Said(2, "", {"x": "2"})], "its ranks are at unlike steps, 1, 2"),
-        ([Said(1, "", {"x": "1"}), Said(1, "gone", {})], "gone"),
+        ([RankReport(1, "", {"x": "1"})] * 3, None),
+        ([RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})], Difference("y", (0, 1))),
+        ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
+        ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at unlike steps, 1, 2"),
+        ([RankReport(1, "", {"x": "1"}), RankReport(1, "gone", {})], "gone"),
     ],
 )
 def test_what_follows_from_reports(said, found):
@@ -121,14 +121,14 @@ def test_what_follows_from_reports(said, found):
 
 def test_findings_keep_the_last_comparison_that_held():
     findings = Findings("a")
-    alike, apart = [Said(4, "", {"x": "1"})] * 2, [Said(9, "", {"x": "1"}), Said(9, "", {"x": "2"})]
+    alike, apart = [RankReport(4, "", {"x": "1"})] * 2, [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})]
     assert findings.add(alike, 1) is None and (findings.text, findings.held) == ("equal", 4)
     assert findings.add(apart, 1) == Difference("x", (0, 1))
     assert findings.text == "differ after step 9, first `x` on ranks 0 and 1; equal after step 4"
     assert "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1." in findings.message()
-    findings.add([Said(12, "between two exchanges", {})] * 2, 1)
+    findings.add([RankReport(12, "between two exchanges", {})] * 2, 1)
     assert findings.text == "not compared: between two exchanges; equal after step 4"
-    findings.add([Said(12, UNCHANGED, {})] * 2, 1)
+    findings.add([RankReport(12, UNCHANGED, {})] * 2, 1)
     assert findings.text == ""
     findings.add(alike, 3)
     assert findings.text == "equal in 1 of 3 leaves"
