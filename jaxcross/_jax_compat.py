@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Self
 
 import jax
@@ -219,6 +220,19 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
 def stack_of(eqn: Any) -> list[str]:
     """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own are left out."""
     return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
+
+
+def is_cast_outside_of_shard_map(error: Exception) -> bool:
+    """Whether JAX says by an error that `jax.lax.pcast` names an axis which no `shard_map` binds."""
+    if isinstance(error, AssertionError):
+        return str(error).startswith("ManualAxisType(")
+    return isinstance(error, ValueError) and "should be called under jax.shard_map" in str(error)
+
+
+def user_line_of(error: Exception) -> str:
+    """The innermost line that an error came through outside of JAX, written as by `source_of`."""
+    frames = [f for f in extract_tb(error.__traceback__) if _source_info_util.is_user_filename(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "unknown line"
 
 
 def backends_started() -> bool:

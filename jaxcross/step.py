@@ -48,9 +48,9 @@ def crossover(
     the same on every rank.
 
     Args:
-        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or `shard_map`, or a
-            `jax.shard_map` itself over a mesh of the same axes; its arguments are the rank's own shards. Decorates if
-            left out.
+        step: An ordinary JAX function that uses named-axis collectives, written as for `pmap` or for
+            `shard_map(check_vma=False)` (`psum` transposes to `psum`), or a `jax.shard_map` itself over a mesh of the
+            same axes; its arguments are the rank's own shards. Decorates if left out.
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:

@@ -122,7 +122,8 @@ def trace(
         late_argnums: Positional arguments that are known after the step's exchanges only, which do not read them.
 
     Raises:
-        CutError: An argument leaf is no array, an axis name is unknown, or an exchange sits where it cannot be cut.
+        CutError: An argument leaf is no array, an axis name is unknown, the step is the body of a `shard_map` without
+            it (`pcast`), or an exchange sits where it cannot be cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
@@ -164,12 +165,19 @@ def _trace_whole(
             f"`{name}` uses an axis that is not bound: {error}. The axes of this step are"
             f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
         ) from error
-    except Exception:
+    except Exception as error:
         # A `shard_map` may refuse a rank's shards: it wants global arrays, and maybe a mesh.
         shards = trace_shards(flat_step, avals, axes, name)
-        if shards is None:
-            raise
-        return shards
+        if shards is not None:
+            return shards
+        if compat.is_cast_outside_of_shard_map(error):
+            raise CutError(
+                f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, as the body of a"
+                " `jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of gradients. A bare function"
+                " has pmap's semantics, in which `psum` transposes to `psum`: its gradients would be other numbers."
+                " Make the whole step the `shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`."
+            ) from error
+        raise
     if not is_shard_map(whole, axes):
         if holds_shard_map(whole, axes):
             check_alone(whole, name)
