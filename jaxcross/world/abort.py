@@ -97,7 +97,8 @@ def install_hooks(rank: int, size: int) -> None:
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != pid:
-            return previous(kind, value, trace)
+            previous(kind, value, trace)
+            return
         if issubclass(kind, KeyboardInterrupt):
             ending = stop_of(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {ending.reason}; all {size} ranks end.", ending)
@@ -111,7 +112,8 @@ def install_hooks(rank: int, size: int) -> None:
 
     def on_thread_exception(args: Any) -> None:
         if os.getpid() != pid:
-            return previous_of_threads(args)
+            previous_of_threads(args)
+            return
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else "?"

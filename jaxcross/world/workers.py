@@ -27,8 +27,8 @@ VARIABLE = "JAXCROSS_RANK"
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "silence_s")
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
-    "Workers must not train: put what trains under `if __name__ == '__main__':`. `jaxcross.initialize()` may stay at the"
-    " top of the script, a worker gets the rank's numbers from it."
+    "Workers must not train: put what trains under `if __name__ == '__main__':`. `jaxcross.initialize()` may stay at"
+    " the top of the script, a worker gets the rank's numbers from it."
 )
 
 

@@ -48,7 +48,8 @@ def raises_in_a_thread():
     thread.join()
 def exchanges():
     assert jaxcross.initialize() is world and jaxcross.current() is world
-    for use in (lambda: world.control.allgather_text(""), lambda: world.abort("no"), lambda: world.exchanger.submit(max)):
+    uses = (lambda: world.control.allgather_text(""), lambda: world.abort("no"), lambda: world.exchanger.submit(max))
+    for use in uses:
         try:
             use()
         except jaxcross.ExchangeError as error:

@@ -1,9 +1,5 @@
 """A script as the README shows it, whose jobs have worker processes: `workers.py [--unguarded] HOW`."""
 
-import jaxcross
-
-world = jaxcross.initialize(watchdog_s=60)
-
 import multiprocessing
 import sys
 
@@ -12,6 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+
+import jaxcross
+
+world = jaxcross.initialize(watchdog_s=60)
 
 HOW = sys.argv[-1]
 MAIN = __name__ == "__main__" or "--unguarded" in sys.argv
