@@ -21,6 +21,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross._jax_compat import compilation_cache_dir
+from jaxcross.cut_budget import SHARE, Budget
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
@@ -32,6 +33,7 @@ PIECES = (1, 2, 4, 8, 16)
 _WARM_UP, _STEPS = 2, 2  # steps of each rival, in turn: some that get their memory from the kernel, some that are timed
 _LARGEST_BYTES = 2**24  # of the file; what is larger was not written by us
 _ALIKE = 1.25  # uncut steps of the same network on the same machine
+_QUIET_S = 5.0  # between two lines of a search that goes on
 _WORTH = 0.99  # a finer cut must save more than measurements scatter
 
 Together = Callable[[str, Callable[[Any], Any]], Any]
@@ -48,6 +50,7 @@ class Recalled:
         before: Likewise, what ran first in this process.
         first: Nothing did, on no rank.
         kept: What JAX's folder of compiled programs tells: a number of pieces, and the seconds of an uncut step.
+        steps: How many steps the job has left, on the rank that has fewest; None if no rank knows.
     """
 
     key: str
@@ -55,6 +58,7 @@ class Recalled:
     before: int | None
     first: bool
     kept: tuple[int, float] | None
+    steps: int | None = None
 
 
 def key_of(program: Program, world: World) -> str:
@@ -63,7 +67,8 @@ def key_of(program: Program, world: World) -> str:
 
 
 def recall(
-    key: str, *, rank: int, together: Together, ran: int | None = None, before: int | None = None
+    key: str, *, rank: int, together: Together, ran: int | None = None, before: int | None = None,
+    steps: int | None = None,
 ) -> Recalled:  # fmt: skip
     """Brings together what the ranks know: their shapes, neighbours and files may differ. Waits for all ranks.
 
@@ -73,19 +78,22 @@ def recall(
         together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
         ran: As this rank knows it; see `Recalled`.
         before: Likewise.
+        steps: Likewise.
     """
     if ran is not None and not 0 <= ran <= max(PIECES):
         ran = None
 
     kept = _Book(key).read() if rank == 0 else None  # only its own count; not while all jobs' exchanges wait for a file
-    own = json.dumps([ran, before, kept])
+    own = json.dumps([ran, before, kept, steps])
     told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
-    (ran, before, kept), first = told[0], all(each[1] is None for each in told)
+    (ran, before, kept, _), first = told[0], all(each[1] is None for each in told)
+    steps = min((each[3] for each in told if each[3] is not None), default=None)
     if any(each[0] != ran for each in told):
         ran = None
     if any(each[1] != before for each in told):
         before = None
-    return Recalled(key=key, ran=ran, before=before, first=first, kept=None if kept is None else (kept[0], kept[1]))
+    kept = None if kept is None else (kept[0], kept[1])
+    return Recalled(key=key, ran=ran, before=before, first=first, kept=kept, steps=steps)
 
 
 def search(
@@ -100,7 +108,8 @@ def search(
 ) -> tuple[int, Compiled]:
     """The number of pieces and the executables of the fastest of a few cuts.
 
-    Each is twice as fine as the one before, until two finer ones in a row do not pay.
+    Each is twice as fine as the one before, until two finer ones in a row do not pay. Where the length of the run is
+    known, the search ends before it takes longer than a share of it (`Budget`): a short run stays uncut.
 
     A cut that is slower than uncut in a last race of the two is not taken, nor one that fails on some rank, compiled or
     tried. If uncut steps cannot be tried, as where copies do not fit, none is.
@@ -120,25 +129,27 @@ def search(
         recalled: What `recall` says.
     """
     cut, found = cache(cut), dict[int, Compiled | None]()  # None: it fails
+    budget, compiling_s, first = Budget(recalled.steps, together), 0.0, None
 
     def built(n: int) -> Compiled | None:
+        nonlocal compiling_s
         if n in found:
             return found[n]
-        found[n], why = None, ""
+        found[n], why, start = None, "", time.perf_counter()
         try:
             found[n] = build(cut(n))
         except JaxRuntimeError as error:  # not of what ranks say to each other before
             why = first_line(error)
+        compiling_s += time.perf_counter() - start
         if failed := together(f"cut={n}", lambda control: failures(control, why)):
             _tell(world, f"`{traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}")
             found[n] = None
         return found[n]
 
-    def race(n: int, best: Compiled, rival: Compiled) -> tuple[float, float]:
-        return _race((best, rival), traced, leaves, world, together, f"cut={n}")
+    def race(n: int, *rivals: Compiled) -> tuple[float, ...]:
+        return _race(rivals, traced, leaves, world, together, f"cut={n}")
 
     best = uncut = found[1] = build(cut(1))
-    first = None
     if recalled.kept is not None and (kept := built(recalled.kept[0])) is not None:
         pieces, before = recalled.kept
         first, new = race(pieces, uncut, kept)
@@ -154,11 +165,25 @@ def search(
                 "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s,"
                 " and cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, first, new,
             )  # fmt: skip
-    begin = time.perf_counter()
-    pieces, gain, tried, finest, missed = 1, 1.0, [1], len(cut(1).collectives), False
+    if recalled.steps is not None:
+        if first is None:
+            first, *_ = race(1, uncut)
+        if math.isinf(first):
+            return 1, uncut
+        budget.set(first)
+    begin, compiling_s = time.perf_counter(), 0.0
+    pieces, gain, tried, finest, missed, through, told_s = 1, 1.0, [1], len(cut(1).collectives), False, True, begin
     for n in PIECES[1:]:
         if len(cut(n).collectives) <= finest:  # which all ranks count alike
             continue  # exchanges that depend on one another leave little to cut
+        if not budget.allows_another():
+            _tell(world, _too_long(traced.name, n, budget))
+            through = False
+            break
+        if tried == [1]:
+            _tell(
+                world, f"`{traced.name}` is compiled and timed in several cuts; a number as `cut` would save that time."
+            )
         finest = len(cut(n).collectives)
         tried.append(n)
         old, new = math.nan, math.inf
@@ -167,6 +192,9 @@ def search(
             if math.isinf(old):
                 return 1, uncut
             first = old if first is None else first
+            if (now_s := time.perf_counter()) - told_s > _QUIET_S:
+                told_s = now_s
+                _tell(world, f"`{traced.name}` with `cut={n}`: {new:.4g} s a step, {old:.4g} s with `cut={pieces}`.")
         if rival is not None and new <= _WORTH * old:
             best, pieces, missed = rival, n, False
         elif missed:
@@ -180,29 +208,37 @@ def search(
         gain = first / new
         if gain < 1:
             best, pieces, gain = uncut, 1, 1.0
-    if world.rank == 0 and first is not None:
-        _Book(recalled.key).write(pieces, first)
+    if world.rank == 0 and first is not None and through:
+        _Book(recalled.key).write(pieces, first)  # a longer run may still search
+    if world.rank == 0 and first is not None and (through or len(tried) > 1):
         _log.warning(
             "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
-            " %.0f s).",
+            " %.0f s, %.0f s of them compiling).",
             traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
-            time.perf_counter() - begin,
+            time.perf_counter() - begin, compiling_s,
         )  # fmt: skip
     return pieces, best
 
 
+def _too_long(name: str, n: int, budget: Budget) -> str:
+    return (
+        f"`{name}` with `cut={n}` and finer is not tried: that would take more than {budget.limit_s:.2g} s,"
+        f" {SHARE:.0%} of the time of this loop's {budget.steps} steps. If the run is longer than the loop, give a"
+        " number as `cut`."
+    )
+
+
 def _race(
-    rivals: tuple[Compiled, Compiled], traced: Traced, leaves: Sequence[Any], world: World, together: Together,
-    label: str,
-) -> tuple[float, float]:  # fmt: skip
-    """Seconds a step of both, in turn: the best of each, on the slowest rank.
+    rivals: tuple[Compiled, ...], traced: Traced, leaves: Sequence[Any], world: World, together: Together, label: str
+) -> tuple[float, ...]:
+    """Seconds a step of each, one or two, in turn: the best of each, on the slowest rank.
 
     Infinitely many for the second one if it fails on some rank; for both if the first one fails.
 
     The ranks meet for each step anew: the watchdog has as much patience with each as with any other wait.
     """
     left: list[Compiled | None] = [*rivals]
-    times: tuple[list[int], list[int]] = ([], [])
+    times: list[list[int]] = [[] for _ in rivals]
     for turn in range(_WARM_UP + _STEPS):
         for place, compiled in enumerate(left):
             if compiled is None:
@@ -213,13 +249,14 @@ def _race(
                     times[place].append(elapsed)
             elif place == 0:
                 _tell(world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}")
-                return math.inf, math.inf
+                return (math.inf,) * len(rivals)
             else:
                 _tell(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")
                 left[1] = None
     best = np.array([-min(found, default=0) for found in times], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
-    return float(slowest[0]) / 1e9, math.inf if left[1] is None else float(slowest[1]) / 1e9
+    pairs = zip(left, slowest, strict=True)
+    return tuple(math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs)
 
 
 def _tell(world: World, text: str) -> None:

@@ -14,7 +14,7 @@ from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.replicas import CheckReplicas
-from jaxcross.runtime.seat import NonFinite
+from jaxcross.runtime.seat import Initial, NonFinite, check_choice
 from jaxcross.world import World
 
 
@@ -29,11 +29,17 @@ class Job:
     Args:
         name: Unique among the jobs.
         step: A `crossover` step that returns `(state, metrics)`.
-        state: The initial state, checked to be equal on all ranks.
+        state: The initial state, equal on all ranks unless `initial` says otherwise.
         batches: This rank's batches.
         steps: Ends after so many steps, or with the shortest rank's data.
         nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`, `raise`, `skip` or
             `eject`; see `JobContext.nonfinite`.
+        initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local` allows each its own
+            values, as dropout keys; see `JobContext.restore`. The same on every rank.
+
+    Raises:
+        TypeError: `step` cannot be called.
+        ValueError: `steps` is below 0, or `nonfinite` or `initial` is none of the words above.
     """
 
     def __init__(
@@ -45,18 +51,22 @@ class Job:
         *,
         steps: int | None = None,
         nonfinite: NonFinite = "ignore",
+        initial: Initial = "check",
     ) -> None:
         if not callable(step):
             raise TypeError(f"Job `{name}` needs a step function, not `{type(step).__name__}`")
         if steps is not None and steps < 0:
             raise ValueError(f"Job `{name}`: `steps` is {steps}, below 0")
+        check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
+        check_choice(initial, Initial, f"`initial` of job `{name}`")
         self.name, self.state, self.step = name, state, 0
         self._function, self._batches, self._steps = step, batches, steps
         self._nonfinite: NonFinite = nonfinite
+        self._initial: Initial = initial
 
     def _run(self, job: JobContext) -> Any:
         job.nonfinite = self._nonfinite
-        self.state, every = job.restore(self.state), job.save_every
+        self.state, every = job.restore(self.state, mode=self._initial), job.save_every
         self.step = job.step
         for batch in job.batches(self._batches, self._steps):
             result = self._function(self.state, batch)

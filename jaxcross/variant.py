@@ -181,7 +181,8 @@ class Variant:
         leaves, (before, _) = self.leaves or (), self.pieces.get(self.signature, (None, 0))
         key = key_of(self.default, self.world)
         recalled = recall(
-            key, rank=self.world.rank, together=job.together, ran=job.cuts.get(key), before=before
+            key, rank=self.world.rank, together=job.together, ran=job.cuts.get(key), before=before,
+            steps=job.steps_left,
         )  # fmt: skip
         sole = job.sole  # in that meeting, hence the same on all ranks
         pieces = recalled.ran if recalled.ran is not None else recalled.before if sole else 0

@@ -86,6 +86,11 @@ class Feed(Iterator[Any]):
         driver.post(m.StreamBegun(job, tuple(beside)))
         self._thread.start()
 
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches `steps` still allows, the one that was handed out last included; None without `steps`."""
+        return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
+
     def __next__(self) -> Any:
         with self._lock:
             if self._error is not None and not self._batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxcross.runtime.job_life import JobLife
 from jaxcross.runtime.kept import own_copy
 from jaxcross.runtime.place import START
 from jaxcross.runtime.resumption import Resumption
-from jaxcross.runtime.seat import NonFinite
+from jaxcross.runtime.seat import Initial, NonFinite, check_choice
 from jaxcross.runtime.vote import Wish
 
 
@@ -71,8 +71,7 @@ class JobContext(JobLife):
 
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
-        if policy not in get_args(NonFinite):
-            raise ValueError(f"Job `{self.name}`: `nonfinite` is `{policy!r}`, not one of {get_args(NonFinite)}")
+        check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
         if self._calls.any and policy != self._nonfinite:
             raise JobError(f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before.")
         self._nonfinite = policy
@@ -142,7 +141,7 @@ class JobContext(JobLife):
         finally:
             feed.close()
 
-    def restore(self, state: Any, *, mode: Literal["check", "broadcast", "local"] = "check") -> Any:
+    def restore(self, state: Any, *, mode: Initial = "check") -> Any:
         """The state to start from: `state`, after all ranks have made sure that they mean the same. Waits for all.
 
         Returned is a copy: the job's step may donate it, and another job start from the same `state`.
@@ -154,13 +153,15 @@ class JobContext(JobLife):
         Args:
             state: A pytree of arrays, JAX's or NumPy's, and numbers.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's, `local` allows each rank its own (a
-                model that is spread over ranks).
+                model that is spread over ranks, a dropout key). The same on every rank.
 
         Raises:
+            ValueError: `mode` is none of these.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
             TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
+        check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
         resumption, found = self._resumption, None
         if resumption is not None:
             found = resumption.restore(state, self.together, local=mode == "local")
@@ -170,7 +171,8 @@ class JobContext(JobLife):
             self.state = found
         else:
             if mode != "local":
-                state = self.together("restore", lambda _: self._world.broadcast_or_check(state, mode=mode))
+                label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
+                state = self.together(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
         self.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.together

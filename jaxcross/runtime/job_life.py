@@ -105,6 +105,12 @@ class JobLife:
         """
         return self._seat is not None and self._seat.sole
 
+    @property
+    def steps_left(self) -> int | None:
+        """How many batches its loops still have on this rank; None if that is not known."""
+        left = [feed.batches_left for feed in self._feeds if not feed.closed]
+        return None if None in left else max((n for n in left if n is not None), default=None)
+
     def check_alike(self, control: Control) -> None:
         """Makes sure that all ranks want the same of this job. Waits for all ranks.
 

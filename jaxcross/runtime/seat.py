@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.runtime import messages as m
@@ -15,6 +15,20 @@ from jaxcross.world.watchdog import Awaited, Watch
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values are not all finite."""
+
+
+Initial = Literal["check", "broadcast", "local"]
+"""What becomes of the ranks' values of the state that a job begins with."""
+
+
+def check_choice(value: object, choices: Any, what: str) -> None:
+    """Makes sure that `value` is one of the words of a `Literal`.
+
+    Raises:
+        ValueError: It is not; names `what` and the words.
+    """
+    if value not in get_args(choices):
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
 
 
 class Stopped(BaseException):

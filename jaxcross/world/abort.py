@@ -89,10 +89,16 @@ def say(text: str) -> None:
 
 
 def install_hooks(rank: int, size: int) -> None:
-    """Make an exception that nobody catches, in any thread, end all ranks, its traceback printed once with the rank."""
-    previous = sys.excepthook
+    """Make an exception that nobody catches, in any thread, end all ranks, its traceback printed once with the rank.
+
+    In a process that this one forks, the hooks that were there before do their work: its end is not the rank's.
+    """
+    previous, previous_of_threads, pid = sys.excepthook, threading.excepthook, os.getpid()
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != pid:
+            previous(kind, value, trace)
+            return
         if issubclass(kind, KeyboardInterrupt):
             ending = stop_of(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {ending.reason}; all {size} ranks end.", ending)
@@ -105,6 +111,9 @@ def install_hooks(rank: int, size: int) -> None:
         )
 
     def on_thread_exception(args: Any) -> None:
+        if os.getpid() != pid:
+            previous_of_threads(args)
+            return
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else "?"

@@ -24,7 +24,11 @@ def check_equal(state: Any, comm: Any) -> Any:
             own, where it is what reading raised.
         TypeError: On every rank, naming the first leaf that is no array and no number.
     """
-    _compare(_told(_digest, state, comm), hint="Build it from the same seed on every rank, or use `mode='broadcast'`.")
+    hint = (
+        "Build it from the same seed on every rank. Where each rank is to keep its own, as a dropout key, say so by"
+        " `job.restore(state, mode='local')` or `jaxcross.Job(..., initial='local')`; `'broadcast'` takes rank 0's."
+    )
+    _compare(_told(_digest, state, comm), hint=hint)
     _check_arrays(state)
     return state
 

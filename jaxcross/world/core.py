@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,6 +75,12 @@ class World:
     _neighbours: Neighbours = field(repr=False)
     _slots: dict[Any, _Slot] = field(default_factory=dict, repr=False)
     _slots_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
+        """Pickles as "the world of the process that reads it": what a worker is sent may hold one."""
+        from jaxcross.world.start import current
+
+        return current, ()
 
     def mesh(self, axes: str | Mapping[str, int]) -> Mesh:
         """The ranks as a grid with these axes, row-major. Pure.
@@ -166,9 +172,9 @@ class World:
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
-        first = message.strip().split("\n")[0]
+        first, size = message.strip().split("\n")[0], self._base.Get_size()  # raises in a worker: it ends no rank
         abort_everywhere(
-            f"jaxcross: rank {self.rank} aborts all {self.size} ranks: {message}",
+            f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
             Ending(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),
         )
 

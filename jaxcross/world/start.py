@@ -24,6 +24,7 @@ from jaxcross.world.launcher import MPI_SETTINGS, check_launch, read_launch, ven
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.terminate import Termination
 from jaxcross.world.watchdog import Watchdog
+from jaxcross.world.workers import mark, world_of_worker
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     launcher the world has one rank.
     A second call returns the same world; it cannot ask for another one.
 
+    In a worker process that a rank has started (`multiprocessing`, Grain) it neither joins nor waits: the world that it
+    returns there has the numbers of that rank, and whatever would exchange with other ranks raises `ExchangeError`.
+
     Args:
         watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
         silence_s: Seconds after which a rank whose process does not show that it lives is reported, and all ranks are
@@ -49,7 +53,8 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
 
     Raises:
-        ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, or JAX started too early.
+        ExchangeError: MPI cannot be used, only a part of the launched ranks can be seen, JAX started too early, or this
+            process is a subprocess of a rank that is not a worker of `multiprocessing`.
         ValueError: An argument that makes no sense, or that differs from those of the first call.
     """
     if _CURRENT:
@@ -66,6 +71,9 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
     if silence_s < 0:
         raise ValueError(f"`silence_s` is {silence_s}: give seconds, or 0 if ranks may be silent for ever.")
+    if (worker := world_of_worker(os.environ)) is not None:
+        _CURRENT.append(worker)
+        return worker
     launch = read_launch(os.environ)
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -82,6 +90,7 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     with _in_time(rank, size, watchdog_s):
         joined = _join(mpi, vendor=vendor, watchdog_s=watchdog_s, silence_s=silence_s, lanes=lanes)
     _CURRENT.append(joined)
+    mark(joined)
     return joined
 
 
@@ -151,11 +160,13 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
 
 
 def current() -> World:
-    """The world that `initialize` made in this process. Does not communicate.
+    """The world that `initialize` made in this process, or the rank's numbers in its worker. Does not communicate.
 
     Raises:
         RuntimeError: `initialize` was not called.
     """
+    if not _CURRENT and (worker := world_of_worker(os.environ)) is not None:
+        _CURRENT.append(worker)
     if not _CURRENT:
         raise RuntimeError(
             "jaxcross is not initialised: call `world = jaxcross.initialize()` at the start of the script, before the"

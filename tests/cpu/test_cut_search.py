@@ -6,10 +6,12 @@ And who runs which cut: jobs beside one another, after a restart, on ranks that 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import pytest
 from layers import step
 
-from jaxcross import cut_search, trial, variant
+from jaxcross import cut_budget, cut_search, trial, variant
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.job_calls import Calls
@@ -41,6 +43,7 @@ class Job:
     """What a variant asks of a job."""
 
     name, step = "a", 0
+    steps_left: int | None = None
 
     def __init__(self, control: FakeControl, cuts: dict[str, int] | None = None, *, sole: bool = True) -> None:
         self.control, self.cuts, self.sole = control, {} if cuts is None else cuts, sole
@@ -108,11 +111,15 @@ def search(asked: list[int], times: dict[int, float]) -> Search:
     """Seconds a step of each number of pieces -> the number that is chosen for a job that runs alone."""
     (control,) = FakeControl.group(1)
 
-    def run(seconds: dict[int, float], into: list[int] | None = None, found: dict[str, int] | None = None) -> int:
+    def run(
+        seconds: dict[int, float], into: list[int] | None = None, found: dict[str, int] | None = None,
+        steps: int | None = None,
+    ) -> int:  # fmt: skip
         asked.clear()
         times.clear()
         times.update(seconds)
         job, node = Job(control, found), variant_of(control)
+        job.steps_left = steps
         compiled = node.compiled_for(job)
         assert node.compiled_for(job) is compiled
         assert node.program is compiled.program
@@ -130,13 +137,53 @@ def test_cuts_are_doubled_while_that_pays(search: Search, caplog: pytest.LogCapt
         assert search({1: 3.0, 2: 2.5, 4: 2.0, 8: 2.2, 16: 2.4}, asked) == 4
     assert asked == [1, 2, 4, 8, 16]
     assert caplog.messages == [
-        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16 in 0 s)."
+        "`step` is compiled and timed in several cuts; a number as `cut` would save that time.",
+        (
+            "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, 2, 4, 8, 16"
+            " in 0 s, 0 s of them compiling)."
+        ),
     ]
 
 
 def test_never_slower_than_uncut(search: Search) -> None:
     assert search({1: 3.0, 2: 3.1, 4: 3.2}) == 1
     assert search({1: 3.0, 2: 2.999, 4: 3.2}) == 1, "what scatter explains is no gain"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds go by between two looks at a budget's clock."""
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(cut_budget, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    ("steps", "tried", "chosen"),
+    [(10, [1], 1), (27, [1, 2, 4], 4), (10**4, [1, 2, 4, 8, 16], 8), (None, [1, 2, 4, 8, 16], 8)],
+)
+def test_a_search_takes_a_share_of_the_run_at_most(
+    search: Search, steps: int | None, tried: list[int], chosen: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quarter of 27 steps of 3 s is enough for two tries of 10 s, and not for three."""
+    asked: list[int] = []
+    assert search({1: 3.0, 2: 2.5, 4: 2.4, 8: 2.0, 16: 2.1}, asked, steps=steps) == chosen
+    assert asked == tried
+    ended = [text for text in caplog.messages if "and finer is not tried: that would take more than" in text]
+    assert len(ended) == (tried[-1] < 16)
+    assert any("runs fastest cut into" in text for text in caplog.messages) == (len(tried) > 1)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_a_short_run_did_not_search_for_is_not_kept(search: Search, tmp_path: Path) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, steps=10) == 1
+        assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}) == 2, "a longer run searches"
+        assert search({1: 3.0, 2: 2.0}, steps=10) == 2, "a short run takes what was found"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_one_finer_cut_is_tried_behind_one_that_does_not_pay(search: Search) -> None:

@@ -74,3 +74,54 @@ print("end", flush=True)
 def test_a_job_keeps_64_bits_and_fails_alone(mpirun) -> None:
     finished = mpirun(2, SCRIPT)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
+
+
+INITIAL = """
+import jaxcross
+
+world = jaxcross.initialize(watchdog_s=60)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+@jaxcross.crossover(axes="batch")
+def step(state, batch):
+    key, own = jax.random.split(state["dropout"])
+    kept = jnp.where(jax.random.bernoulli(own, 0.5, batch.shape), batch, 0)
+    return {"w": state["w"] + jax.lax.psum(kept, "batch"), "dropout": key}, {"kept": kept.sum()}
+
+
+def start(rank):
+    return {"w": jnp.zeros(64), "dropout": jax.random.key(rank)}
+
+
+def plain(batch, steps):
+    states = [start(rank) for rank in range(world.size)]
+    for _ in range(steps):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        stacked, _ = jax.vmap(step.step, axis_name="batch", in_axes=(0, None))(stacked, batch)
+        states = [jax.tree.map(lambda x: x[rank], stacked) for rank in range(world.size)]
+    return states[world.rank]
+
+
+batch = np.arange(64, dtype=np.float32)
+job = jaxcross.Job("dropout", step, start(world.rank), [batch] * 3, initial="local")
+jaxcross.run([job])
+wanted = plain(batch, 3)
+assert (job.state["w"] == wanted["w"]).all() and 0 < job.state["w"].sum() < 6 * batch.sum()
+assert (jax.random.key_data(job.state["dropout"]) == jax.random.key_data(wanted["dropout"])).all()
+
+with pytest.raises(jaxcross.JobError) as caught:
+    jaxcross.run([jaxcross.Job("checked", step, start(world.rank), [batch])])
+for word in ("dropout", "job.restore(state, mode='local')", "jaxcross.Job(..., initial='local')"):
+    assert word in str(caught.value), caught.value
+print("end", flush=True)
+"""
+
+
+def test_a_plain_loop_keeps_a_dropout_key_of_each_ranks_own(mpirun):
+    """As `vmap` over the ranks has it; without `initial` the error says what to write."""
+    assert mpirun(2, INITIAL).check().stdout.splitlines() == ["end"] * 2

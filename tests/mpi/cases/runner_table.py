@@ -230,7 +230,7 @@ def by_hand(step, n=4):
 
 
 def in_a_runner(step):
-    job = jaxcross.Job("one", step, layers(), data(4), steps=4)
+    job = jaxcross.Job("one", step, layers(), data(4))  # as long as its data, which nobody knows: cuts are searched for
     jaxcross.run([job], world=WORLD)
     assert job.step == 4
     return job.state
@@ -251,6 +251,17 @@ def the_cut_is_searched_for():
     if WORLD.size > 1:
         joined_while_it_is_searched_for()
         resumed_beside_another()
+        a_short_run_is_not_searched_for()
+
+
+def a_short_run_is_not_searched_for():
+    """Its uncut step alone is compiled and timed, on all ranks."""
+    step = deep_step("auto")
+    with mock.patch.object(Program, "compile", autospec=True, side_effect=Program.compile) as compiled:
+        job = jaxcross.Job("one", step, layers(), data(8), steps=8)
+        jaxcross.run([job], world=WORLD)
+    assert [len(call.args[0].collectives) for call in compiled.call_args_list] == [1]
+    same(job.state, by_hand(deep_step(1), 8))
 
 
 def joined_while_it_is_searched_for():
@@ -302,7 +313,7 @@ def resumed_beside_another():
         return jobs
 
     def race(*args):
-        return 2.0, 1.0
+        return 2e6, 1e6  # a run so long that it has time for a search
 
     with mock.patch.object(cut_search, "_race", race):
         (a,) = run(3, "a")

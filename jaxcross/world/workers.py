@@ -1,0 +1,163 @@
+"""Worker processes of a rank, such as those of a data loader: each has the rank's numbers and never takes part in MPI.
+
+`spawn` and `forkserver` of `multiprocessing` import the script again in every worker, `initialize()` included; a forked
+worker inherits communicators. MPI allows neither: a worker that joined would end the run, or start again for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
+from jaxcross.world.abort import Ending, abort_everywhere
+from jaxcross.world.core import World
+
+VARIABLE = "JAXCROSS_RANK"
+"""Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
+
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "silence_s")
+_PACKAGE = str(Path(__file__).parents[1])
+_REMEDY = (
+    "Workers must not train: put what trains under `if __name__ == '__main__':`. `jaxcross.initialize()` may stay at"
+    " the top of the script, a worker gets the rank's numbers from it."
+)
+
+
+def mark(world: World) -> None:
+    """Lets the processes that this rank starts or forks know that they are its workers."""
+    listener = _listen(world)
+    numbers = {name: getattr(world, name) for name in _NUMBERS}
+    reached = {"pid": os.getpid(), "listener": listener, "watchdog_s": world.watchdog_s}
+    os.environ[VARIABLE] = json.dumps({**reached, **numbers})
+    os.register_at_fork(after_in_child=lambda: _disarm(world))
+
+
+def world_of_worker(environ: Mapping[str, str]) -> World | None:
+    """The world of a worker process, None in any other process.
+
+    It has the numbers of the rank that started the worker; everything that communicates raises. Does not start MPI.
+
+    Raises:
+        ExchangeError: This process was started by a rank, though not by `multiprocessing`, and has the rank's launcher
+            variables: MPI would fail in it.
+    """
+    text = environ.get(VARIABLE)
+    if text is not None and _is_worker():
+        mine = json.loads(text)
+        if not compat.backends_started():
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
+        refusal: Any = Refusal(mine["rank"], mine["pid"], mine["listener"], mine["watchdog_s"])
+        return World(
+            control=refusal, flight=refusal, exchanger=refusal, _base=refusal, _watchdog=refusal,
+            **{name: mine[name] for name in _NUMBERS},
+        )  # fmt: skip
+    if _is_subprocess(environ, text):
+        raise ExchangeError(
+            "`jaxcross.initialize()` was called in a process that a rank has started: it has the rank's launcher"
+            " variables but is no rank, and MPI would fail. Pass it `world.rank` and `world.size` as arguments if it"
+            " needs no more; for a run of its own start it without the variables whose names begin with `PMI`, `PMIX`"
+            " or `OMPI_`."
+        )
+    return None
+
+
+@final
+class Refusal:
+    """Takes the place, in a worker, of whatever talks to other ranks: every use raises.
+
+    Args:
+        rank: The rank that started the worker.
+        pid: Its process.
+        listener: A pipe of that process, -1 for none; see `mark`.
+        timeout_s: The rank's `watchdog_s`, which a worker may ask for.
+    """
+
+    def __init__(self, rank: int, pid: int, listener: int, timeout_s: float) -> None:
+        self._rank, self._pid, self._listener, self.timeout_s = rank, pid, listener, timeout_s
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        what = f"a worker process of rank {self._rank} came to {_users_line()}, which exchanges with other ranks"
+        if _imports_script() and self._notify(what):
+            raise SystemExit(1)  # a pool would start the next worker, for ever; the rank ends instead, and says why
+        raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
+
+    def _notify(self, what: str) -> bool:
+        """Ends the rank, and with it all others. Whether it can be reached."""
+        if self._listener >= 0:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{self._pid}/fd/{self._listener}", "wb", buffering=0) as pipe,
+            ):
+                pipe.write(what.encode())
+                return True
+        return False
+
+
+def _listen(world: World) -> int:
+    """Ends all ranks once a worker says that it runs the script. A pipe to write to by way of `/proc`, else -1."""
+    if not Path("/proc/self/fd").exists():
+        return -1
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        what = os.read(reader, 4096).decode(errors="replace")
+        abort_everywhere(
+            f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script again in every worker,"
+            f" unless it forks. {_REMEDY}",
+            Ending(reason=f"{what}: put what trains under `if __name__ == '__main__':`"),
+        )
+
+    threading.Thread(target=wait, name="jaxcross-workers", daemon=True).start()
+    return writer
+
+
+def _disarm(world: World) -> None:
+    """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
+    refusal = Refusal(world.rank, os.getppid(), -1, world.watchdog_s)
+    atexit.unregister(world._watchdog.stop)
+    for name in ("control", "flight", "exchanger", "_base", "_watchdog"):
+        object.__setattr__(world, name, refusal)
+
+
+def _is_worker() -> bool:
+    """Whether `multiprocessing` started this process, without importing it: it opens sockets."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    return module is not None and (module.parent_process() is not None or _imports_script())
+
+
+def _imports_script() -> bool:
+    """Whether `multiprocessing` imports the script in this worker, before it has work for it. Its own check is this."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    return module is not None and getattr(module.current_process(), "_inheriting", False)
+
+
+def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
+    """Whether a rank started this process, which is no rank: MPICH's launcher gives each rank an open pipe."""
+    if (descriptor := environ.get("PMI_FD", "")).isdecimal():
+        try:
+            os.fstat(int(descriptor))
+        except OSError:
+            return True
+    launched = any(name in environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+    return launched and text is not None and json.loads(text)["pid"] == os.getppid()
+
+
+def _users_line() -> str:
+    """Where the caller of jaxcross is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame = frame.f_back
+    return f"line {frame.f_lineno} of `{frame.f_code.co_filename}`"

@@ -1,0 +1,68 @@
+"""A script as the README shows it, whose jobs have worker processes: `workers.py [--unguarded] HOW`."""
+
+import multiprocessing
+import sys
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import jaxcross
+
+world = jaxcross.initialize(watchdog_s=60)
+
+HOW = sys.argv[-1]
+MAIN = __name__ == "__main__" or "--unguarded" in sys.argv
+SIZE = 16
+
+
+@jaxcross.crossover(axes="batch")
+def step(state, batch):
+    return state + jax.lax.psum(batch.sum(), "batch"), {"sum": batch.sum()}
+
+
+class Scaled(grain.transforms.Map):
+    def map(self, index):
+        return scaled(index)
+
+
+def scaled(index):
+    """In a worker: uses the rank's number, and may ask for the world."""
+    here = jaxcross.initialize()
+    assert MAIN or (here is world and jax.default_backend() == "cpu")
+    assert (here.rank, here.size, here.watchdog_s) == (world.rank, world.size, 60)
+    assert here.mesh("batch").shape == (2,)
+    return np.float32(index * (1 + world.rank))
+
+
+def loader():
+    return grain.DataLoader(
+        data_source=range(SIZE),
+        sampler=grain.samplers.SequentialSampler(SIZE),
+        shard_options=grain.sharding.ShardOptions(world.rank, world.size),
+        operations=[Scaled(), grain.transforms.Batch(2)],
+        worker_count=2,
+    )
+
+
+def train(job):
+    state = job.restore(jnp.zeros(()))
+    if HOW == "grain":
+        for batch in job.batches(loader()):
+            state, _ = step(state, batch)
+        return state
+    with multiprocessing.get_context(HOW).Pool(2) as pool:
+        for batch in job.batches(pool.imap(scaled, range(world.rank, SIZE, world.size))):
+            state, _ = step(state, batch)
+    return state
+
+
+if MAIN:
+    flags.FLAGS(sys.argv[:1])
+    with jaxcross.Runner(world) as runner:
+        job = runner.add("a", train)
+        runner.run()  # the line that workers must not come to
+    assert float(job.state) == sum(range(0, SIZE, 2)) + 2 * sum(range(1, SIZE, 2)), job.state
+    print("trained", flush=True)
