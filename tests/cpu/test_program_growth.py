@@ -1,0 +1,174 @@
+"""What it takes to trace and cut a step does not grow faster than the step: calls are counted, not timed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxcross.program import buffers
+from jaxcross.program.bound import compile_with_arguments
+from jaxcross.program.segments import Program
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks, run_program, vmap_oracle
+from jaxcross.wire import offsets
+
+AXES = {"batch": 2}
+
+
+def mean(x: Any) -> Any:
+    return lax.pmean(x, "batch")
+
+
+def leaves(count: int) -> dict[str, jax.Array]:
+    return {f"{n}": jnp.ones(4) for n in range(count)}
+
+
+def gradients(state: Any, x: Any) -> Any:
+    return {name: v - 0.1 * mean(v * x) for name, v in state.items()}
+
+
+def chain(state: Any, x: Any) -> Any:
+    """Each exchange needs the one before, with light work between them."""
+    total = x
+    for v in state.values():
+        total = mean(total * v[0]) + x
+    return total
+
+
+def recomputed(state: Any, x: Any) -> Any:
+    def loss(state: Any) -> Any:
+        total = x
+        for v in state.values():
+            total = jax.checkpoint(lambda total, v: mean(jnp.tanh(total * v[0])))(total, v)
+        return total
+
+    return jax.grad(loss)(state)
+
+
+def one_conditional(state: Any, x: Any) -> Any:
+    return lax.cond(x > 0, lambda s: {name: mean(v) for name, v in s.items()}, lambda s: s, state)
+
+
+def conditionals(state: Any, x: Any) -> Any:
+    return {name: lax.cond(x > 0, mean, lambda v: v, v) for name, v in state.items()}
+
+
+def conditionals_in_one(state: Any, x: Any) -> Any:
+    def inner(state: Any) -> Any:
+        return {name: lax.cond(v[0] > x, mean, lambda v: v, v) for name, v in state.items()}
+
+    return lax.cond(x > 0, inner, lambda s: s, state)
+
+
+def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
+    return trace(step, (leaves(count), jnp.float32(1)), axes=AXES, wire=LocalRanks(), donate_argnums=(0,)).cut(cut)
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """Calls of Python's functions, of built-in ones, and iterations of generators."""
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+@pytest.mark.parametrize("cut", ["whole", 16])
+@pytest.mark.parametrize(
+    "step", [gradients, chain, recomputed, one_conditional, conditionals, conditionals_in_one], ids=lambda f: f.__name__
+)
+def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
+    """Four times the leaves take four times the calls, to a tenth; it would be sixteen times, were it quadratic."""
+
+    def work() -> None:
+        program = made(step, count, cut)
+        program.verify(), program.digest(), program.text(), program.exchange_hash()
+
+    count = 8
+    work()  # what is done once in a process
+    count = 16
+    few = calls(work)
+    count = 64
+    assert calls(work) < 4.4 * few
+
+
+@pytest.mark.parametrize("step", [one_conditional, conditionals_in_one], ids=lambda f: f.__name__)
+def test_a_conditional_exchanges_in_one_segment(step: Callable[..., Any]) -> None:
+    """However many exchanges it holds that do not need one another."""
+    assert [len(made(step, count).segments) for count in (2, 50)] == [3, 3]
+
+
+def of_two_levels(x: Any) -> Any:
+    def branch(x: Any) -> Any:
+        first = mean(x)
+        second = mean(jnp.tanh(x))  # needs no other one, though it is written after one
+        return mean(jnp.sin(first)) + second
+
+    return lax.cond(x[0] > 0, branch, lambda x: x, x)
+
+
+def test_exchanges_of_a_conditional_go_level_by_level() -> None:
+    traced = trace(of_two_levels, (jnp.ones(4),), axes=AXES, wire=LocalRanks())
+    program = traced.cut(bucket_bytes=0)
+    assert [sum(x.shape == (4,) for x in s.exchanges) for s in program.collectives] == [2, 1]
+    args = [(np.arange(1, 5, dtype=np.float32),), (np.arange(2, 6, dtype=np.float32),)]
+    got = run_program(program, args)
+    for (mine,), wanted in zip(got, vmap_oracle(of_two_levels, AXES, args), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-6)
+
+
+def test_ordered_callbacks_of_a_conditional_keep_their_order() -> None:
+    """One that is written between two exchanges stays behind the first, and so does what follows it."""
+
+    def step(x: Any) -> Any:
+        def branch(x: Any) -> Any:
+            jax.debug.print("a", ordered=True)
+            first = mean(x)
+            jax.debug.print("b {}", first, ordered=True)
+            jax.debug.print("c", ordered=True)
+            return first + mean(jnp.tanh(x))
+
+        return lax.cond(x[0] > 0, branch, lambda x: x, x)
+
+    traced = trace(step, (jnp.ones(4),), axes=AXES, wire=LocalRanks())
+    conds = [str(e.params["branches"]) for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "cond"]
+    found = [re.findall(r"fmt='?(\w)", text) for text in conds]
+    assert found == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("count", [1, 3, buffers.OPERANDS, buffers.OPERANDS + 1, 5 * buffers.OPERANDS])
+def test_a_buffer_gives_back_what_was_put_in(count: int) -> None:
+    shapes = [((), (3,), (2, 2))[n % 3] for n in range(count)]
+    values = [jnp.full(shape, n) for n, shape in enumerate(shapes)]
+    flat = buffers.joined(values)
+    assert flat.tolist() == [n for n, v in enumerate(values) for _ in range(v.size)]
+    for parted in (buffers.parted(flat, shapes), offsets.split(flat, [v.size for v in values])):
+        assert all(np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(parted, values, strict=True))
+
+
+def test_pieces_of_one_size_share_a_kernel() -> None:
+    """Their places are arguments of the executable, and not written into its code."""
+    sizes = [3, 5, 3, 3, 7, 3]
+    flat, host = np.arange(sum(sizes), dtype=np.float32), jax.devices("cpu")[0]
+    struct = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
+    bound = compile_with_arguments(lambda x: offsets.split(x, sizes), [struct], host, None)
+    wanted = np.split(flat, np.cumsum(sizes)[:-1])
+    assert all(map(np.array_equal, bound(flat), wanted))
+    assert [int(x[0]) for x in bound.first] == [0, 8, 11, 21]
+    assert len(re.findall(r" slice\(", bound.as_text())) == 2  # of 5 and of 7
