@@ -35,13 +35,7 @@ def add_parser(subparsers: Any) -> None:
     add("--model", choices=MODELS, default="resnet50", metavar="NAME", help=f"{', '.join(MODELS)}; default %(default)s")
     add("--image-size", type=_positive, default=224, metavar="PIXELS", help="default %(default)s")
     add("--batch-size", type=_positive, default=4, metavar="B", help="images a rank and step (default %(default)s)")
-    add(
-        "--steps",
-        type=_positive,
-        default=10,
-        metavar="S",
-        help="of each job and way, in two turns; default %(default)s",
-    )
+    add("--steps", type=_positive, default=10, metavar="S", help="each job and way, in two turns (default %(default)s)")
     add("--output", type=Path, default=Path("jaxcross-demo"), metavar="DIR", help="default %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the measured numbers there")
     parser.set_defaults(run=run)

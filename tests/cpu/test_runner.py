@@ -23,6 +23,7 @@ from jaxcross.report import LiveView
 from jaxcross.runner import Runner
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.events import SpanLog
+from jaxcross.runtime.job import _examples
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import check_not_stray, current_job, runner_active
 from jaxcross.testing import FakeCompiled, plain_program, run_ranks
@@ -758,3 +759,14 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
 
     assert run_ranks(1, work) == [True]
     assert not runner_active()
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit"),
+    [
+        ((4, 32, 32, 3), "images"), ((4, 1, 28, 28), "images"), ((4, 32, 32, 64), "examples"), ((4, 128), "examples"),
+        ((4, 8, 4, 16), "examples"), ((4,), "examples"),
+    ],
+)  # fmt: skip
+def test_only_batches_of_images_are_called_images(shape, unit):
+    assert _examples({"x": np.zeros(shape, np.float32), "y": np.zeros(4)}, 2) == (8.0, unit)

@@ -90,7 +90,7 @@ def test_only_images_are_called_so(units, heading, total):
     assert cells(text, "all 2")[3] == total
 
 
-def test_jobs_that_are_too_small_to_gain_are_told_so():
+def test_jobs_too_small_to_gain_are_named():
     """Each of two steps of 6 ms waits for 4 ms of votes."""
     spans = []
     for n in range(6):
