@@ -61,7 +61,7 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
 
     def rewritten(present: Any, *values: Any) -> list[Any]:
         role = Role(present=present, always=flat.always)
-        return _Rewriter(Equality(flat.axes, flat.wire)).equation(eqn, list(values), known, role)
+        return list(_Rewriter(Equality(flat.axes, flat.wire)).equation(eqn, list(values), known, role))
 
     atoms, before = [flat.presence(), *args], len(flat.eqns)
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
