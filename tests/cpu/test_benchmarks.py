@@ -63,6 +63,13 @@ def test_scale(smoke):
         assert "slope_of_total" in result[part]
 
 
+@pytest.mark.exhaustive
+def test_leaves(smoke):
+    result = smoke("leaves.py")
+    assert [row["leaves"] for row in result["rows"]] == [4, 8]
+    assert all(len(row[how]["first_s"]["raw"]) == 1 for row in result["rows"] for how in ("jit", "jaxcross"))
+
+
 def test_model_check(smoke):
     rows = smoke("model_check.py")["rows"]
     assert len(rows) == 6

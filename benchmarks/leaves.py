@@ -1,0 +1,124 @@
+"""How long does the first step of a model of many small leaves take, by jaxcross and by jit with mpi4jax?
+
+    python benchmarks/leaves.py [--json FILE] [--smoke] [--ranks N] [--repeats N]
+
+A step of gradient descent on n leaves of six small shapes, whose gradients are averaged over the ranks: one `pmean` a
+leaf under `crossover`, one `mpi4jax.allreduce` a leaf under `jax.jit`. Each is measured in ranks of its own; repeats
+alternate. Seconds of the first call (tracing, cutting, agreement, compilation and one step) on rank 0, and milliseconds
+of later ones. power: the exponent p of the first call's time ~ n^p, from the two largest sizes; 1 is linear.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ended import run
+from workloads import parser, spread, write_json
+
+SIZES = (375, 750, 1500, 3000)
+SHAPES = ((3,), (4, 5), (), (7,), (2, 3, 4), (16,))
+STEPS = 20
+
+
+def measured(how: str, leaves: int) -> dict[str, float]:
+    """One rank's times, in this process."""
+    import jaxcross
+
+    world = jaxcross.initialize()
+
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    params = {f"{n:05d}": jnp.full(SHAPES[n % len(SHAPES)], 0.1, jnp.float32) for n in range(leaves)}
+
+    def loss(params: Any, x: Any) -> Any:
+        return sum(jnp.sum(jnp.square(p) * x) for p in params.values())
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.tree.map(mean, jax.grad(loss)(params, x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    if how == "jit":
+        import mpi4jax
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD.Dup()
+        mean = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=comm) / world.size  # noqa: E731
+        function = jax.jit(step)
+    else:
+        mean = lambda x: lax.pmean(x, "batch")  # noqa: E731
+        function = jaxcross.crossover(step, axes="batch")
+    x, took = jnp.float32(1), []
+    for _ in range(1 + STEPS):
+        begin = time.perf_counter()
+        jax.block_until_ready(function(params, x))
+        took.append(time.perf_counter() - begin)
+    return {"first_s": took[0], "later_ms": 1e3 * statistics.median(took[1:])}
+
+
+def launched(how: str, leaves: int, ranks: int) -> dict[str, float]:
+    """Rank 0's times, in ranks that are started for it."""
+    from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
+    from jaxcross.world import pool
+
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise SystemExit("no `mpirun` was found: `pip install mpich`")
+    with tempfile.TemporaryDirectory(prefix="leaves-") as folder:
+        out = Path(folder) / "result.json"
+        line, extra = mpirun_command(
+            mpirun=mpirun, ranks=ranks, program=python_program([__file__, "--worker", f"{how},{leaves},{out}"]),
+            root=os.geteuid() == 0, cores=pool.cores(), environ=os.environ,
+        )  # fmt: skip
+        run(line, {**os.environ, **extra})
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    options.add_argument("--repeats", type=int, default=3, help="of each size (default %(default)s)")
+    options.add_argument("--worker", help="(internal) one rank")
+    args = options.parse_args()
+    if args.worker:
+        how, leaves, out = args.worker.split(",", 2)
+        times = measured(how, int(leaves))
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) in ("0", None):
+            Path(out).write_text(json.dumps(times))
+        return
+    sizes, repeats = ((4, 8), 1) if args.smoke else (SIZES, args.repeats)
+    rows = []
+    for leaves in sizes:
+        raw = [{how: launched(how, leaves, args.ranks) for how in ("jit", "jaxcross")} for _ in range(repeats)]
+        row: dict[str, Any] = {"leaves": leaves}
+        for how in ("jit", "jaxcross"):
+            row[how] = {name: spread([one[how][name] for one in raw]) for name in ("first_s", "later_ms")}
+        row["ratio"] = row["jaxcross"]["first_s"]["median"] / row["jit"]["first_s"]["median"]
+        rows.append(row)
+        shown = ", ".join(
+            f"{how} {row[how]['first_s']['median']:.2f} s and {row[how]['later_ms']['median']:.1f} ms"
+            for how in ("jit", "jaxcross")
+        )
+        print(f"{leaves} leaves: {shown}; first step {row['ratio']:.2f} times as long", flush=True)
+    small, large = rows[-2:]
+    power = {
+        how: math.log(
+            large[how]["first_s"]["median"] / small[how]["first_s"]["median"], large["leaves"] / small["leaves"]
+        )
+        for how in ("jit", "jaxcross")
+    }
+    print("power:", {how: round(p, 2) for how, p in power.items()})
+    write_json(args.json, __doc__, {"ranks": args.ranks, "rows": rows, "power": power})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
