@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
+from jaxcross.exchange.accumulate import AccumulateState
 from jaxcross.exchange.elastic_average import ElasticAverageState
 from jaxcross.exchange.federated_average import FederatedAverageState
 from jaxcross.exchange.gossip import GossipState
@@ -45,11 +46,14 @@ _MODELS: _Fields = {
 
 # All fields that differ between ranks during training. A restart may give every rank a copy of those not in `_OWN`.
 _APART: tuple[_Fields, ...] = (
-    _OWN, _MODELS, {PerRankState: frozenset({"per_rank"}), optax.MultiStepsState: frozenset({"acc_grads"})}
+    _OWN, _MODELS, {
+        PerRankState: frozenset({"per_rank"}), optax.MultiStepsState: frozenset({"acc_grads"}),
+        AccumulateState: frozenset({"total"}),
+    },
 )  # fmt: skip
 
 # Fields that may have no leaves.
-_MAY_BE_EMPTY = frozenset({"inner", "inner_opt_state", "acc_grads", "skip_state"})
+_MAY_BE_EMPTY = frozenset({"inner", "inner_opt_state", "acc_grads", "skip_state", "total"})
 
 _STATISTICS = "batch_stats"
 """The name that Flax gives to the statistics of normalisation layers."""
@@ -70,8 +74,8 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
     """Returns paths of the leaves that training changes alike on every rank, if they were equal on all ranks before.
 
     Left out are what the states of exchanges declare to be a rank's own; under a strategy with a model on each rank,
-    all floating-point leaves outside of such states; gradients that `optax.MultiSteps` accumulates; the statistics of
-    normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
+    all floating-point leaves outside of such states; gradients that `accumulate` and `optax.MultiSteps` add up; the
+    statistics of normalisation layers (`batch_stats` of Flax, `nnx.BatchStat`), which a step may leave unsynchronised.
 
     Args:
         state: The state of a job.

@@ -38,8 +38,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                 alike.setdefault(body, []).append(str(rank))
             together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
             if len(guilty) == len(texts) and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that they would make different exchanges.
-                return ExchangeError(f"Job `{job}`, step {step + 1}: {body.removeprefix(together)}")
+                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state.
+                why = body.removeprefix(together)
+                return ExchangeError(why if why.startswith(f"Job `{job}`") else f"Job `{job}`, step {step + 1}: {why}")
             what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())
             return JobError(
                 f"Job `{job}` {verb} on {what}. Every rank leaves the job after step {step}, the last one that all of "

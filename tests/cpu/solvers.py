@@ -123,6 +123,12 @@ def root(w: Any, x: Any) -> Any:
     return jax.value_and_grad(loss)(w, x)
 
 
+def iterations_by_rank(w: Any, x: Any) -> Any:
+    """One iteration on rank 0, and more on every other rank, which solves for another matrix."""
+    spread = 1 + lax.axis_index("batch") * jnp.arange(SIZE, dtype=w.dtype)
+    return cg(lambda v: spread * v + 0 * mean(v), x[0] + w, tol=1e-6)[0]
+
+
 STEPS: dict[str, Any] = {
     "natural gradient": natural_gradient,
     "a guess and a preconditioner": with_a_guess,
@@ -137,6 +143,7 @@ STEPS: dict[str, Any] = {
     "in a conditional": in_a_conditional,
     "in a jitted function": in_a_jitted_function,
     "a root": root,
+    "iterations by rank": iterations_by_rank,
 }
 # Solvers stop where their residual is 1e-5 of the right side, so that a rounding may cost an iteration; in a gradient
 # two of them stand one after another.
