@@ -272,9 +272,19 @@ def is_closed_jaxpr(value: Any) -> bool:
 
 def bind_equation(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     """Evaluate (or trace) one equation on `values` with the given parameters, under its own name and source line."""
+    primitive = eqn.primitive
+    if primitive.name in _INVARIANT:  # it asks for a varying type, which `without_mesh` has taken away
+        primitive, more = _INVARIANT[primitive.name]
+        params = {**params, **more}
     with in_place_of(eqn):
-        result = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    return result if eqn.primitive.multiple_results else [result]
+        result = primitive.bind(*values, **primitive.get_bind_params(params))
+    return result if primitive.multiple_results else [result]
+
+
+_INVARIANT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "psum_invariant": (jax.lax.psum_p, {"axis_index_groups": None}),
+    "all_gather_invariant": (jax.lax.all_gather_p, {}),
+}
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
             flat.until[outs[0]] = fingerprint(equality.how)
         return outs
 
-    def rewritten(present: Any, *values: Any) -> list[Any]:
+    def rewritten(present: Any, *values: Any) -> Sequence[Any]:
         role = Role(present=present, always=flat.always)
         return list(_Rewriter(Equality(flat.axes, flat.wire)).equation(eqn, list(values), known, role))
 
