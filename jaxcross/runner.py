@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.outcome import left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
+from jaxcross.runtime import arguments
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
@@ -77,6 +79,10 @@ class Runner:
         checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same on every rank, but
             for the directory.
 
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: `depth` is below 1.
+
     Example:
         >>> with jaxcross.Runner(world) as runner:
         ...     runner.add("lr-0.1", train, lr=0.1)
@@ -96,8 +102,15 @@ class Runner:
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        if depth < 1:
-            raise ValueError(f"`depth` is {depth}: a compute lane needs room for at least 1 segment")
+        listening = arguments.checked_instruments(instruments)
+        arguments.check_world(world)
+        arguments.check_policy(policy)
+        arguments.check_count("`depth`", depth, least=1)
+        arguments.check_link(link)
+        arguments.check_events(events)
+        arguments.check_checkpoints(checkpoints)
+        if chaos is not None:
+            arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current()
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
@@ -107,7 +120,7 @@ class Runner:
         self._recorder = Recorder()
         if events is not None:
             self.world.flight.record_to(events)
-        self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *instruments))
+        self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._used = False
         self._driver: Driver | None = None
         self._lock = threading.RLock()  # jobs may be added by several threads

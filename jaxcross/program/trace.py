@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program.accepted import explain_failed_trace
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
@@ -122,8 +123,12 @@ def trace(
         box.append(tree)
         return out
 
-    with compat.binding(axes):
-        whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+    try:
+        with compat.binding(axes):
+            whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+    except Exception as error:
+        explain_failed_trace(step, error, step_name(step))
+        raise
     blank = Traced(
         name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=box[-1], in_avals=avals,
         donated=donated, wire=wire, late=late, whole=whole,
