@@ -15,6 +15,7 @@ from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.seat import Initial, NonFinite, check_choice
+from jaxcross.wording import shortened
 from jaxcross.world import World
 
 
@@ -99,7 +100,7 @@ def run(
     """
     found = list(jobs) if isinstance(jobs, Iterable) else [None]
     if not all(isinstance(job, Job) for job in found):
-        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {jobs!r:.100}.")
+        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
     with Runner(
         world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints
     ) as runner:

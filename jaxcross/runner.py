@@ -32,6 +32,7 @@ from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.threads import JobThread, runner_active
+from jaxcross.wording import clause
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
@@ -238,7 +239,9 @@ class Runner:
                 self._check_name(name)
                 self.jobs.append(JobContext(name, fn, {**arguments}, listeners=self._listeners, world=self.world))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                _log.warning("A submission of an earlier run cannot be understood, and is left out: %s.", error)
+                _log.warning(
+                    "A submission of an earlier run cannot be understood, and is left out: %s.", clause(str(error))
+                )
         if session.missing and self.world.rank == 0:
             _log.warning(
                 "These jobs joined an earlier run with these checkpoints, were not over when it ended, and are not "

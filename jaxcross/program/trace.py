@@ -21,6 +21,7 @@ from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
+from jaxcross.wording import clause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def _trace_whole(
         if "unbound axis name" not in str(error):
             raise
         raise CutError(
-            f"`{name}` uses an axis that is not bound: {error}. The axes of this step are"
+            f"`{name}` uses an axis that is not bound: {clause(str(error))}. The axes of this step are"
             f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
         ) from error
     except Exception:

@@ -12,6 +12,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
+from jaxcross.wording import shortened
 
 
 def check_world(world: Any) -> None:
@@ -133,5 +134,5 @@ def _check_signature(name: str, step: Callable[..., Any]) -> None:
 
 
 def _wrong(what: str, words: str, value: Any) -> TypeError:
-    shown = f"the class `{value.__name__}`" if isinstance(value, type) else f"{value!r:.100}"
+    shown = f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
     return TypeError(f"{what} must be {words}, got {shown}.")
