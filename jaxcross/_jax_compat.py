@@ -63,6 +63,12 @@ def trace_context() -> Any:
     return _config.trace_context()
 
 
+def runs_pmap(code: Any) -> bool:
+    """Whether this code object is what `jax.pmap` returns around a function."""
+    name, file = getattr(code, "co_qualname", ""), getattr(code, "co_filename", "")
+    return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
+
+
 def checks_varying() -> bool:
     """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes values vary."""
     return _config._check_vma.value

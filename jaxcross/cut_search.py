@@ -25,7 +25,7 @@ from jaxcross.cut_budget import SHARE, Budget
 from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced
-from jaxcross.trial import failures, first_line, time_step
+from jaxcross.trial import failures, summary, time_step
 from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")
@@ -139,7 +139,7 @@ def search(
         try:
             found[n] = build(cut(n))
         except JaxRuntimeError as error:  # not of what ranks say to each other before
-            why = first_line(error)
+            why = summary(error)
         compiling_s += time.perf_counter() - start
         if failed := together(f"cut={n}", lambda control: failures(control, why)):
             _tell(world, f"`{traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}")

@@ -9,12 +9,14 @@ from typing import Any
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.report import Report
 from jaxcross.runner import Runner
+from jaxcross.runtime.arguments import check_loop
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.seat import Initial, NonFinite, check_choice
+from jaxcross.wording import shortened
 from jaxcross.world import World
 
 
@@ -38,8 +40,8 @@ class Job:
             values, as dropout keys; see `JobContext.restore`. The same on every rank.
 
     Raises:
-        TypeError: `step` cannot be called.
-        ValueError: `steps` is below 0, or `nonfinite` or `initial` is none of the words above.
+        TypeError: An argument is of another type.
+        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is none of the words above.
     """
 
     def __init__(
@@ -53,10 +55,7 @@ class Job:
         nonfinite: NonFinite = "ignore",
         initial: Initial = "check",
     ) -> None:
-        if not callable(step):
-            raise TypeError(f"Job `{name}` needs a step function, not `{type(step).__name__}`")
-        if steps is not None and steps < 0:
-            raise ValueError(f"Job `{name}`: `steps` is {steps}, below 0")
+        check_loop(name, step, batches, steps)
         check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
         check_choice(initial, Initial, f"`initial` of job `{name}`")
         self.name, self.state, self.step = name, state, 0
@@ -94,13 +93,20 @@ def run(
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
 
+    Raises:
+        TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
+        Exception: As `Runner` and `Runner.run` do.
+
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
+    found = list(jobs) if isinstance(jobs, Iterable) else [None]
+    if not all(isinstance(job, Job) for job in found):
+        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
     with Runner(
         world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints,
         check_replicas=check_replicas,
     ) as runner:  # fmt: skip
-        for job in jobs:
+        for job in found:
             runner.add(job.name, job._run)
         return runner.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError
 from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
+from jaxcross.runtime import arguments
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import Instrument, Listeners
@@ -31,6 +33,7 @@ from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.threads import JobThread, runner_active
+from jaxcross.wording import clause
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back
@@ -81,6 +84,10 @@ class Runner:
             rank where they differ; a `CheckReplicas` also names leaves to leave out. Same on every rank. If None,
             states are compared at checkpoints and at a job's end, for the report.
 
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: `depth` is below 1.
+
     Example:
         >>> with jaxcross.Runner(world) as runner:
         ...     runner.add("lr-0.1", train, lr=0.1)
@@ -101,8 +108,15 @@ class Runner:
         checkpoints: Checkpoints | None = None,
         check_replicas: CheckReplicas | int | None = None,
     ) -> None:
-        if depth < 1:
-            raise ValueError(f"`depth` is {depth}: a compute lane needs room for at least 1 segment")
+        listening = arguments.checked_instruments(instruments)
+        arguments.check_world(world)
+        arguments.check_policy(policy)
+        arguments.check_count("`depth`", depth, least=1)
+        arguments.check_link(link)
+        arguments.check_events(events)
+        arguments.check_checkpoints(checkpoints)
+        if chaos is not None:
+            arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current()
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
@@ -113,7 +127,7 @@ class Runner:
         self._recorder = Recorder()
         if events is not None:
             self.world.flight.record_to(events)
-        self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *instruments))
+        self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._used = False
         self._driver: Driver | None = None
         self._lock = threading.RLock()  # jobs may be added by several threads
@@ -234,7 +248,9 @@ class Runner:
                 self._check_name(name)
                 self.jobs.append(self._context(name, fn, {**arguments}))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                _log.warning("A submission of an earlier run cannot be understood, and is left out: %s.", error)
+                _log.warning(
+                    "A submission of an earlier run cannot be understood, and is left out: %s.", clause(str(error))
+                )
         if session.missing and self.world.rank == 0:
             _log.warning(
                 "These jobs joined an earlier run with these checkpoints, were not over when it ended, and are not "

@@ -15,6 +15,7 @@ from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
+from jaxcross.program.accepted import check_step
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.segments import Program
@@ -64,7 +65,7 @@ def crossover(
         static_argnums: Positional arguments that are no arrays but hashable; each value compiles anew.
 
     Raises:
-        TypeError: `step`, `axes` or the numbers of arguments are of another type.
+        TypeError: `step`, `axes` or the numbers of arguments are of another type; `step` is a `jax.pmap`.
         ValueError: A size, `cut` or `bucket_bytes` is none of the above.
         CutError: (when called) the step cannot be traced or cut.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
@@ -81,8 +82,9 @@ def crossover(
             crossover, axes=axes, cut=cut, bucket_bytes=bucket_bytes, donate_argnums=donate_argnums,
             static_argnums=static_argnums,
         )  # fmt: skip
-    if not callable(step):
-        raise TypeError(f"crossover takes a function, not `{type(step).__name__}`")
+    if isinstance(step, Step):
+        raise TypeError(f"`{step.__name__}` is a crossover step already: give its function, `{step.__name__}.step`.")
+    check_step(step, step_name(step))
     return Step(
         step, axis_sizes(axes), checked_cut(cut), checked_bytes(bucket_bytes),
         _numbers(donate_argnums, "donate_argnums"), _numbers(static_argnums, "static_argnums"),

@@ -16,6 +16,7 @@ from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.explain import describe
 from jaxcross.solo import run_execution
+from jaxcross.wording import clause, first_line
 from jaxcross.world import World
 from jaxcross.world.control import Control
 
@@ -27,7 +28,7 @@ def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: 
         own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
         jax.block_until_ready(own)
     except JaxRuntimeError as error:
-        why, own = first_line(error), []
+        why, own = summary(error), []
     if failed := failures(control, why):  # before anything is exchanged; else all begin together
         return failed
     trial = _Trial(compiled, own)
@@ -45,9 +46,9 @@ def failures(control: Control, why: str) -> str:
     return "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(told) if text)
 
 
-def first_line(error: Exception) -> str:
+def summary(error: Exception) -> str:
     """What an error says, without the tables that XLA adds."""
-    return describe(error).partition("\n")[0]
+    return clause(first_line(describe(error)))
 
 
 class _Trial(Execution):
@@ -92,4 +93,4 @@ class _Trial(Execution):
         try:
             work()
         except JaxRuntimeError as error:
-            self.why = first_line(error)
+            self.why = summary(error)

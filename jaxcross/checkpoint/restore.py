@@ -19,6 +19,7 @@ from jaxcross.checkpoint.own import own_leaves
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.errors import JobError
+from jaxcross.wording import clause, first_line
 
 UNREADABLE = (
     "has checkpoints that cannot be read now, which says nothing against them: none was deleted. Start again once the "
@@ -234,8 +235,7 @@ def _survey(folders: Folders, talk: Talk, together: Together) -> _Survey:
 
 
 def _said(error: Exception | None, path: Path) -> str:
-    first = str(error).partition("\n")[0]
-    return "" if error is None else f"in `{path}`, {type(error).__name__}: {first}"
+    return "" if error is None else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
 def _part_here(first: Part, own: Part | None, world: KeeperWorld) -> Part:

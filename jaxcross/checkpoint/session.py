@@ -20,6 +20,7 @@ from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.talk import Talk
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError
+from jaxcross.wording import clause
 
 _log = logging.getLogger("jaxcross")
 
@@ -108,7 +109,7 @@ class Session:
         try:
             self._write_set()
         except OSError as error:
-            _log.warning("A restart will not know all jobs of this run: %s.", error)
+            _log.warning("A restart will not know all jobs of this run: %s.", clause(str(error)))
 
     def added(self, job: str, submission: str | None = None) -> None:
         """A job was added during the run; by which text, if it was submitted. Does not wait: this is on disk before any

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import JobError
+from jaxcross.wording import clause
 
 _log = logging.getLogger("jaxcross")
 Together = Callable[[str, Callable[[Any], Any]], Any]
@@ -27,7 +28,7 @@ class Talk:
 
     def warn(self, text: str) -> None:
         """Logs a warning, and notes it."""
-        _log.warning("Job `%s`: %s.", self.job, text)
+        _log.warning("Job `%s`: %s.", self.job, clause(text))
         self.note(text)
 
     def error(self, text: str) -> JobError:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program.accepted import explain_failed_trace
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
@@ -22,6 +23,7 @@ from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
+from jaxcross.wording import clause
 
 if TYPE_CHECKING:
     from jaxcross.program.labels import Labelled
@@ -142,8 +144,12 @@ def trace(
         box.append((tree, [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]))
         return out
 
-    with compat.binding(axes):
-        whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
+    try:
+        with compat.binding(axes):
+            whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
+    except Exception as error:
+        explain_failed_trace(step, error, step_name(step))
+        raise
     out_tree, results = box[-1]
     given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
@@ -162,7 +168,7 @@ def _trace_whole(
         if "unbound axis name" not in str(error):
             raise
         raise CutError(
-            f"`{name}` uses an axis that is not bound: {error}. The axes of this step are"
+            f"`{name}` uses an axis that is not bound: {clause(str(error))}. The axes of this step are"
             f" {', '.join(f'`{a}` of {n}' for a, n in axes.items())}; pass axes= to jaxcross.crossover, or rename it."
         ) from error
     except Exception as error:

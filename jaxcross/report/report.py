@@ -14,6 +14,7 @@ from jaxcross.report.account import account
 from jaxcross.report.facts import Account, JobFacts
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.runtime.events import Span
+from jaxcross.wording import clause
 
 FORMAT = 1
 IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its
@@ -212,7 +213,9 @@ class Report:
                 dropped=summary["dropped_spans"],
             )
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"`{path}` is no report of jaxcross: {error}. Reports are written by to_json.") from error
+            raise ValueError(
+                f"`{path}` is no report of jaxcross: {clause(str(error))}. Reports are written by to_json."
+            ) from error
 
     def to_chrome_trace(self, path: str | Path) -> Path:
         """Writes a trace for https://ui.perfetto.dev or chrome://tracing."""

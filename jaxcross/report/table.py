@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jaxcross.report.facts import LOSSES, Account, JobAccount
 from jaxcross.report.units import number, seconds, share
+from jaxcross.wording import first_line
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report
@@ -131,7 +132,7 @@ def _footnotes(report: Report) -> list[str]:
         if job.skipped:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
         if job.why:
-            lines.append(job.why.partition("\n")[0])
+            lines.append(first_line(job.why))
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines

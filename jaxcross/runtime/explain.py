@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.program.agreement import different_calls, disagreement
+from jaxcross.wording import clause, first_line, shortened
 
 _LONGEST = 4000  # of what one rank tells all others of an exception
 
 
 def describe(error: BaseException) -> str:
-    """One line for an exception, its notes included."""
+    """Text for an exception, its notes included, that a sentence can go on or end behind."""
     try:
-        text = "".join([str(error), *(f" ({note})" for note in getattr(error, "__notes__", ()))])
+        text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in getattr(error, "__notes__", ()))])
     except Exception as worse:
         text = f"(its text cannot be made: {type(worse).__name__})"
     if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]} ... ({len(text)} characters)"
+        text = f"{shortened(text, _LONGEST)} ({len(text)} characters)"
     return f"{type(error).__name__}: {text}"
 
 
@@ -35,7 +36,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
         if guilty := [(rank, body) for rank, (kind, body) in enumerate(parts) if kind == how]:
             alike: dict[str, list[str]] = {}
             for rank, body in guilty:
-                alike.setdefault(body, []).append(str(rank))
+                alike.setdefault(clause(body), []).append(str(rank))
             together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
             if len(guilty) == len(texts) and len(alike) == 1 and body.startswith(together):
                 # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state.
@@ -53,7 +54,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
         return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
     if kinds == {"step"}:
         return ExchangeError(f"Job {different_calls(job, [head.removeprefix('called ') for head in heads])}")
-    lines = [body.splitlines()[0] if body else "was busy" for _, body in parts]
+    lines = [clause(first_line(body)) if body else "was busy" for _, body in parts]
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (
         " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "

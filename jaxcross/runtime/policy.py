@@ -9,9 +9,11 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides from its arguments alone: the exchange lane of every rank asks the same question and must hear the same
     answer. Policies are immutable and have neither clock nor random numbers.
@@ -119,6 +121,7 @@ class Weighted:
         joining: Of each job that joins during the run; the mean of `shares` if None.
 
     Raises:
+        TypeError: `shares` is not a sequence of numbers, or `joining` is no number.
         ValueError: A share is not a positive finite number.
     """
 
@@ -127,6 +130,12 @@ class Weighted:
     joining: float | None = None
 
     def __post_init__(self) -> None:
+        numbers = [*self.shares] if isinstance(self.shares, Sequence) else [None]
+        if not all(isinstance(share, Real) for share in [*numbers, self.joining or 1.0]):
+            raise TypeError(
+                f"`Weighted` takes a share for each job, as in `Weighted((4, 1))`, got `shares={self.shares!r}` and"
+                f" `joining={self.joining!r}`."
+            )
         if not self.shares or not all(math.isfinite(share) and share > 0 for share in self.shares):
             raise ValueError(f"the shares of jobs are positive numbers, not {self.shares}")
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxcross.errors import JobError
+from jaxcross.wording import clause
 
 MOST_BYTES = 64 * 1024  # of one submission; a text that all ranks gather
 _DEEPEST = 50  # what every rank can read, wherever its stack stands
@@ -60,7 +61,9 @@ class Offers:
             text = json.dumps({"offer": name, "job": job, "arguments": arguments})
             same = json.loads(text)["arguments"] == arguments
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"Job `{job}`: its arguments are no JSON: {error}. Only data may be submitted.") from None
+            raise TypeError(
+                f"Job `{job}`: its arguments are no JSON: {clause(str(error))}. Only data may be submitted."
+            ) from None
         if not same:
             raise TypeError(
                 f"Job `{job}`: its arguments do not survive JSON: {arguments!r}. Use texts, finite numbers, booleans, "

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
+from jaxcross.wording import clause, first_line, shortened
+
 # mpirun ends the others at once; this is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0
 # mpirun reads ranks' output through pipes, and drops what it has not read when it is told to end them.
@@ -136,5 +138,5 @@ def stop_of(rank: int, *, terminated: bool) -> Ending:
 
 
 def _short(kind: type[BaseException], value: BaseException | None) -> str:
-    text = str(value).strip().split("\n")[0][:300]
+    text = clause(shortened(first_line(str(value)), 300))
     return f"{kind.__name__}: {text}" if text else kind.__name__

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.program.compile import ExecutableCache
+from jaxcross.wording import clause, first_line
 from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.flight import FlightRecorder
@@ -172,7 +173,7 @@ class World:
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
-        first, size = message.strip().split("\n")[0], self._base.Get_size()  # raises in a worker: it ends no rank
+        first, size = clause(first_line(message)), self._base.Get_size()  # raises in a worker: it ends no rank
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
             Ending(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import final
 
+from jaxcross.wording import shortened
 from jaxcross.world.peers import Place
 from jaxcross.world.standing import Activity
 
@@ -100,7 +101,7 @@ class FlightRecorder:
 
     def note(self, text: str, *, job: str = "", step: int = 0) -> None:
         """Notes a fact for whoever reads the file."""
-        self._tell(note=text[:_LONGEST_TEXT], job=job, step=step)
+        self._tell(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
     def words(self, how: str, text: str, lost: Sequence[int] = ()) -> str:
         """This rank's last words; returns where it is, or what the exception has left that it ends by.
@@ -115,7 +116,7 @@ class FlightRecorder:
         standing = f"in {left_by}" if how == "failed" and left_by is not None else self.standing()
         if not self._spoken:  # the first reason is the reason
             self._spoken = True
-            self._tell(words=how, text=text[:_LONGEST_TEXT], lost=list(lost), standing=standing)
+            self._tell(words=how, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=standing)
         return standing
 
     def standing(self) -> str:

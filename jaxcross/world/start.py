@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
+from jaxcross.wording import clause
 from jaxcross.world import pages, peers, pool
 from jaxcross.world.abort import Ending, abort_everywhere, install_hooks, on_abort
 from jaxcross.world.control import MpiControl
@@ -188,8 +189,8 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ExchangeError(
-            f"MPI cannot be loaded: {error}. Install one beside jaxcross (`pip install mpich`), or load your cluster's "
-            "MPI module; `jaxcross doctor` shows what is found."
+            f"MPI cannot be loaded: {clause(str(error))}. Install one (`pip install mpich`), or load your"
+            " cluster's MPI module; `jaxcross doctor` shows what is found."
         ) from error
     return MPI
 

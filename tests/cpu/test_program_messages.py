@@ -220,7 +220,7 @@ def script() -> subprocess.CompletedProcess[str]:
     "sentence",
     [
         "RuntimeError: jaxcross is not initialised: call `world = jaxcross.initialize()`",
-        "TypeError: crossover takes a function, not `int`",
+        "TypeError: `crossover` takes a function, not `int`",
         "ValueError: The axes {'batch': 7} multiply to 7, but there are 1 ranks.",
         "ValueError: argument [0] of `train_step` was donated to an earlier step and is gone.",
         "name train_step max",

@@ -652,11 +652,11 @@ def test_bad_arguments():
             job.batches([])
         with pytest.raises(JobError, match=r"^Job `a` is not running\."):
             job.restore(0.0)
-        with pytest.raises(ValueError, match=r"^`depth` is 0"):
+        with pytest.raises(ValueError, match=r"^`depth` must be at least 1, got 0\.$"):
             Runner(world, depth=0)
-        with pytest.raises(TypeError, match=r"^Job `x` needs a step function, not `int`"):
+        with pytest.raises(TypeError, match=r"^`step` of job `x` must be a function of `\(state, batch\)`, got 1\.$"):
             Job("x", 1, None, [])  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"^Job `x`: `steps` is -1, below 0"):
+        with pytest.raises(ValueError, match=r"^`steps` of job `x` must be at least 0, got -1\.$"):
             Job("x", print, None, [], steps=-1)
         runner.run()
         with pytest.raises(JobError, match=r"^This runner has run\."):

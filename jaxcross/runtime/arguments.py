@@ -1,0 +1,138 @@
+"""Checks of what a runner and its jobs are given, where they are given it: later nobody could tell the line."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
+from typing import Any
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.runtime.events import Instrument
+from jaxcross.runtime.link import Link
+from jaxcross.runtime.policy import Policy
+from jaxcross.wording import shortened
+
+
+def check_world(world: Any) -> None:
+    """Makes sure that `world` is one, or None.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if world is not None and not isinstance(getattr(world, "size", None), int):
+        raise _wrong("`world`", "what `jaxcross.initialize()` returned, or None", world)
+
+
+def check_policy(policy: Any) -> None:
+    """Makes sure that `policy` decides whose turn it is, or is None.
+
+    Raises:
+        TypeError: It does not; a class is no policy either.
+    """
+    if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
+        words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
+        raise _wrong("`policy`", words, policy)
+
+
+def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
+    """The instruments.
+
+    Raises:
+        TypeError: One is no `Instrument`, or they are no iterable.
+    """
+    found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
+    wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
+    if wrong or not isinstance(instruments, Iterable):
+        words = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
+        raise _wrong("`instruments`", words, wrong[0] if wrong else instruments)
+    return found
+
+
+def check_count(what: str, value: Any, *, least: float) -> None:
+    """Makes sure that an argument is a whole number of at least `least`.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is smaller.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(what, "a whole number", value)
+    if value < least:
+        raise ValueError(f"{what} must be at least {least}, got {value}.")
+
+
+def check_link(link: Any) -> None:
+    """Makes sure that `link` is an emulated link, a text about a real one, or None.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if link is not None and not isinstance(link, Link | str):
+        words = "a `Link`, which holds exchanges, a text that describes a real link for the report, or None"
+        raise _wrong("`link`", words, link)
+
+
+def check_events(events: Any) -> None:
+    """Makes sure that `events` names a folder, or is None.
+
+    Raises:
+        TypeError: It does not.
+    """
+    if events is not None and not isinstance(events, str | os.PathLike):
+        raise _wrong("`events`", "the path of a folder, or None", events)
+
+
+def check_checkpoints(checkpoints: Any) -> None:
+    """Makes sure that `checkpoints` says where and when, or is None.
+
+    Raises:
+        TypeError: It does not, as a bare path.
+    """
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
+
+
+def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
+    """Makes sure that a plain loop can run with these.
+
+    Raises:
+        TypeError: `name` is no text, `step` cannot be called with a state and a batch, `batches` is no iterable or is a
+            single batch, or `steps` is no whole number.
+        ValueError: `name` is empty, or `steps` is below 0.
+    """
+    if not isinstance(name, str):
+        raise _wrong("`name`", "a text that is unique among the jobs", name)
+    if not name:
+        raise ValueError("`name` must not be empty: reports and errors need one name for each job.")
+    if not callable(step):
+        raise _wrong(f"`step` of job `{name}`", "a function of `(state, batch)`", step)
+    _check_signature(name, step)
+    if isinstance(batches, Mapping) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        one = "; this looks like a single batch" if isinstance(batches, Mapping) else ""
+        raise TypeError(
+            f"`batches` of job `{name}` must be an iterable of batches, got a `{type(batches).__name__}`{one}."
+        )
+    if steps is not None:
+        check_count(f"`steps` of job `{name}`", steps, least=0)
+
+
+def _check_signature(name: str, step: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # of what is written in C, nobody knows
+        return
+    try:
+        signature.bind("state", "batch")
+    except TypeError as error:
+        raise TypeError(
+            f"`step` of job `{name}` must take `(state, batch)`, got a function of `{signature}`. Let each element of"
+            " `batches` hold all that a step needs, as a tuple or a dict, and the step take it apart; or write the loop"
+            " as a function for `Runner.add`."
+        ) from error
+
+
+def _wrong(what: str, words: str, value: Any) -> TypeError:
+    shown = f"the class `{value.__name__}`" if isinstance(value, type) else shortened(repr(value), 100)
+    return TypeError(f"{what} must be {words}, got {shown}.")

@@ -1,0 +1,124 @@
+"""Arguments of `Runner`, `run` and `Job` are checked where they are given, with what to give instead."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jaxcross
+from jaxcross.loop import Job, run
+from jaxcross.runner import Runner
+from jaxcross.runtime.events import SpanLog
+from jaxcross.runtime.link import Link
+from jaxcross.testing import run_ranks
+
+POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"
+INSTRUMENTS = r"an iterable of objects of classes derived from `Instrument`, such as `\[log\]`"
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"policy": "sequential"}, TypeError, f"`policy` must be {POLICIES}, got 'sequential'."),
+    ({"policy": jaxcross.RoundRobin}, TypeError, f"`policy` must be {POLICIES}, got the class `RoundRobin`."),
+    ({"link": 5}, TypeError, "`link` must be a `Link`, .* got 5."),
+    ({"link": Link}, TypeError, "`link` must be .* got the class `Link`."),
+    ({"depth": 1.5}, TypeError, "`depth` must be a whole number, got 1.5."),
+    ({"depth": True}, TypeError, "`depth` must be a whole number, got True."),
+    ({"depth": 0}, ValueError, "`depth` must be at least 1, got 0."),
+    ({"instruments": SpanLog()}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <"),
+    ({"instruments": [SpanLog]}, TypeError, f"`instruments` must be {INSTRUMENTS}, got the class `SpanLog`."),
+    ({"instruments": [print]}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <built-in"),
+    ({"instruments": None}, TypeError, f"`instruments` must be {INSTRUMENTS}, got None."),
+    ({"checkpoints": "folder"}, TypeError, "`checkpoints` must be `jaxcross.Checkpoints.* got 'folder'."),
+    ({"events": 3}, TypeError, "`events` must be the path of a folder, or None, got 3."),
+]
+
+
+@pytest.mark.parametrize("given", [Runner, functools.partial(run, [])], ids=["Runner", "run"])
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=[str(options) for options, *_ in WRONG])
+def test_arguments_of_a_runner(
+    given: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    def work(world: Any) -> None:
+        with pytest.raises(kind, match=f"^{message}"):
+            given(world=world, **options)
+
+    run_ranks(1, work)
+
+
+def test_chaos_and_the_world_of_a_runner() -> None:
+    def work(world: Any) -> None:
+        with pytest.raises(TypeError, match=r"^`chaos` must be a whole number, got 'yes'\.$"):
+            Runner(world, chaos="yes")  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"^`world` must be what `jaxcross.initialize\(\)` returned, or None, got R"
+        ):
+            Runner(jaxcross.RoundRobin())  # type: ignore[arg-type]
+        Runner(world, None, instruments=iter([SpanLog()]), link="a cable", chaos=-1, depth=3)
+
+    run_ranks(1, work)
+
+
+def step(state: Any, batch: Any) -> Any:
+    return state, batch
+
+
+class Loaded:
+    """Data with nothing but numbered elements, as a data set of PyTorch's has."""
+
+    def __getitem__(self, index: int) -> float:
+        return [1.0, 2.0][index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ((1, step, 0.0, []), {}, TypeError, "`name` must be a text that is unique among the jobs, got 1."),
+        (("", step, 0.0, []), {}, ValueError, "`name` must not be empty"),
+        (("a", 1, 0.0, []), {}, TypeError, "`step` of job `a` must be a function of `.state, batch.`, got 1."),
+        (
+            ("a", lambda state, x, y: (state, {}), 0.0, []), {}, TypeError,
+            "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. Let each element",
+        ),
+        (("a", lambda state: state, 0.0, []), {}, TypeError, "`step` of job `a` must take `.state, batch.`, got"),
+        (
+            ("a", jaxcross.crossover(lambda s, x, y: (s, {}), axes="batch"), 0.0, []), {}, TypeError,
+            "`step` of job `a` must take `.state, batch.`, got a function of `.s, x, y.`",
+        ),
+        (("a", step, 0.0, 5), {}, TypeError, "`batches` of job `a` must be an iterable of batches, got a `int`."),
+        (
+            ("a", step, 0.0, {"x": 1.0}), {}, TypeError,
+            "`batches` of job `a` must be an iterable of batches, got a `dict`; this looks like a single batch.",
+        ),
+        (("a", step, 0.0, []), {"steps": 2.5}, TypeError, "`steps` of job `a` must be a whole number, got 2.5."),
+        (("a", step, 0.0, []), {"steps": -1}, ValueError, "`steps` of job `a` must be at least 0, got -1."),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_job(
+    arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        Job(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [
+        step, functools.partial(lambda rate, state, batch: (state, batch), 0.1), jaxcross.crossover(step, axes="batch"),
+        lambda state, batch, rate=0.1: (state, batch), lambda *arguments: arguments, print,
+    ],
+)  # fmt: skip
+def test_steps_that_take_a_state_and_a_batch_are_jobs(valid: Callable[..., Any]) -> None:
+    Job("a", valid, 0.0, Loaded())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [Job("a", step, 0.0, []), [step], [("a", step)], 3, None])
+def test_run_takes_jobs(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^`jobs` must be a list of `jaxcross.Job`s, got "):
+        run(wrong)
+
+
+@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None]])
+def test_shares_are_numbers(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^`Weighted` takes a share for each job, as in `Weighted\(\(4, 1\)\)`, got "):
+        jaxcross.Weighted(wrong)
+    with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):
+        jaxcross.Weighted((4, 1), joining="2")  # type: ignore[arg-type]
