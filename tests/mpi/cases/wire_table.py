@@ -112,4 +112,5 @@ def main():
         print(json.dumps({"rows": count, "wrong": everywhere}))
 
 
-main()
+if __name__ == "__main__":
+    main()

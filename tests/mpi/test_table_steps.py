@@ -1,0 +1,40 @@
+"""Every collective and element type as steps, on more processes than cores: nothing may hang or change a bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+BUSY = "while True: sum(range(10_000))"
+
+
+@pytest.fixture
+def load():
+    """Twelve processes that compute. Each has its own limit, should this one be killed."""
+    line = ["timeout", "900", sys.executable, "-c", BUSY]
+    processes = [subprocess.Popen(line) for _ in range(12)]
+    yield
+    for process in processes:
+        process.terminate()
+        process.wait()
+
+
+def run(mpirun, folder, steps, x64, seed):
+    env = {"JAXCROSS_EVENTS": str(folder)}  # for `jaxcross doctor --post-mortem`, after a hang
+    done = mpirun(2, "table_steps.py", str(steps), str(int(x64)), str(seed), timeout=900, env=env).check()
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["steps"] == steps
+    assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_steps_of_every_type(mpirun, tmp_path, x64):
+    run(mpirun, tmp_path, 300, x64, 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_of_every_type_under_load(mpirun, tmp_path, x64, seed, load):
+    run(mpirun, tmp_path, 2000, x64, 1 + seed)
