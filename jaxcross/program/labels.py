@@ -12,14 +12,17 @@ An exchange has up to three labels. They are hashes of
   products, for example, also where ranks add up the results in different orders;
 - all equations before and after it by name, which tells any two exchanges of one step apart.
 
-A label that occurs twice on a rank identifies nothing and is left out. In a pipeline or on a ring, a rank sends what
-its neighbour needs next, so permutations have the last label only, and mpi4jax's point-to-point calls have none.
+A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one exchanges its value
+where the others exchange zeros. Where zeros and values are exchanged for the same results, these exchanges have no
+labels. In a pipeline or on a ring, a rank sends what its neighbour needs next, so permutations have the last label
+only, and mpi4jax's point-to-point calls have none.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, product
 from typing import Any
@@ -43,22 +46,27 @@ class Labelled:
         exchange: How it travels, without the buffer that it may share.
         origin: Where it comes from.
         use: Where the result goes.
+        empty: Whether its operand is zeros, or infinities, written as such: what a rank exchanges that adds nothing.
         labels: By leaves, by leaves and the equations around them, by all equations; 0 for one that it does not have.
     """
 
     exchange: Exchange
     origin: Mark
     use: Mark
+    empty: bool
     labels: tuple[int, int, int]
 
 
 def labelled(traced: Traced) -> dict[int, list[Labelled]]:
     """The arrays that each equation of a traced step exchanges, by equation. Does not wait or communicate."""
     scope, found = marked(traced), {}
+    makers = _makers(scope)
     for i, eqn in enumerate(scope.eqns):
         if exchanges := exchanges_of(eqn, traced):
-            ends = zip(exchanges, _ends(traced, scope, i), strict=True)
-            found[i] = [Labelled(exchange=x, origin=a, use=b, labels=_labels(x, a, b)) for x, (a, b) in ends]
+            ends = zip(exchanges, _ends(traced, scope, i, makers), strict=True)
+            found[i] = [
+                Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b)) for x, (a, b, empty) in ends
+            ]
     return found
 
 
@@ -73,18 +81,37 @@ def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int]:
     return leaves, mixed(2, kind, origin[:2], use[:2]), exact
 
 
-def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark]]:
-    """The marks of what an equation exchanges, itself or inside, in the order of `exchanges_of`."""
+def _ends(traced: Traced, scope: Scope, i: int, makers: Mapping[Any, Any]) -> Iterator[tuple[Mark, Mark, bool]]:
+    """The marks of what an equation exchanges, itself or inside, and whether its operand is empty, in the order of
+    `exchanges_of`.
+    """
     eqn = scope.eqns[i]
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
         for inner, _, _ in scope.inside[i]:
+            inner_makers = _makers(inner)
             for n in range(len(inner.eqns)):
-                yield from _ends(traced, inner, n)
+                yield from _ends(traced, inner, n, inner_makers)
         return
     for n in range(len(found)):  # one of mpi4jax's may have no operand, or no result
-        origin = scope.origin(eqn.invars[n]) if n < len(eqn.invars) else Mark()
-        yield origin, scope.use(eqn.outvars[n]) if n < len(eqn.outvars) else Mark()
+        use = scope.use(eqn.outvars[n]) if n < len(eqn.outvars) else Mark()
+        if n < len(eqn.invars):
+            yield scope.origin(eqn.invars[n]), use, _is_empty(eqn.invars[n], makers)
+        else:
+            yield Mark(), use, False
+
+
+def _makers(scope: Scope) -> dict[Any, Any]:
+    return {v: eqn for eqn in scope.eqns for v in eqn.outvars}
+
+
+def _is_empty(atom: Any, makers: Mapping[Any, Any]) -> bool:
+    while not isinstance(atom, compat.Literal):
+        eqn = makers.get(atom)
+        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
+            return False
+        atom = eqn.invars[0]
+    return atom.val in (0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +162,18 @@ def _travelling(program: Program) -> Iterator[Labelled]:
 
 def text_of(order: Sequence[Member]) -> str:
     """The labels that are unique on this rank, as text of a fixed length: 48 bytes for each array."""
-    labels = [label for member in order for label in member.labelled.labels]
+    members = [member.labelled for member in order]
+    by_use: dict[Any, set[bool]] = {}  # whether what is exchanged for these results is empty, or not, or both
+    for x in members:
+        by_use.setdefault(_purpose(x), set()).add(x.empty)
+    known = [(0,) * _KINDS if len(by_use[_purpose(x)]) == 2 else x.labels for x in members]
+    labels = [label for each in known for label in each]
     seen = Counter(labels)
     return "".join(f"{label if seen[label] == 1 else 0:0{_DIGITS}x}" for label in labels)
+
+
+def _purpose(x: Labelled) -> tuple[str, tuple[int, ...]]:
+    return x.exchange.line(), x.use.leaves
 
 
 def swapped(

@@ -180,3 +180,19 @@ def test_more_results_on_one_rank() -> None:
         return (loss, ga, gb) if rank == 0 else (ga, gb)
 
     assert both(step, X, X, orders=(0, 1)) == ""
+
+
+@pytest.mark.parametrize("made", [lambda x, w: x, lambda x, w: jnp.tanh(x @ w)], ids=["argument", "computed"])
+@pytest.mark.parametrize("used", [lambda y, w: w[0] * y, lambda y, w: y @ w], ids=["element-wise", "product"])
+@pytest.mark.parametrize(("exchange", "nothing"), [(lax.psum, 0.0), (lax.pmax, -jnp.inf)], ids=["psum", "pmax"])
+def test_ranks_in_turns(made: Any, used: Any, exchange: Any, nothing: float) -> None:
+    """One rank after the other broadcasts its value; the results are added up."""
+
+    def step(rank: Any, x: Any, w: Any) -> Any:
+        total = jnp.zeros((4, 3))
+        for turn in range(3):
+            mine = made(x, w) if turn == rank else jnp.full((4, 3), nothing)
+            total += used(exchange(mine, "x"), w)
+        return total
+
+    assert both(step, X, jnp.eye(3), orders=range(3), axes={"x": 3}) == ""
