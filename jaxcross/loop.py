@@ -100,8 +100,8 @@ def run(
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
-    found = list(jobs) if isinstance(jobs, Iterable) else [None]
-    if not all(isinstance(job, Job) for job in found):
+    found = list(jobs) if isinstance(jobs, Iterable) else []
+    if not isinstance(jobs, Iterable) or not all(isinstance(job, Job) for job in found):
         raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
     with Runner(
         world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints,
