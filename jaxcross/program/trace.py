@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
@@ -144,6 +145,7 @@ def trace(
 
     with compat.binding(axes):
         whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
+    whole = carry(whole, axes, wire)
     out_tree, results = box[-1]
     given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
