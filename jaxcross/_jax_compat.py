@@ -139,9 +139,12 @@ def call_of_solver(eqn: Any) -> Any:
     lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
     args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
-    return eqn.replace(
-        primitive=_primitives.closed_call_p, params={"call_jaxpr": solver}, invars=args, effects=solver.effects
-    )
+    return call_of(eqn.replace(invars=args), solver)
+
+
+def call_of(eqn: Any, jaxpr: Any) -> Any:
+    """A call of a closed jaxpr in place of an equation, of its inputs and results."""
+    return eqn.replace(primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects)
 
 
 def new_var(aval: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.ref import AbstractRef
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
+from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.decision import Decision
 from jaxcross.program.equality import Equality, Known
@@ -103,7 +104,7 @@ class Flattener:
         if is_shard_map(eqn, self.axes):
             (body,) = compat.sub_jaxprs(eqn)
             self._check_shard_map(eqn, body, args)
-            return self._inline(compat.without_mesh(body), args)
+            return self._inline(carry(compat.without_mesh(body), self.axes, self.wire), args)
         inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
         if name in INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.accepted import explain_failed_trace
+from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
 from jaxcross.program.flatten import Flattener
@@ -150,6 +151,7 @@ def trace(
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise
+    whole = carry(whole, axes, wire)
     out_tree, results = box[-1]
     given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(

@@ -1,0 +1,87 @@
+"""Element types that MPI does not have: random keys travel as their words, integers of 2 and 4 bits as 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcross import _jax_compat as compat
+from jaxcross.errors import CutError
+from jaxcross.program.jaxprs import is_shard_map
+from jaxcross.program.rank_lists import is_call
+from jaxcross.program.segments import Wire
+
+_SMALL = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+_SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
+
+
+def carry(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
+    """A jaxpr, closed or open, that exchanges such values in another type, also in loops, but not in a `shard_map`.
+
+    Raises:
+        CutError: It sums random keys.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # by identity; what was replaced is kept, so that its id stays its own
+
+    def carried(eqn: Any) -> Any:
+        if any(map(_is_other, eqn.invars)) and (exchanges := wire.recognise(eqn, axes)):
+            return eqn if is_call(exchanges[0]) else _call(eqn, axes, exchanges[0].op)
+        inside = [] if is_shard_map(eqn, axes) else list(compat.sub_jaxprs(eqn))
+        return compat.map_sub_jaxprs(eqn, replaced) if any(map(_holds_other, inside)) else eqn
+
+    def replaced(inner: Any) -> Any:
+        if id(inner) not in done:
+            done[id(inner)] = inner, compat.replace_eqns(inner, [carried(e) for e in inner.eqns], inner.outvars)
+        return done[id(inner)][1]
+
+    if not _holds_other(jaxpr):
+        return jaxpr
+    inner, _ = compat.open_jaxpr(jaxpr)
+    return replaced(inner) if jaxpr is inner else jaxpr.replace(jaxpr=replaced(inner))
+
+
+def _call(eqn: Any, axes: Mapping[str, int], op: str) -> Any:
+    """An exchange as a call that converts, exchanges and converts back."""
+    if op in _SUMS and any(_is_key(a.aval.dtype) for a in eqn.invars):
+        raise CutError(
+            f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. Let all ranks have"
+            " one rank's key by `jax.lax.all_gather(key, axis)[0]`."
+        )
+
+    def call(*values: Any) -> list[Any]:
+        results = compat.bind_equation(eqn, list(map(_there, values)), eqn.params)
+        return [_back(r, v) for r, v in zip(results, values, strict=True)]
+
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    return compat.call_of(eqn, jax.make_jaxpr(call, axis_env=list(axes.items()))(*types))
+
+
+def _there(value: Any) -> Any:
+    if _is_key(value.dtype):
+        return jax.random.key_data(value)
+    return value.astype(_SMALL.get(value.dtype.name, value.dtype))
+
+
+def _back(moved: Any, like: Any) -> Any:
+    if _is_key(like.dtype):
+        return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(like))
+    return moved.astype(like.dtype)
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _is_other(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and (getattr(dtype, "name", "") in _SMALL or _is_key(dtype))
+
+
+def _holds_other(jaxpr: Any) -> bool:
+    return any(
+        any(map(_is_other, eqn.invars)) or any(map(_holds_other, compat.sub_jaxprs(eqn)))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
