@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jaxcross.report.facts import LOSSES, Account, JobAccount, JobFacts
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
 from jaxcross.report.rounds import Stretch, at_work_together
-from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
+from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 from jaxcross.runtime.events import Span
 
 
@@ -112,7 +112,7 @@ def account(
         wall_ns: Per rank, how long the run took.
         in_turn: Whether the jobs ran one after the other because they were to.
     """
-    spans = in_lane_order(spans)
+    spans = numbered_votes(in_lane_order(spans))
     shortest = shortest_exchanges(spans)
     of_rank: dict[int, list[Span]] = defaultdict(list)
     nbytes: Counter[tuple[int, str]] = Counter()
@@ -178,13 +178,16 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
     left = subtract([stretch.window], busy)
     if limit == "chain":
         late = subtract(late, working)
+    voting = late if limit != "compute" else []  # ready work that waited for a vote to end
     causes = [
-        ("votes", intersect(timeline.vote, late) if limit != "compute" else []),
+        ("votes", intersect(timeline.vote, voting)),
+        ("peer", intersect(timeline.vote_peer, voting)),
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
         # last: a vote or the preparation of a batch costs nothing while something else holds the lane up
         ("votes", timeline.vote),
+        ("peer", timeline.vote_peer),
         ("input", timeline.input),
         ("other", [stretch.window]),
     ]

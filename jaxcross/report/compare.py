@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.report.facts import LOSSES, Account, JobAccount
-from jaxcross.report.table import WIDTH, cells, printed, totals, unit
+from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ class Comparison:
         for name, account in zip(self.names, (self.first, self.second), strict=True):
             if account.period_s is None:
                 return f"{name}: the jobs were never in steady state together"
+        if self._other_work:
+            rounds = " and ".join(
+                f"{a_round(account)} ({name})"
+                for name, account in zip(self.names, (self.first, self.second), strict=True)
+            )
+            return f"a round is {rounds}, which is not the same work"
         work = self.first.compute_s + self.first.exchange_s
         for what, one, other in (
             ("compute", self.first.compute_s, self.second.compute_s),
@@ -98,14 +104,25 @@ class Comparison:
         return ""
 
     @property
+    def _other_work(self) -> bool:
+        """Whether rounds of the two ways hold different amounts of work, as where jobs go at unequal rates in one."""
+        pairs = zip(self.first.jobs, self.second.jobs, strict=True)
+        more = sum((a.compute_s + a.exchange_s) * (b.steps_per_round - a.steps_per_round) for a, b in pairs)
+        return abs(more) > NEGLIGIBLE * (self.first.compute_s + self.first.exchange_s)
+
+    @property
     def speedup(self) -> float | None:
         """The ratio; None where there is a reason not to state it."""
         return None if self.reason else self.ratio
 
     @property
     def efficiency_alone(self) -> float | None:
-        """The bound of c and m as they are one after the other, over the measured round of the second way."""
-        return self.first.bound_s / self.second.period_s if self.first.bound_s and self.second.period_s else None
+        """The bound of c and m as they are one after the other, over the measured round of the second way; None if its
+        rounds hold other work.
+        """
+        if self._other_work or not self.first.bound_s or not self.second.period_s:
+            return None
+        return self.first.bound_s / self.second.period_s
 
     @property
     def headline(self) -> str:
@@ -137,10 +154,11 @@ class Comparison:
         return "\n".join([printed(Group(title, table), width=WIDTH + 20), *self._notes()])
 
     def _notes(self) -> list[str]:
-        lines = ["A round is one step of every job; bound: the shortest round that any order of this work allows."]
+        what = "as below" if self._other_work else a_round(self.first)
+        lines = [f"A round is {what}; bound: the shortest round that any order of this work allows."]
         if self.first.in_turn:
             lines.append(f"Rates of a row of {self.names[0]} are while that job ran, those of its last row over all.")
-        if self.second.period_s is not None and self.first.in_turn and self.first.bound_s is not None:
+        if self.first.in_turn and self.efficiency_alone is not None:
             one, other = self.first, self.second
             lines += [
                 (

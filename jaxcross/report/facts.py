@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 LOSSES = {
     "dispatch": "work was ready, its lane idle",
-    "peer": "exchange waited for another rank",
+    "peer": "an exchange or a vote waited for another rank",
     "imbalance": "one rank computes longer than the mean",
     "votes": "agreeing on the next steps",
     "order": "the lane's next work hung on the other lane or on another job",

@@ -71,7 +71,7 @@ def draw(
         _panel(axis, run, lanes, colours, begin, shown_s)
     length_s = max(_length_s(run, begin) for run, _, begin in every)
     cut = f" (the first {seconds(shown_s)} of {seconds(length_s)})" if shown_s < length_s and window is None else ""
-    shift, since = (window[0], "the run began") if window else (0.0, f"the jobs were in steady state{cut}")
+    shift, since = (window[0], "the run began") if window else (0.0, f"{_since(runs)}{cut}")
     axes[-1].xaxis.set_major_formatter(lambda at, _: f"{at + shift:.6g}")
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
@@ -94,8 +94,18 @@ def _as_written(text: str) -> str:
 
 def _headline(report: Report, compare: Report | None) -> str:
     if compare is None:
-        return f"{report.policy or 'run'}: {seconds(report.rounds.s_per_step)} per job-step"
+        return f"{report.policy or 'run'}: {_pace(report)}"
     return Comparison.of([compare], [report]).headline
+
+
+def _pace(report: Report) -> str:
+    if report.rounds.period_s is not None:
+        return f"{seconds(report.rounds.s_per_step)} per job-step"
+    return (
+        "never in steady state together"
+        if sum(job.period_s > 0 for job in report.rounds.jobs) > 1
+        else "no steady state"
+    )
 
 
 Row = tuple[int, str, list[Span]]
@@ -140,6 +150,17 @@ def _steady_begin(report: Report) -> int:
         return min(firsts) if report.rounds.period_s is None or report.rounds.in_turn else max(firsts)
     work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
     return min(work, default=_run_begin(report))
+
+
+def _since(runs: Sequence[Report]) -> str:
+    """What began where pictures of these runs do."""
+    if all(run.rounds.period_s is not None for run in runs):
+        return "the jobs were in steady state"
+    return (
+        "the first step"
+        if len(runs) == 1 and not any(j.period_s for j in runs[0].rounds.jobs)
+        else "a first step ended"
+    )
 
 
 def _length_s(report: Report, begin: int) -> float:
@@ -189,7 +210,7 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], beg
         f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, bound {seconds(rounds.bound_s)}, "
         f"{share(rounds.hidden_share)} of exchange hidden"
         if rounds.period_s is not None
-        else f"{run.policy or 'run'}   never in steady state together"
+        else f"{run.policy or 'run'}   {_pace(run)}"
     )
     if begin - _run_begin(run) >= 1e8:
         note += f"   (from {seconds((begin - _run_begin(run)) / 1e9)} into the run)"

@@ -60,7 +60,8 @@ class LiveView(Instrument):
     """An instrument that shows each job's state, step, pace and loss.
 
     Lane threads call it, so it never waits for anything but its own short lock. Without a terminal it prints a line
-    when a job changes its state and about twenty lines over a job's steps.
+    when a job changes its state and about twenty lines over a job's steps; where their number is not known, for steps 1
+    to 9, 10, 20 to 90, 100, 200 and so on.
 
     Args:
         jobs: Number of steps of each job, None where it is not known.
@@ -125,7 +126,6 @@ class LiveView(Instrument):
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
-        del step
         if not self._enabled:
             return
         with self._lock:
@@ -134,6 +134,7 @@ class LiveView(Instrument):
                 row.loss = float(value)
                 self._show(job, row)
             elif kind == "status":
+                row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one
                 self._state(job, row, str(value))
             elif kind == "done":
                 row.done += row.latest > 0
@@ -160,7 +161,7 @@ class LiveView(Instrument):
             fields: dict[str, Any] = {"pace": row.pace(), "loss": row.loss_text(), "status": row.status}
             self._bars.update(row.task, completed=row.done, **fields)
             return
-        stride = max(1, (row.steps or 20) // 20)
+        stride = 10 ** (len(str(row.done)) - 1) if row.steps is None else max(1, row.steps // 20)
         if always or (row.done != row.printed and row.done % stride == 0):
             row.printed = row.done
             of = f"/{row.steps}" if row.steps else ""

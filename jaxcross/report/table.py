@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
 WIDTH = 110
+BRIEF = 0.1
+"""Share of a run below which what is measured needs a warning."""
 
 
 def plain(report: Report) -> str:
@@ -70,7 +72,11 @@ def cells(rounds: Account, job: JobAccount) -> list[str]:
     more than steps, or the rows would not add up to the last one.
     """
     facts = job.facts
-    steps = f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})" if facts.first_step else str(facts.steps)
+    steps = (
+        f"{facts.steps} ({facts.first_step + 1} to {facts.last_step})"
+        if facts.first_step and facts.steps
+        else str(facts.steps)
+    )
     if not job.period_s or (rounds.period_s is not None and not job.steps_per_round):
         return [steps, *["-"] * 5]
     return [
@@ -119,10 +125,10 @@ def _title(report: Report) -> str:
 def _footnotes(report: Report) -> list[str]:
     rounds = report.rounds
     lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
-    measured = f" of which {share(rounds.steady_share)} measured," if rounds.period_s is not None else ""
-    lines.append(
-        f"Run {seconds(rounds.wall_s)},{measured} of which start-up and winding up {seconds(rounds.start_up_s)}."
-    )
+    measured = f"{share(rounds.steady_share)} of it measured, " if rounds.period_s is not None else ""
+    lines.append(f"Run {seconds(rounds.wall_s)}: {measured}{seconds(rounds.start_up_s)} start-up and winding up.")
+    if rounds.period_s is not None and rounds.steady_share < BRIEF:
+        lines.append("So short a stretch may not stand for the run: jobs may go at other rates in the rest of it.")
     replicas = dict.fromkeys(job.replicas for job in report.jobs if job.replicas)
     for text in replicas:
         lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
@@ -167,7 +173,7 @@ def _with_round(rounds: Account) -> list[str]:
     elif len(rounds.crossed) > 1:
         lines.append("The bound takes compute and exchange as they were here, slowed by each other or not.")
     lines += [
-        f"{job.facts.name}: no part in the round, which needs two steps." for job in rounds.jobs
+        f"{job.facts.name}: no part in the round, {_why_no_part(job)}." for job in rounds.jobs
         if not job.steps_per_round
     ]  # fmt: skip
     named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
@@ -175,3 +181,9 @@ def _with_round(rounds: Account) -> list[str]:
         lines.append(f"Lost {seconds(period - bound)} a round:")
         lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
     return [*lines, *filter(None, [too_small(rounds)])]
+
+
+def _why_no_part(job: JobAccount) -> str:
+    if job.facts.steps:
+        return "which needs two steps"
+    return "for want of steps of `crossover` or of a parameter server: others are not counted"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,14 +30,31 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(clipped)
 
 
+def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Gives each vote a number of its own in place of its step, the same on all ranks.
+
+    Every rank takes part in every vote. Numbers count back from the last vote, since a long run keeps its latest spans.
+    """
+    spans = tuple(spans)
+    left = Counter(span.rank for span in spans if span.kind == "vote")
+    numbered: list[Span] = []
+    for span in spans:
+        if span.kind == "vote":
+            span = replace(span, job="", step=-left[span.rank], segment=-1)
+            left[span.rank] -= 1
+        numbered.append(span)
+    return tuple(numbered)
+
+
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
-    """Nanoseconds of each exchange on the rank where it was shortest: the rank that arrived last waited for no other.
+    """Nanoseconds of each exchange and each numbered vote on the rank where it was shortest: the rank that arrived last
+    waited for no other.
 
     Messages of a parameter server are not among them: step n of one rank has nothing to do with step n of another.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
-        if span.kind == "collective" and span.label != PARAMETER_SERVER:
+        if span.kind in ("collective", "vote") and span.label != PARAMETER_SERVER:
             on_rank[(span.job, span.step, span.segment), span.rank] += span.end_ns - span.start_ns
     shortest: dict[ExchangeKey, int] = {}
     for (key, _), length in on_rank.items():
@@ -58,7 +75,8 @@ class Timeline:
         compute_lanes: When each compute lane worked, by its number. A lane does one thing at a time; two lanes overlap.
         exchange_lanes: The same of `transfer` and the exchange lanes.
         peer: When an exchange waited for another rank.
-        vote: When the exchange lane voted.
+        vote: When the exchange lane voted, after the last rank had arrived.
+        vote_peer: When a vote waited for another rank.
         input: When a job waited for its next batch.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
@@ -75,6 +93,7 @@ class Timeline:
     exchange_lanes: Mapping[int, list[Interval]]
     peer: list[Interval]
     vote: list[Interval]
+    vote_peer: list[Interval]
     input: list[Interval]
     late_compute: list[Interval]
     late_exchange: list[Interval]
@@ -89,8 +108,14 @@ class Timeline:
         transfer: dict[str, list[Interval]] = defaultdict(list)
         lanes: dict[tuple[str, int], list[Interval]] = defaultdict(list)
         peer: list[Interval] = []
+        vote: list[Interval] = []
+        vote_peer: list[Interval] = []
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
+            if span.kind == "vote":
+                arrived = _arrival(span, shortest)
+                vote.append((arrived, span.end_ns))
+                vote_peer.append((span.start_ns, arrived))
             if span.kind not in ("compute", "collective"):
                 continue
             if span.in_step:
@@ -100,8 +125,7 @@ class Timeline:
                 compute[span.job].append((span.start_ns, span.end_ns))
                 lanes["compute", span.lane].append((span.start_ns, span.end_ns))
             else:
-                length = shortest.get((span.job, span.step, span.segment), span.end_ns - span.start_ns)
-                arrived = max(span.start_ns, span.end_ns - length)
+                arrived = _arrival(span, shortest)
                 exchange[span.job].append((span.start_ns, span.end_ns))
                 transfer[span.job].append((arrived, span.end_ns))
                 lanes["exchange", span.lane].append((arrived, span.end_ns))
@@ -115,7 +139,8 @@ class Timeline:
             compute_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "compute"},
             exchange_lanes={lane: union(pieces) for (kind, lane), pieces in lanes.items() if kind == "exchange"},
             peer=union(peer),
-            vote=union((s.start_ns, s.end_ns) for s in own if s.kind == "vote"),
+            vote=union(vote),
+            vote_peer=union(vote_peer),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
             late_compute=_late(s for s in own if s.kind == "compute"),
             late_exchange=_late(s for s in own if s.kind == "collective"),
@@ -125,6 +150,12 @@ class Timeline:
     def covered(self, job: str) -> list[Interval]:
         """When the job exchanged while any job computed on this rank."""
         return intersect(self.exchange.get(job, []), self.computing)
+
+
+def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
+    """When the last rank had arrived at this exchange or vote."""
+    length = shortest.get((span.job, span.step, span.segment), span.end_ns - span.start_ns)
+    return max(span.start_ns, span.end_ns - length)
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:

@@ -94,6 +94,16 @@ def test_the_chart_begins_at_the_steady_state():
     assert _steady_begin(apart) == 2 * S
 
 
+def test_a_run_without_a_round_is_not_said_to_be_in_steady_state():
+    from jaxcross.report.gantt import _headline, _since
+
+    apart = make(False, "round-robin")
+    assert _headline(apart, None) == "round-robin: never in steady state together"
+    assert _since([apart]) == "a first step ended"
+    assert _since([make(True, "crossover")]) == "the jobs were in steady state"
+    assert _headline(make(True, "x", steps=1), None) == "x: no steady state"
+
+
 def test_a_window_is_drawn_as_asked(tmp_path):
     report = make(True, "crossover")
     path = report.to_gantt(tmp_path / "x.png", window=(0.0, 17.0))

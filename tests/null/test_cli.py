@@ -187,6 +187,33 @@ def test_a_slow_crossover_shows_what_compute_takes_alone():
     assert "100% of the bound of compute and exchange as they were in it, 48% of their bound alone" in text
 
 
+def test_rounds_of_other_steps_are_not_compared():
+    """One after the other, a round is one step of each; next to each other, five small steps a large one."""
+
+    def run(policy, begins):
+        spans = [
+            Span(
+                rank=0, job=job, step=step, segment=0, kind="compute", lane=0, start_ns=round(begin * S),
+                end_ns=round((begin + length) * S), ready_ns=round(begin * S),
+            )
+            for job, step, begin, length in begins
+        ]  # fmt: skip
+        jobs = [JobFacts(name=name, steps=sum(job == name for job, *_ in begins)) for name in ("large", "small")]
+        return Report.build(spans, jobs=jobs, start_ns=0, end_ns=max(s.end_ns for s in spans), policy=policy)
+
+    alone = [*(("large", n + 1, n, 1.0) for n in range(10)), *(("small", n + 1, 10 + n / 10, 0.1) for n in range(10))]
+    crossed = [("large", n + 1, 1.5 * n, 1.0) for n in range(8)]
+    crossed += [("small", 5 * n + i + 1, 1.5 * n + 1 + i / 10, 0.1) for n in range(8) for i in range(5)]
+    compared = Comparison.of([run("sequential", alone)], [run("crossover", crossed)])
+    assert compared.reason == (
+        "a round is one step of every job (sequential) and 0.33 steps of large, 1.67 steps of small (crossover), which"
+        " is not the same work"
+    )
+    assert (compared.speedup, compared.efficiency_alone) == (None, None)
+    text = str(compared)
+    assert "busy" not in text and "alone" not in text and "220%" not in text
+
+
 def test_the_turns_of_a_way_are_pooled():
     turns = [report("sequential"), report("sequential", compute=1.1)]
     compared = Comparison.of(turns, [report("crossover")] * 2)

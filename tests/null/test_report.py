@@ -265,6 +265,24 @@ def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
     assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
 
 
+def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():
+    out = io.StringIO()
+    with LiveView({"a": None}, console=Console(file=out, width=100)) as live:
+        for step in range(1, 302):
+            live.span(span("compute", "a", step, step, step + 1))
+    shown = [int(line.partition(",")[0].removeprefix("a: step ")) for line in out.getvalue().splitlines()]
+    assert shown == [*range(1, 10), *range(10, 100, 10), 100, 200, 300]
+
+
+def test_the_live_view_counts_the_last_step_of_a_job_that_fails():
+    live, out = view()
+    with live:
+        for step in (1, 2):
+            live.span(span("compute", "a", step, step, step + 1))
+        live.note(job="a", kind="status", step=2, value="disk full")
+    assert out.getvalue().splitlines()[-1] == "a: step 2/3, disk full"
+
+
 def test_the_live_view_draws_bars_on_a_terminal():
     live, out = view(terminal=True)
     with live:

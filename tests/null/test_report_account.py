@@ -179,6 +179,26 @@ def test_votes_cost_only_what_they_hold_up():
     assert result.lost_s["dispatch"] == result.lost_s["order"] == 0
 
 
+@pytest.mark.parametrize("ready", [1.2, 1.1])
+def test_a_vote_that_waits_for_a_late_rank_is_waiting_for_a_peer(ready):
+    """Rank 0 votes for 1 s, of which rank 1, whose batch is late, takes part in 0.1 s; there may be ready work."""
+    early, late = [], []
+    for step in range(5):
+        t = 3.0 * step
+        late += [piece("compute", "a", step, t, t + 1.0, rank=1), piece("input", "a", step, t + 1.0, t + 1.9, rank=1)]
+        late += [
+            piece("vote", "", 0, t + 1.9, t + 2.0, rank=1),
+            piece("collective", "a", step, t + 2.0, t + 3.0, rank=1),
+        ]
+        early += [piece("compute", "a", step, t, t + 1.0), piece("vote", "", 0, t + 1.0, t + 2.0)]
+        early.append(piece("collective", "a", step, t + 2.0, t + 3.0, ready=t + ready))
+    kept = [piece("vote", "", 0, -1.0, -0.5, rank=1)]  # an early one, which rank 0 has dropped
+    result = account([*kept, *early, *late], facts("a"), {0: 16 * S, 1: 16 * S})
+    assert (result.period_s, result.bound_s) == (3.0, 2.0)
+    assert result.lost_s["peer"] == pytest.approx(0.9)
+    assert result.lost_s["votes"] == pytest.approx(0.1)
+
+
 def test_enqueued_compute_begins_when_its_forerunner_ends():
     spans = [
         piece("compute", "a", 0, 0, 1),

@@ -61,6 +61,21 @@ def test_a_job_that_resumed_is_at_its_own_step():
     assert (job["steps"], job["first_step"], job["last_step"]) == (4, 704, 708)
 
 
+def test_a_job_that_had_ended_before_has_no_range_of_steps():
+    spans = steps_of("a", 4, first=21)
+    text = str(report(spans, JobFacts(name="a", steps=4, first_step=20), JobFacts(name="b", steps=0, first_step=10)))
+    assert cells(text, "b")[1] == "0"
+    assert "b: no part in the round, for want of steps of `crossover` or of a parameter server" in text
+
+
+@pytest.mark.parametrize(("begin", "warned"), [(2.0, False), (200.0, True)])
+def test_a_short_stretch_is_not_said_to_be_the_run(begin, warned):
+    spans = [*steps_of("a", 4, begin=begin), *steps_of("b", 4, begin=begin + 1)]
+    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4)))
+    assert ("may not stand for the run" in text) == warned
+    assert ("Run 209.00 s: 2% of it measured, 202.00 s start-up and winding up." in text) == warned
+
+
 def test_rows_add_up_to_the_last_one():
     """b goes on alone, and twice as fast; c came to nothing."""
     spans = [*steps_of("a", 6), *steps_of("b", 6, begin=1), *steps_of("b", 9, begin=20, compute=0.5, first=7)]
