@@ -127,7 +127,8 @@ class Flattener:
                 " custom derivatives and linear solvers, splits cond, unrolls short scans and keeps other loops whole."
                 " Move the exchange out of it."
             )
-        return lockstep.emit(self, eqn, args) if inside and not whole else self.keep(eqn, args)
+        loops = name == "while" or not whole  # what calls mpi4jax may exchange by named axes, too
+        return lockstep.emit(self, eqn, args) if inside and loops else self.keep(eqn, args)
 
     def keep(self, eqn: Any, args: list[Any]) -> list[Any]:
         """Emits an equation as it is."""

@@ -17,7 +17,7 @@ def passed(finished: Any) -> int:
 @pytest.mark.parametrize(("ranks", "x64"), [(2, "0"), pytest.param(2, "1", marks=pytest.mark.exhaustive), (4, "0")])
 def test_loops_equal_vmap(mpirun: Any, ranks: int, x64: str, quick_compiler: dict[str, str]) -> None:
     env = {"JAX_ENABLE_X64": x64, **TABLE, **quick_compiler}
-    assert passed(mpirun(ranks, "loops_table.py", timeout=900, env=env).check()) == 7
+    assert passed(mpirun(ranks, "loops_table.py", timeout=900, env=env).check()) == 8
 
 
 def test_loops_next_to_a_job_whose_threads_are_late(mpirun: Any, quick_compiler: dict[str, str]) -> None:

@@ -9,10 +9,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import mpi4jax
 import numpy as np
 import pytest
 from jax import lax
 from loops import TABLE, own
+from mpi4py import MPI
 
 import jaxcross
 from jaxcross.testing_wire import over_ranks
@@ -168,9 +170,24 @@ def own_numbers_in_the_code():
     assert (jaxcross.crossover(step, axes="batch")(jnp.ones(3), jnp.int32(3)) == P**3).all()
 
 
+def with_calls_of_mpi4jax():
+    """Ranks vote on a loop that exchanges by named axes, too, and go on making its calls."""
+    x = lambda rank: jnp.arange(1.0, 4) + rank  # noqa: E731
+
+    def step(total, x):
+        n = 2 + lax.axis_index("batch")
+        return lax.fori_loop(0, n, lambda _, c: c + lax.pmax(c, "batch") + total(c), x), lax.psum(x, "batch")
+
+    got = jaxcross.crossover(lambda x: step(lambda c: mpi4jax.allreduce(c, MPI.SUM), x), axes="batch")(x(RANK))
+    oracle = over_ranks(lambda x: step(lambda c: lax.psum(c, "batch"), x), {"batch": P})
+    for mine, want in zip(got, oracle([(x(r),) for r in range(P)])[RANK], strict=True):
+        np.testing.assert_array_equal(mine, want)
+
+
 CASES = [
     rows, callbacks, each_rank_makes_its_own_number_of_iterations, crossover_equals_alone,
     a_rank_that_fails_ends_the_loop_of_the_others, own_numbers_in_the_code, a_branch_that_no_rank_takes,
+    with_calls_of_mpi4jax,
 ]  # fmt: skip
 for case in CASES:
     if len(sys.argv) < 2 or case.__name__ in sys.argv[1:]:
