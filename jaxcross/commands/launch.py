@@ -28,6 +28,7 @@ HOLD_S = 40
 """How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
 
 _STOPPED = (130, 143)
+_BY_SIGNAL = 128
 _CLOCKS_S = 1.0  # by which hosts may differ
 _AS_TOLD = ("interrupted", "terminated", "told", "left")
 """Last words of ranks that were stopped; what else there is beside such a code is a crash."""
@@ -90,11 +91,18 @@ def run(args: argparse.Namespace) -> int:
     start_s = time.time()
     code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
     records = _records(events, start_s - _CLOCKS_S) if code else []
-    if code not in (0, *_STOPPED) or any(record.words not in _AS_TOLD for record in records):
+    if not _explained(code, records):
         _explain(records, events)
     elif folder is None:
         shutil.rmtree(events, ignore_errors=True)
     return code
+
+
+def _explained(code: int, records: Sequence[RankRecord]) -> bool:
+    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one raised."""
+    if code == 0 or code in _STOPPED:
+        return all(record.words in _AS_TOLD for record in records)
+    return code < _BY_SIGNAL and bool(records) and all(record.words in (*_AS_TOLD, "failed") for record in records)
 
 
 def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxcross.wording import clause, first_line, shortened
+from jaxcross.world.tracebacks import ends_run, trim
 
 # mpirun ends the others at once; this is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0
@@ -86,7 +87,7 @@ def end_processes(code: int) -> NoReturn:
 def say(text: str) -> None:
     """Prints on stderr. Does not raise."""
     with suppress(Exception):  # a closed stream must not keep the others waiting
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, also where Python does not buffer
         sys.stdout.flush()
 
 
@@ -97,6 +98,17 @@ def install_hooks(rank: int, size: int) -> None:
     """
     previous, previous_of_threads, pid = sys.excepthook, threading.excepthook, os.getpid()
 
+    def show(error: BaseException) -> None:
+        heading = f"jaxcross: rank {rank} of {size} failed:"
+        with suppress(Exception):
+            trim(error)
+            if previous is sys.__excepthook__:  # in one write, or those of several ranks get into each other
+                heading += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        say(heading)
+        if previous is not sys.__excepthook__:
+            with suppress(Exception):
+                previous(type(error), error, error.__traceback__)
+
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != pid:
             previous(kind, value, trace)
@@ -104,13 +116,14 @@ def install_hooks(rank: int, size: int) -> None:
         if issubclass(kind, KeyboardInterrupt):
             ending = stop_of(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {ending.reason}; all {size} ranks end.", ending)
-        say(f"jaxcross: rank {rank} of {size} failed:")
-        with suppress(Exception):
-            previous(kind, value, trace)
-        abort_everywhere(
-            f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.",
-            Ending(reason=f"rank {rank} failed with {_short(kind, value)}"),
-        )
+        ending = Ending(reason=f"rank {rank} failed with {_short(kind, value)}")
+        if ends_run(value):  # the same on every rank: only what this one raised itself needs a traceback
+            if value.__cause__ is not None:
+                show(value.__cause__)
+            text = "\n".join([f"{kind.__name__}: {value}", *getattr(value, "__notes__", ())])
+            abort_everywhere(f"jaxcross: rank {rank} of {size} ends after the run: {text}", ending)
+        show(value)
+        abort_everywhere(f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end.", ending)
 
     def on_thread_exception(args: Any) -> None:
         if os.getpid() != pid:
@@ -119,7 +132,9 @@ def install_hooks(rank: int, size: int) -> None:
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else "?"
-        lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        with suppress(Exception):
+            trim(args.exc_value)
+        lines = traceback.format_exception(args.exc_value)
         text = f"jaxcross: rank {rank} of {size} failed in thread {name!r}:\n{''.join(lines)}"
         abort_everywhere(
             f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.",

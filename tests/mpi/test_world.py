@@ -184,3 +184,88 @@ def test_an_mpi4jax_for_another_mpi_is_explained(tmp_path):
     assert done.returncode != 0
     assert "ExchangeError: mpi4jax cannot be used with this MPI: MPI ABI incompatibility detected!" in done.stderr
     assert "--no-cache-dir --no-binary mpi4jax mpi4jax" in done.stderr
+
+
+JOB_RAISES = """
+import jaxcross
+world = jaxcross.initialize()
+import jax, jax.numpy as jnp
+
+def load(batch):
+    if batch == 2 and world.rank == 1:
+        raise OSError("no more data")
+    return jnp.float32(batch)
+
+@jaxcross.crossover(axes="batch")
+def step(state, batch):
+    return state + jax.lax.psum(batch, "batch")
+
+def train(job):
+    state = job.restore(jnp.float32(0))
+    for batch in range(4):
+        state = step(state, load(batch))
+    return state
+
+with jaxcross.Runner(world) as runner:
+    runner.add("a", train)
+    runner.run()
+"""
+JOB_LINES = """jaxcross: rank 1 of 2 failed:
+Traceback (most recent call last):
+  File "{script}", line 18, in train
+    state = step(state, load(batch))
+                        ^^^^^^^^^^^
+  File "{script}", line 8, in load
+    raise OSError("no more data")
+OSError: no more data
+""".splitlines()
+ENDS = (
+    "jaxcross: rank {rank} of 2 ends after the run: JobError: Job `a` failed on rank 1 after step 2: OSError: no more"
+    " data. Every rank leaves the job after step 2, the last one that all of them committed; other jobs go on."
+)
+SCRIPT_RAISES = START.format(watchdog=300) + "if world.rank == 1:\n    raise OSError('no more data')" + WAIT
+
+
+def launched(tmp_path, code, **environ):
+    """The lines of a script under `jaxcross launch`, but for MPI's own, and the folders that it left."""
+    script, left = tmp_path / "train.py", tmp_path / "left"
+    script.write_text(code)
+    left.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(script)],
+        env={**os.environ, "TMPDIR": str(left), **environ}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    of_mpi = ("Abort(", "prterun", "---", "MPI_ABORT")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(of_mpi)]
+    return script, lines, [path.name for path in left.glob("jaxcross-events-*")]
+
+
+def test_a_job_that_raises_is_one_traceback_and_a_line_for_each_rank(tmp_path):
+    script, lines, left = launched(tmp_path, JOB_RAISES)
+    wanted = [line.format(script=script) for line in JOB_LINES]
+    assert [line for line in lines if line in wanted] == wanted
+    ends = [line for line in lines if line not in wanted]
+    assert ENDS.format(rank=0) in ends or ENDS.format(rank=1) in ends
+    # A rank that is late is ended by the other's, which says so.
+    assert all(line.startswith(("jaxcross: rank 0 of 2 ends ", "jaxcross: rank 1 of 2 ends ")) for line in ends), ends
+    assert left == []
+
+
+def test_a_script_that_raises_is_one_traceback_and_a_line_for_each_rank(tmp_path):
+    script, lines, left = launched(tmp_path, SCRIPT_RAISES)
+    assert len(lines) == 7 and left == [], lines
+    assert lines.count("OSError: no more data") == lines.count("Traceback (most recent call last):") == 1
+    assert f'  File "{script}", line 5, in <module>' in lines
+    assert sum(line.startswith("jaxcross: rank 0 of 2 ends while") for line in lines) == 1
+
+
+def test_jax_may_be_told_to_leave_all_lines(tmp_path):
+    _, lines, _ = launched(tmp_path, SCRIPT_RAISES, JAX_TRACEBACK_FILTERING="off")
+    assert any("runpy" in line for line in lines)
+
+
+def test_a_rank_that_dies_without_a_word_leaves_a_post_mortem(tmp_path):
+    dies = "import os\nif world.rank == 1:\n    os._exit(1)"
+    _, lines, left = launched(tmp_path, START.format(watchdog=300) + dies + WAIT)
+    assert any("post-mortem" in line for line in lines) and len(left) == 1

@@ -2,6 +2,9 @@
 
 import argparse
 import sys
+from types import SimpleNamespace
+
+import pytest
 
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, held, mpirun_command, printed, python_program, vendor_of_mpirun
@@ -122,3 +125,17 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXCROSS_EVENTS", "")
     assert launch.run(parse("script.py")) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "explained"),
+    [
+        (0, ["left", "left"], True), (1, ["failed", "told"], True), (1, ["failed", "failed"], True),
+        (143, ["terminated", "told"], True), (3, ["left", "left"], True),
+        (1, ["", "reported"], False), (1, ["failed", ""], False), (139, ["left", "left"], False), (143, [""], False),
+        (1, [], False), (0, [], True),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_said_themselves_is_not_explained_again(code, words, explained):
+    records = [SimpleNamespace(words=each) for each in words]
+    assert launch._explained(code, records) == explained
