@@ -33,7 +33,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("given", [Runner, functools.partial(run, [])], ids=["Runner", "run"])
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=[str(options) for options, *_ in WRONG])
+@pytest.mark.parametrize(
+    ("options", "kind", "message"), WRONG, ids=[f"{n}-{next(iter(options))}" for n, (options, *_) in enumerate(WRONG)]
+)
 def test_arguments_of_a_runner(
     given: Callable[..., Any], options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
