@@ -79,13 +79,19 @@ def accumulate(
 
         def wait() -> tuple[optax.Updates, Any, optax.OptState]:
             stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
-            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), stepped), total, state.inner
+            return jax.tree.map(_zeros_of, stepped), total, state.inner
 
         mini_step = (state.mini_step + 1) % every
         stepped, total, inner_state = step() if every == 1 else jax.lax.cond(mini_step == 0, step, wait)
         return stepped, AccumulateState(mini_step, total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of an update's type, in which `shard_map(check_vma=True)` counts the axes that it varies over."""
+    zeros = jnp.zeros(update.shape, update.dtype)
+    return jax.lax.pcast(zeros, tuple(update.vma), to="varying") if update.vma else zeros
 
 
 def _typed(new: Any, old: Any) -> Any:
