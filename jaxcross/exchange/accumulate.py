@@ -91,7 +91,8 @@ def accumulate(
 def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros of an update's type, in which `shard_map(check_vma=True)` counts the axes that it varies over."""
     zeros = jnp.zeros(update.shape, update.dtype)
-    return jax.lax.pcast(zeros, tuple(update.vma), to="varying") if update.vma else zeros
+    kind = update.manual_axis_type
+    return jax.lax.pcast(zeros, tuple(kind.varying), to="varying") if kind is not None and kind.varying else zeros
 
 
 def _typed(new: Any, old: Any) -> Any:
