@@ -114,7 +114,7 @@ wanted = plain(batch, 3)
 assert (job.state["w"] == wanted["w"]).all() and 0 < job.state["w"].sum() < 6 * batch.sum()
 assert (jax.random.key_data(job.state["dropout"]) == jax.random.key_data(wanted["dropout"])).all()
 
-with pytest.raises(jaxcross.JobError) as caught:
+with pytest.raises(jaxcross.ExchangeError) as caught:
     jaxcross.run([jaxcross.Job("checked", step, start(world.rank), [batch])])
 for word in ("dropout", "job.restore(state, mode='local')", "jaxcross.Job(..., initial='local')"):
     assert word in str(caught.value), caught.value
