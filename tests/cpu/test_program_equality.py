@@ -19,18 +19,6 @@ from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
 X = jnp.ones(3)
 
 
-def cut(step: Any, *args: Any, axes: Any = None) -> Program:
-    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
-
-
-def votes(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
-
-
-def loops(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
-
-
 def by_literals(x: Any) -> Any:
     return lax.while_loop(lambda c: c[0] < 7, lambda c: (c[0] + 2, lax.psum(c[1], "batch")), (1, x))
 

@@ -24,18 +24,6 @@ from jaxcross.variant import _advise
 X = jnp.ones(3)
 
 
-def cut(step: Any, *args: Any, axes: Any = None) -> Program:
-    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
-
-
-def votes(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
-
-
-def loops(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
-
-
 def compare(name: str, ranks: int) -> None:
     row = TABLE[name]
     axes = row.axes(ranks)
