@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from loops import own
+from loops import cut, loops, own, votes
 
 from jaxcross.program.agreement import disagreement
-from jaxcross.program.segments import Program
-from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing_wire import over_ranks, run_program
 
 X = jnp.ones(3)
 

@@ -12,13 +12,11 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
-from loops import TABLE, number, own
+from loops import TABLE, cut, loops, number, own, votes
 
 from jaxcross.errors import CutError
-from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
-from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing_wire import over_ranks, run_program
 from jaxcross.variant import _advise
 
 X = jnp.ones(3)
