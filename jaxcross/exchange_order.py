@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 
 import numpy as np
 
 from jaxcross.errors import ExchangeError
 from jaxcross.program.agreement import different_orders
 from jaxcross.program.labels import order_of, swapped, text_of, words_of
-from jaxcross.program.segments import Program
+from jaxcross.program.segments import Program, hash_62
 from jaxcross.wire.lower import group_of
 from jaxcross.world.control import Control
 from jaxcross.world.mesh import make_mesh
@@ -21,8 +20,7 @@ def order_hash(program: Program) -> int:
 
     Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
     """
-    text = text_of(order_of(program))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    return hash_62(text_of(order_of(program)))
 
 
 def agree_on_order(control: Control, program: Program, own: int) -> None:

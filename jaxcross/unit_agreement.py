@@ -19,7 +19,7 @@ import numpy as np
 from jaxcross.errors import ExchangeError
 from jaxcross.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.program import rank_lists
-from jaxcross.program.segments import Exchange, Program
+from jaxcross.program.segments import Exchange, Program, hash_62
 from jaxcross.runtime import job as runtime
 from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
@@ -88,7 +88,7 @@ class Units:
 
 def list_hash(world: World, program: Program) -> int:
     """This rank's list of calls as a number of 62 bits."""
-    return _number(rank_lists.compared(world.wire().calls(program)))
+    return hash_62(rank_lists.compared(world.wire().calls(program)))
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
@@ -104,7 +104,7 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
         accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
         texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
         return {r: rank_lists.decode(t) for r, t in texts.items()}
-    number, order = _number(rank_lists.compared(calls)), order_hash(program)
+    number, order = hash_62(rank_lists.compared(calls)), order_hash(program)
     with world.watching(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `agree_alone`: a rank without calls may be there.
         low, high, first, last = world.control.allreduce_min(np.array([number, -number, order, -order], np.int64))
@@ -178,7 +178,3 @@ def _key(value: Any) -> Key:
 def _kind(program: Program, asked: Any) -> Any:
     """Of the arguments: structure, static ones, shapes, element types."""
     return asked, tuple((str(a.dtype), a.shape) for a in program.traced.in_avals)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

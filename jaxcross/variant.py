@@ -72,6 +72,7 @@ class Variant:
     default: Program = field(init=False, repr=False, compare=False)
     signature: int = field(init=False, repr=False, compare=False)  # of `default`
     kinds: tuple[Any, ...] = field(init=False, default=())  # to compile for: `leaves` without their values
+    is_unit: bool = field(init=False, default=False)  # whether `default` calls mpi4jax; asked at every step
     chooses: bool = field(init=False, default=False)  # whether there is a cut to choose
     compiled: dict[int, Compiled] = field(init=False, default_factory=dict)
     alone: Compiled | None = field(init=False, default=None)  # chosen outside a runner
@@ -84,10 +85,11 @@ class Variant:
             self.predicate = _on_host(self.traced.undecided)
             return
         program = self.program = self.default = self.traced.cut(self.cut, bucket_bytes=self.bucket_bytes)
-        self.signature = list_hash(self.world, program) if program.is_unit else program.exchange_hash()
+        self.is_unit = program.is_unit
+        self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.kinds = _without_values(self.traced, leaves)
         self.chooses = (
-            self.cut == "auto" and not program.is_unit and any(not program.silent(s) for s in program.collectives)
+            self.cut == "auto" and not self.is_unit and any(not program.silent(s) for s in program.collectives)
         )
         if self.chooses:
             self.leaves = leaves
@@ -111,7 +113,7 @@ class Variant:
     @property
     def is_current(self) -> bool:
         """Whether the ranks need not agree again on these types of arguments, if this rank exchanges as it did."""
-        return not self.default.is_unit or self.units.is_current(self.default, self.asked)
+        return not self.is_unit or self.units.is_current(self.default, self.asked)
 
     def agree(self, call: int) -> None:
         """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
@@ -119,7 +121,7 @@ class Variant:
         Raises:
             ExchangeError: They are not; on every rank.
         """
-        if self.default.is_unit:
+        if self.is_unit:
             self.units.agree_alone(self.world, self.default, self.asked)
             return
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
@@ -131,7 +133,7 @@ class Variant:
         The ranks agree (without a job: by `agree`) before anything is compiled. Jobs agree each for themselves, making
         their communicators: which of two like jobs compiles first may differ between ranks.
         """
-        if self.default.is_unit and job is not None:
+        if self.is_unit and job is not None:
             compiled = self._unit_in(job)
         elif not self.chooses:
             if job is not None:

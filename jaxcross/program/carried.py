@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.jaxprs import is_shard_map
+from jaxcross.program.jaxprs import is_shard_map, rewritten
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.segments import Wire
 
@@ -24,23 +24,14 @@ def carry(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
     Raises:
         CutError: It sums random keys.
     """
-    done: dict[int, tuple[Any, Any]] = {}  # by identity; what was replaced is kept, so that its id stays its own
 
     def carried(eqn: Any) -> Any:
-        if any(map(_is_other, eqn.invars)) and (exchanges := wire.recognise(eqn, axes)):
-            return eqn if is_call(exchanges[0]) else _call(eqn, axes, exchanges[0].op)
-        inside = [] if is_shard_map(eqn, axes) else list(compat.sub_jaxprs(eqn))
-        return compat.map_sub_jaxprs(eqn, replaced) if any(map(_holds_other, inside)) else eqn
+        exchanges = wire.recognise(eqn, axes)
+        return _call(eqn, axes, exchanges[0].op) if exchanges and not is_call(exchanges[0]) else eqn
 
-    def replaced(inner: Any) -> Any:
-        if id(inner) not in done:
-            done[id(inner)] = inner, compat.replace_eqns(inner, [carried(e) for e in inner.eqns], inner.outvars)
-        return done[id(inner)][1]
-
-    if not _holds_other(jaxpr):
-        return jaxpr
-    inner, _ = compat.open_jaxpr(jaxpr)
-    return replaced(inner) if jaxpr is inner else jaxpr.replace(jaxpr=replaced(inner))
+    return rewritten(
+        jaxpr, lambda eqn: any(map(_is_other, eqn.invars)), carried, enters=lambda eqn: not is_shard_map(eqn, axes)
+    )
 
 
 def _call(eqn: Any, axes: Mapping[str, int], op: str) -> Any:
@@ -78,10 +69,3 @@ def _is_key(dtype: Any) -> bool:
 def _is_other(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and (getattr(dtype, "name", "") in _SMALL or _is_key(dtype))
-
-
-def _holds_other(jaxpr: Any) -> bool:
-    return any(
-        any(map(_is_other, eqn.invars)) or any(map(_holds_other, compat.sub_jaxprs(eqn)))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
-    )

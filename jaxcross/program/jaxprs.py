@@ -15,24 +15,57 @@ INLINED = frozenset({
 """Primitives that only call a jaxpr: what it does could stand in their place."""
 
 
+def holds(jaxpr: Any, concerns: Callable[[Any], bool]) -> bool:
+    """Whether a jaxpr, or one inside it, has an equation that `concerns` accepts."""
+    return any(
+        concerns(eqn) or any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
+        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
 def holds_exchange(
     jaxpr: Any, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
 ) -> bool:
     """Whether a jaxpr, or one inside it, puts something on the wire, of which `only` holds."""
-    inner, _ = compat.open_jaxpr(jaxpr)
-    return any(
-        any(map(only, wire.recognise(eqn, axes) or ()))
-        or any(holds_exchange(j, axes, wire, only=only) for j in compat.sub_jaxprs(eqn))
-        for eqn in inner.eqns
-    )
+    return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
 
 
 def holds_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
     """Whether a jaxpr, or one inside it, is mapped over shards along one of `axes`."""
-    return any(
-        is_shard_map(eqn, axes) or any(holds_shard_map(j, axes) for j in compat.sub_jaxprs(eqn))
-        for eqn in compat.open_jaxpr(jaxpr)[0].eqns
-    )
+    return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
+
+
+def rewritten(
+    jaxpr: Any,
+    concerns: Callable[[Any], bool],
+    change: Callable[[Any], Any],
+    *,
+    enters: Callable[[Any], bool] = lambda _: True,
+) -> Any:
+    """Returns a jaxpr, closed or open, with some of its equations changed, those inside loops and calls included.
+
+    Args:
+        jaxpr: Any. Returned as it is where `concerns` accepts nothing in it.
+        concerns: Accepts the equations to change.
+        change: Returns what stands in the place of such an equation. What that holds is changed, too.
+        enters: Whether equations inside an equation are changed.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # by identity; what was replaced is kept, so that its id stays its own
+
+    def changed(eqn: Any) -> Any:
+        eqn = change(eqn) if concerns(eqn) else eqn
+        inside = enters(eqn) and any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
+        return compat.map_sub_jaxprs(eqn, replaced) if inside else eqn
+
+    def replaced(inner: Any) -> Any:
+        if id(inner) not in done:
+            done[id(inner)] = inner, compat.replace_eqns(inner, [changed(e) for e in inner.eqns], inner.outvars)
+        return done[id(inner)][1]
+
+    if not holds(jaxpr, concerns):
+        return jaxpr
+    inner, _ = compat.open_jaxpr(jaxpr)
+    return replaced(inner) if jaxpr is inner else jaxpr.replace(jaxpr=replaced(inner))
 
 
 def is_shard_map(eqn: Any, axes: Mapping[str, int]) -> bool:

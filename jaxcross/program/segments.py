@@ -335,13 +335,18 @@ class Program:
 
     def exchange_hash(self) -> int:
         """`exchange_signature` as 62 bits, so that it survives negation in an all-reduce of int64."""
-        return int.from_bytes(hashlib.sha256(self.exchange_signature().encode()).digest()[:8], "big") >> 2
+        return hash_62(self.exchange_signature())
 
     def digest(self) -> str:
         """Hash of structure, shapes, literals and equations on this rank: equal digests share executables."""
         from jaxcross.program.digest import segment_digest
 
         return hashlib.sha256("\n".join([self.text(), *map(segment_digest, self.segments)]).encode()).hexdigest()
+
+
+def hash_62(text: str) -> int:
+    """A text as 62 bits, which survive negation in an all-reduce of int64: ranks compare by a minimum of both."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def itemsize(dtype: str) -> int:

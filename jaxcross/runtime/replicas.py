@@ -6,7 +6,6 @@ not. Nothing here decides when to compare.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxcross.program.segments import hash_62
 from jaxcross.world.control import Control
 
 UNCHANGED = "its state is the one that it began with"
@@ -81,7 +81,7 @@ class RankReport(NamedTuple):
 
     def number(self) -> int:
         """Returns a hash of it, which fits a reduction."""
-        return int.from_bytes(hashlib.sha256(self.text().encode()).digest()[:8]) >> 2
+        return hash_62(self.text())
 
     def text(self) -> str:
         """Returns it as JSON."""

@@ -25,6 +25,7 @@ VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "silence_s")
+_TALKING = ("control", "flight", "exchanger", "_base", "_watchdog", "_neighbours")  # all of a world that communicates
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
     "Workers must not train: put what trains under `if __name__ == '__main__':`. `jaxcross.initialize()` may stay at"
@@ -58,10 +59,7 @@ def world_of_worker(environ: Mapping[str, str]) -> World | None:
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
         refusal: Any = Refusal(mine["rank"], mine["pid"], mine["listener"], mine["watchdog_s"])
-        return World(
-            control=refusal, flight=refusal, exchanger=refusal, _base=refusal, _watchdog=refusal,
-            **{name: mine[name] for name in _NUMBERS},
-        )  # fmt: skip
+        return World(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
     if _is_subprocess(environ, text):
         raise ExchangeError(
             "`jaxcross.initialize()` was called in a process that a rank has started: it has the rank's launcher"
@@ -128,7 +126,7 @@ def _disarm(world: World) -> None:
     """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
     refusal = Refusal(world.rank, os.getppid(), -1, world.watchdog_s)
     atexit.unregister(world._watchdog.stop)
-    for name in ("control", "flight", "exchanger", "_base", "_watchdog"):
+    for name in _TALKING:
         object.__setattr__(world, name, refusal)
 
 

@@ -16,6 +16,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxcross.program.segments import Program
+from jaxcross.program.trace import trace
+from jaxcross.testing_wire import LocalRanks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -36,6 +40,18 @@ class Row:
     oracle: tuple[Callable[..., Any], Callable[[int], dict[str, int]]] | None = None
     rtol: float = 0.0
     calls: int = 2
+
+
+def cut(step: Any, *args: Any, axes: Any = None) -> Program:
+    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
+
+
+def votes(program: Program) -> list[str]:
+    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
+
+
+def loops(program: Program) -> list[str]:
+    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
 
 
 def own(rank: int) -> Any:

@@ -60,7 +60,7 @@ def rows(*arithmetic: str):
     return pytest.mark.parametrize("row", [r for r in TABLE if r.name not in arithmetic], ids=lambda row: row.name)
 
 
-# What `accumulate` exchanges stands in a conditional, which is not looked through.
+# `accumulate` adds gradients up before their exchange and returns what a conditional selects: arithmetic on both sides.
 CONDITIONAL = ("accumulate", "accumulate, top_k")
 
 

@@ -9,26 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from loops import own
+from loops import cut, loops, own, votes
 
 from jaxcross.program.agreement import disagreement
-from jaxcross.program.segments import Program
-from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing_wire import over_ranks, run_program
 
 X = jnp.ones(3)
-
-
-def cut(step: Any, *args: Any, axes: Any = None) -> Program:
-    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
-
-
-def votes(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
-
-
-def loops(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
 
 
 def by_literals(x: Any) -> Any:

@@ -12,28 +12,14 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
-from loops import TABLE, number, own
+from loops import TABLE, cut, loops, number, own, votes
 
 from jaxcross.errors import CutError
-from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
-from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing_wire import over_ranks, run_program
 from jaxcross.variant import _advise
 
 X = jnp.ones(3)
-
-
-def cut(step: Any, *args: Any, axes: Any = None) -> Program:
-    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
-
-
-def votes(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if x.op == "pmax" and x.dtype == "int32"]
-
-
-def loops(program: Program) -> list[str]:
-    return [x.line() for x in program.exchanges if "loop" in dict(x.params)]
 
 
 def compare(name: str, ranks: int) -> None:
