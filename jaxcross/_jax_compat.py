@@ -7,7 +7,7 @@ else builds and reads jaxprs through the functions below and never asks for a cl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -24,6 +24,7 @@ from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info_util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax.extend import core as _excore
 from jax.extend import random as _exrandom
@@ -101,6 +102,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr without its constants, and the constants that its `constvars` stand for."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, list(getattr(jaxpr, "consts", ()))
+
+
+def with_plain_equations(jaxpr: Any, axes: Mapping[str, int]) -> Any:
+    """A closed jaxpr in which no equation hides its jaxpr in an object, as `custom_root` of JAX 0.12 does.
+
+    It is what `jax.jit` does before it compiles.
+    """
+    if not jaxpr.is_high:
+        return jaxpr
+    with _core.extend_axis_env_nd(list(axes.items())):
+        return _partial_eval.lower_jaxpr2(jaxpr)
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:

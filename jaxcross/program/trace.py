@@ -147,7 +147,8 @@ def trace(
 
     try:
         with compat.binding(axes):
-            whole = call_solvers(_trace_whole(flat_step, leaves, avals, axes, step_name(step)), axes, wire)
+            whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+            whole = call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise

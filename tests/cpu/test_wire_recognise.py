@@ -76,7 +76,7 @@ def test_collectives_without_a_counterpart_name_the_remedy():
 
 
 def test_a_shard_map_step_has_its_gradient_exchange():
-    mesh = jax.sharding.AbstractMesh((2,), ("a",))
+    mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     step = jax.shard_map(
         lambda w, x: jax.grad(lambda w: (w * x).sum())(w), mesh=mesh, in_specs=(spec(), spec("a")), out_specs=spec()
