@@ -218,8 +218,8 @@ class Lab:
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
         """Bits a second that a plain TCP transfer brings from host 0 to host 1, and back. Waits twice `seconds`.
 
-        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts what the receiver
-        reads, so headers are not in it: about 4% less than the rate of the link.
+        Below some Mbit/s for longer: for a few packets, and for what is on its way then. Counts what
+        arrives at the receiver's socket, so headers are not in it: about 4% less than the rate of the link.
 
         Raises:
             OSError: There is one host only, or the transfer failed.

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -20,6 +21,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.core import World
+from jaxcross.world.peers import Place, here, state
 
 VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
@@ -35,11 +37,11 @@ _REMEDY = (
 
 def mark(world: World) -> None:
     """Lets the processes that this rank starts or forks know that they are its workers."""
-    listener = _listen(world)
+    listener, process = _listen(world), here()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
-    reached = {"pid": os.getpid(), "listener": listener, "watchdog_s": world.watchdog_s}
+    reached = {"process": asdict(process), "listener": listener, "watchdog_s": world.watchdog_s}
     os.environ[VARIABLE] = json.dumps({**reached, **numbers})
-    os.register_at_fork(after_in_child=lambda: _disarm(world))
+    os.register_at_fork(after_in_child=lambda: _disarm(world, process))
 
 
 def world_of_worker(environ: Mapping[str, str]) -> World | None:
@@ -58,7 +60,7 @@ def world_of_worker(environ: Mapping[str, str]) -> World | None:
             import jax
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
-        refusal: Any = Refusal(mine["rank"], mine["pid"], mine["listener"], mine["watchdog_s"])
+        refusal: Any = Refusal(mine["rank"], Place(**mine["process"]), mine["listener"], mine["watchdog_s"])
         return World(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
     if _is_subprocess(environ, text):
         raise ExchangeError(
@@ -76,13 +78,13 @@ class Refusal:
 
     Args:
         rank: The rank that started the worker.
-        pid: Its process.
+        process: Its process.
         listener: A pipe of that process, -1 for none; see `mark`.
         timeout_s: The rank's `watchdog_s`, which a worker may ask for.
     """
 
-    def __init__(self, rank: int, pid: int, listener: int, timeout_s: float) -> None:
-        self._rank, self._pid, self._listener, self.timeout_s = rank, pid, listener, timeout_s
+    def __init__(self, rank: int, process: Place, listener: int, timeout_s: float) -> None:
+        self._rank, self._process, self._listener, self.timeout_s = rank, process, listener, timeout_s
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -93,15 +95,15 @@ class Refusal:
         raise ExchangeError(f"{what[0].upper()}{what[1:]}. {_REMEDY}")
 
     def _notify(self, what: str) -> bool:
-        """Ends the rank, and with it all others. Whether it can be reached."""
-        if self._listener >= 0:
-            with (
-                contextlib.suppress(OSError),
-                open(f"/proc/{self._pid}/fd/{self._listener}", "wb", buffering=0) as pipe,
-            ):
-                pipe.write(what.encode())
-                return True
-        return False
+        """Ends the rank, and with it all others. Whether it ends, or has ended: another worker may have been first."""
+        if self._listener < 0:
+            return False
+        try:
+            with open(f"/proc/{self._process.pid}/fd/{self._listener}", "wb", buffering=0) as pipe:
+                pipe.write(f"{what}\n".encode())
+        except OSError:
+            return state(self._process, here()) == "gone"
+        return True
 
 
 def _listen(world: World) -> int:
@@ -111,7 +113,7 @@ def _listen(world: World) -> int:
     reader, writer = os.pipe()
 
     def wait() -> None:
-        what = os.read(reader, 4096).decode(errors="replace")
+        what = os.read(reader, 4096).decode(errors="replace").partition("\n")[0]  # of the first worker
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script again in every worker,"
             f" unless it forks. {_REMEDY}",
@@ -122,9 +124,9 @@ def _listen(world: World) -> int:
     return writer
 
 
-def _disarm(world: World) -> None:
+def _disarm(world: World, process: Place) -> None:
     """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
-    refusal = Refusal(world.rank, os.getppid(), -1, world.watchdog_s)
+    refusal = Refusal(world.rank, process, -1, world.watchdog_s)
     atexit.unregister(world._watchdog.stop)
     for name in _TALKING:
         object.__setattr__(world, name, refusal)
@@ -150,7 +152,7 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
         except OSError:
             return True
     launched = any(name in environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
-    return launched and text is not None and json.loads(text)["pid"] == os.getppid()
+    return launched and text is not None and json.loads(text)["process"]["pid"] == os.getppid()
 
 
 def _users_line() -> str:

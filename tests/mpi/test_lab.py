@@ -101,7 +101,7 @@ def test_the_rate_of_a_live_lab_changes_in_both_directions():
             lab.set_rate("0bit")
         assert lab.rate == "40mbit" and "40mbit" in lab.description
     # not a timing: a token bucket lets no more through, however slow the machine; the burst at its begin is not counted
-    assert all(0 < rate <= 44e6 for rate in rates)
+    assert all(0 < rate <= 44e6 for rate in rates), rates
 
 
 @needs_lab

@@ -18,7 +18,7 @@ def test_a_guarded_script_trains_with_workers(mpirun: Callable[..., Any], how: s
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "grain"])
 def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], how: str) -> None:
     """No worker starts MPI, and a pool does not start one after the other; the limit is far below the watchdog's."""
-    done = mpirun(2, "workers.py", "--unguarded", how, timeout=120)
+    done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
     assert done.returncode == 1
     assert f"came to line {LINE} of `{CASE}`, which exchanges with other ranks; all 2 ranks end." in done.stderr
     assert "put what trains under `if __name__ == '__main__':`" in done.stderr

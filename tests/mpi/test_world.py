@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -238,8 +239,8 @@ def launched(tmp_path, code, **environ):
         env=environ, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    of_mpi = ("Abort(", "prterun", "---", "MPI_ABORT")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(of_mpi)]
+    text = re.sub(r"^-{20,}\n.*?^-{20,}\n", "", done.stderr, flags=re.DOTALL | re.MULTILINE)  # of Open MPI
+    lines = [line for line in text.splitlines() if line.strip("\0") and not line.startswith("Abort(")]
     return script, lines, [path.name for path in left.glob("jaxcross-events-*")]
 
 

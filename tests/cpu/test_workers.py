@@ -1,0 +1,49 @@
+"""What a worker process does that comes to an exchange: it ends its rank, or ends with it."""
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxcross.errors import ExchangeError
+from jaxcross.world.peers import Place, here, state
+from jaxcross.world.workers import Refusal
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc")
+
+
+@pytest.fixture
+def importing(monkeypatch):
+    """As in a process of `spawn` that is importing the script."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+
+
+@contextmanager
+def another() -> Iterator[tuple[subprocess.Popen[bytes], Place]]:
+    """A process, and where it is."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        yield process, replace(here(), pid=process.pid, started=started)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
+    with another() as (process, place):
+        process.communicate(b"\n")
+        assert state(place, here()) == "gone"
+        with pytest.raises(SystemExit):
+            _ = Refusal(0, place, 5, 60).allgather_text
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_worker_that_cannot_reach_its_rank_says_so_itself(importing):
+    with another() as (_, place), pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "):
+        _ = Refusal(0, place, 999, 60).allgather_text
