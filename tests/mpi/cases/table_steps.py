@@ -1,8 +1,9 @@
-"""Steps of every collective and element type, again and again in random order: `table_steps.py STEPS X64 SEED`.
+"""Steps of every collective and element type, again and again in random order: `table_steps.py STEPS X64 SEED JOBS`.
 
 Each row is a step under `crossover`. Compiled steps come again and new ones are made in between, so that exchanges,
 agreements and compilation follow one another in every way. All ranks draw the same order from the seed. Each step must
-give the bits of its row's first run.
+give the bits of its row's first run. The steps are made one after another by the script itself if JOBS is 0, else by
+so many jobs side by side, whose threads are late at random.
 """
 
 import json
@@ -21,36 +22,51 @@ os.environ.pop("XLA_FLAGS")  # of the module above: here a rank has one device
 NEW = 0.2  # of all steps are made anew
 
 
+def make_steps(table, inputs, steps, seed):
+    """Makes that many steps. Returns the rows, how many steps were new, and the rows whose bits changed."""
+    draw = random.Random(seed)
+    known, first, wrong, made = {}, {}, [], 0
+    for _ in range(steps):
+        name = draw.choice(list(table))
+        dtype, function = table[name]
+        if draw.random() < NEW or name not in known:
+            known[name] = jaxcross.crossover(function, axes="a")
+            made += 1
+        got = np.asarray(known[name](inputs[dtype]))
+        if got.tobytes() != first.setdefault(name, got).tobytes():
+            wrong.append(name)
+        if draw.random() < 0.02:
+            known.pop(draw.choice(list(known)))  # its executables may go
+    return set(first), made, wrong
+
+
 def main() -> None:
-    steps, x64, seed = map(int, sys.argv[1:])
+    steps, x64, seed, jobs = map(int, sys.argv[1:])
+    jax.config.update("jax_enable_x64", bool(x64))
     world = jaxcross.initialize(watchdog_s=120)
     warnings.simplefilter("ignore")  # `index` exchanges nothing
     types = (*wire_table.FLOATS, *wire_table.INTEGERS, "bool", "complex64")
     if not x64:
         types = tuple(t for t in types if not t.endswith("64") or t == "complex64")
-    draw = random.Random(seed)
-    with jax.enable_x64(bool(x64)):
-        inputs = wire_table.make(types, world.size, world.rank)
-        table = {name: (dtype, f) for name, dtype, f in wire_table.rows(world.size, "a", types)}
-        known: dict = {}
-        first: dict = {}
-        wrong, made = [], 0
-        for number in range(steps):
-            if world.rank == 0 and number % 1000 == 0:
-                print(f"{number} steps", flush=True)
-            name = draw.choice(list(table))
-            dtype, function = table[name]
-            if draw.random() < NEW or name not in known:
-                known[name] = jaxcross.crossover(function, axes="a")
-                made += 1
-            got = np.asarray(known[name](inputs[dtype]))
-            if got.tobytes() != first.setdefault(name, got).tobytes():
-                wrong.append(name)
-            if draw.random() < 0.02:
-                known.pop(draw.choice(list(known)))  # its executables may go
-    everywhere = [name for text in world.control.allgather_text(json.dumps(wrong)) for name in json.loads(text)]
+    inputs = wire_table.make(types, world.size, world.rank)
+    table = {name: (dtype, f) for name, dtype, f in wire_table.rows(world.size, "a", types)}
+    results = []
+    if jobs == 0:
+        results.append(make_steps(table, inputs, steps, seed))
+    else:
+        with jaxcross.Runner(world, chaos=seed) as runner:
+            for number in range(jobs):
+
+                def train(job, number=number):
+                    results.append(make_steps(table, inputs, steps // jobs, f"{seed} {number}"))
+
+                runner.add(f"job{number}", train)
+            runner.run()
+    rows, made, wrong = zip(*results, strict=True)
+    texts = world.control.allgather_text(json.dumps(wrong))
+    everywhere = [name for text in texts for names in json.loads(text) for name in names]
     if world.rank == 0:
-        print(json.dumps({"steps": steps, "made": made, "rows": len(first), "wrong": everywhere}))
+        print(json.dumps({"steps": steps, "made": sum(made), "rows": len(set().union(*rows)), "wrong": everywhere}))
 
 
 main()
