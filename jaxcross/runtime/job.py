@@ -129,7 +129,7 @@ class JobContext(JobLife):
     def _measured(self, feed: Feed) -> Iterator[Any]:
         try:
             while not self._stray_loop():
-                self.replicas.next_batch(self._together)
+                self.replicas.next_batch(self.together)
                 with self.measure("input"):
                     batch = next(feed, _END)
                 if batch is _END:

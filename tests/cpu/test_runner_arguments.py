@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcross
@@ -118,9 +120,14 @@ def test_run_takes_jobs(wrong: Any) -> None:
         run(wrong)
 
 
-@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None]])
-def test_shares_are_numbers(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None], {"a": 4, "b": 1}, {4, 1}, (True, 1), None])
+def test_shares_are_numbers_in_order(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share for each job, as in `Weighted\(\(4, 1\)\)`, got "):
         jaxcross.Weighted(wrong)
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):
         jaxcross.Weighted((4, 1), joining="2")  # type: ignore[arg-type]
+
+
+def test_shares_may_be_numpys_and_jaxs() -> None:
+    for shares in (np.array([4, 1]), [np.float32(4), jnp.float32(1)]):
+        assert jaxcross.Weighted(shares) == jaxcross.Weighted((4, 1))  # type: ignore[arg-type]
