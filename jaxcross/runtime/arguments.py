@@ -12,7 +12,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
-from jaxcross.wording import shortened
+from jaxcross.wording import clause, shortened
 
 
 def check_world(world: Any) -> None:
@@ -92,6 +92,29 @@ def check_checkpoints(checkpoints: Any) -> None:
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
+
+
+def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
+    """Makes sure that `fn(job, **kwargs)` can be called, and that the call runs it.
+
+    Raises:
+        TypeError: It cannot, or it would only make a generator or a coroutine.
+    """
+    if not callable(fn):
+        raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`.")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        kind = "a coroutine" if inspect.iscoroutinefunction(fn) else "a generator"
+        raise TypeError(
+            f"Job `{name}` needs a function that trains when it is called; this one makes {kind}, which nothing would"
+            " run. Write it without `yield` and `async`."
+        )
+    try:
+        inspect.signature(fn).bind("job", **kwargs)
+    except TypeError as error:
+        given = "".join(f", {key}=..." for key in kwargs)
+        raise TypeError(f"Job `{name}` calls its function as `fn(job{given})`: {clause(str(error))}.") from None
+    except ValueError:  # written in C, without a signature
+        return
 
 
 def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:

@@ -405,7 +405,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
 
 def test_a_policy_must_be_one_of_four():
     def work(world):
-        job = Runner(world).add("a", loop)
+        job = Runner(world).add("a", lambda job: None)
         wrong = r"^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', got 'drop'\.$"
         with pytest.raises(ValueError, match=wrong):
             job.nonfinite = "drop"

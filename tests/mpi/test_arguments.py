@@ -30,12 +30,12 @@ def again(x):  # another array of the same buffer
 
 
 batch = jnp.full(3, 2.0 * world.rank)
-for train in (train_step, jaxcross.crossover(train_step.step, axes="batch", donate_argnums=0)):
+for call in (train_step, jaxcross.crossover(train_step.step, axes="batch", donate_argnums=0)):
     params = jnp.ones(3)
-    state = train({"params": params, "ema": params if train is train_step else again(params)}, batch)
+    state = call({"params": params, "ema": params if call is train_step else again(params)}, batch)
     assert params.is_deleted()
     assert state["params"].tolist() == [4.0] * 3 and state["ema"].tolist() == [2.5] * 3
-    state = train({**state, "ema": state["params"]}, batch)  # types known by now
+    state = call({**state, "ema": state["params"]}, batch)  # types known by now
     assert state["params"].tolist() == [7.0] * 3 and state["ema"].tolist() == [5.5] * 3
 # buffers are not compared at every step, but an error names the leaves
 what = raised(lambda: train_step({**state, "ema": again(state["params"])}, batch))
@@ -60,7 +60,7 @@ assert len(scaled.trace(train=True, state=first, x=first).donated) == 1
 # types are for `trace`, and a call with one is no exchange that failed halfway
 what = raised(lambda: train_step(jax.ShapeDtypeStruct((3,), jnp.float32), jnp.ones(3)))
 assert what.startswith("TypeError: `train_step` is called with a `jax.ShapeDtypeStruct`, which has no values"), what
-assert train(state, jnp.zeros(3))["params"].tolist() == [7.0] * 3
+assert call(state, jnp.zeros(3))["params"].tolist() == [7.0] * 3
 print("end")
 """
 
