@@ -149,11 +149,18 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
     comm = unwrap(params["comm"])
+    if not comm:  # as `MPI.COMM_NULL` counts
+        raise ExchangeError(
+            f"`mpi4jax.{eqn.primitive.name.removesuffix('_mpi')}` goes over `MPI.COMM_NULL`, at"
+            f" {compat.source_of(eqn, outside='mpi4jax/_src')}: this rank is not a member of that communicator (`Split`"
+            " gives it none for the color `MPI.UNDEFINED`), or it was freed. Make the call on members only."
+        )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
     if label := comm.Get_name():
         found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
         found.append(("reduction", _reduction_name(unwrap(params["op"]))))
+    _check_numbers(eqn, size=len(found[0][1]))
     if "root" in params:
         found.append(("root", int(params["root"])))
     op = eqn.primitive.name.removesuffix("_mpi")
@@ -172,6 +179,30 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
             source=compat.source_of(eqn, outside="mpi4jax/_src"),
         ),
     )
+
+
+def _check_numbers(eqn: Any, *, size: int) -> None:
+    """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end the whole job.
+
+    Raises:
+        ExchangeError: It does not; says where it is made.
+    """
+    from mpi4py import MPI
+
+    call = eqn.primitive.name.removesuffix("_mpi")
+    where = compat.source_of(eqn, outside="mpi4jax/_src")
+    others = {"dest": (MPI.PROC_NULL,), "source": (MPI.PROC_NULL, MPI.ANY_SOURCE)}
+    for name in ("root", "dest", "source"):
+        number = int(eqn.params.get(name, 0))
+        if not 0 <= number < size and number not in others.get(name, ()):
+            raise ExchangeError(
+                f"`{name}` of `mpi4jax.{call}` must be a rank of its communicator, 0 to {size - 1}, got {number}, at"
+                f" {where}."
+            )
+    for name in ("tag", "sendtag", "recvtag"):
+        tag = int(eqn.params.get(name, 0))
+        if tag < 0 and (tag != MPI.ANY_TAG or name == "sendtag" or call == "send"):
+            raise ExchangeError(f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {where}.")
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
