@@ -5,8 +5,9 @@ Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax'
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
@@ -78,6 +79,7 @@ def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
     positions = tuple(a for a in named if isinstance(a, int))
     params = _params(op, eqn.params) + ((("positions", positions),) if positions else ())
     source = compat.source_of(eqn)
+    _check_indices(op, dict(params), ours, math.prod(axes[a] for a in ours), source)
     return tuple(
         Exchange(
             op=op,
@@ -89,6 +91,27 @@ def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         )
         for v in eqn.invars
     )
+
+
+def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str) -> None:
+    """Makes sure that a collective names indices of its axes, as XLA does for `pmap`. MPI would end all ranks.
+
+    Raises:
+        ExchangeError: It does not.
+    """
+    perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
+    for what, indices in (("sources", [s for s, _ in perm]), ("destinations", [d for _, d in perm])):
+        if len(set(indices)) < len(indices) or not set(indices) <= set(range(size)):
+            raise ExchangeError(
+                f"{what} of `{op}` over {', '.join(map(repr, axes))} must be indices from 0 to {size - 1}, each at most"
+                f" once, got {indices}, at {source}."
+            )
+    groups = params.get("groups")
+    if groups is not None and sorted(i for group in groups for i in group) != list(range(size)):
+        raise ExchangeError(
+            f"`axis_index_groups` of `{op}` over {', '.join(map(repr, axes))} must name each index from 0 to {size - 1}"
+            f" once, got {[list(group) for group in groups]}, at {source}."
+        )
 
 
 def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
