@@ -41,7 +41,7 @@ class Job:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is none of the words above.
+        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another word.
     """
 
     def __init__(

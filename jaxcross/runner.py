@@ -287,7 +287,7 @@ class Runner:
                 "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
             )
         link = self.link if isinstance(self.link, Link) else None
-        with self._lock:  # who adds a job meanwhile waits until it can join
+        with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
             jobs = tuple(self.jobs)

@@ -44,8 +44,8 @@ def crossover(
     """Makes a train step run over MPI, its exchanges apart from its computation.
 
     Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges, which a
-    thread makes beside what can be computed meanwhile, and returns arrays that may still be computed. Called by a job
-    of a `Runner`, its segments take turns with other jobs'.
+    second thread makes while this one computes what it can, and returns arrays that may still be computed. Called by a
+    job of a `Runner`, its segments take turns with other jobs'.
     Every rank must call it the same number of times with equal shapes; results that the step makes by exchanges are
     the same on every rank.
 
@@ -56,19 +56,19 @@ def crossover(
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
-            the number that takes least time, tried on copies at the first call and told; beside other jobs, which hide
-            the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the
-            last bits of results: to repeat a run, write the number that was found. What is kept from run to run
+            the number that takes least time, tried on copies at the first call and logged; next to other jobs, which
+            hide the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut
+            decides the last bits of results: to repeat a run, write the number that was found. What is kept over runs
             (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
-            numbers count from the last positional argument of a call, here as below; arguments that others number may
-            also be given by name.
+            numbers count from the last positional argument of a call, here as below; arguments with numbers from 0
+            on may also be given by name.
         static_argnums: Positional arguments that are not arrays but hashable; the step is compiled for each value.
 
     Raises:
         TypeError: `step`, `axes` or the numbers of arguments are of another type; `step` is a `jax.pmap`.
-        ValueError: A size, `cut` or `bucket_bytes` is none of the above.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range.
         CutError: (when called) the step cannot be traced or cut.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
         JobError: (when called) two threads call steps at once, outside a runner.

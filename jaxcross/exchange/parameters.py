@@ -40,7 +40,7 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
-    if value > _LARGEST:
+    if int(value) > _LARGEST:
         raise ValueError(f"`{name}` of {what} must be at most {_LARGEST}, as counters have 32 bits, got {value}.")
     return int(value)
 

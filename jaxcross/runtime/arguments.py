@@ -1,4 +1,4 @@
-"""Checks of what a runner and its jobs are given, where they are given it: later nobody could tell the line."""
+"""Checks the arguments of runners and jobs where they are given, so that errors point at the user's line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_policy(policy: Any) -> None:
     """Makes sure that `policy` decides whose turn it is, or is None.
 
     Raises:
-        TypeError: It does not; a class is no policy either.
+        TypeError: It does not, or it is a class.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
         words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
@@ -40,7 +40,7 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
     """The instruments.
 
     Raises:
-        TypeError: One is no `Instrument`, or they are no iterable.
+        TypeError: One is not an `Instrument`, or they are not an iterable.
     """
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
@@ -54,7 +54,7 @@ def check_count(what: str, value: Any, *, least: float) -> None:
     """Makes sure that an argument is a whole number of at least `least`.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: It is not a whole number.
         ValueError: It is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -121,8 +121,8 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     """Makes sure that a plain loop can run with these.
 
     Raises:
-        TypeError: `name` is no text, `step` cannot be called with a state and a batch, `batches` is no iterable or is a
-            single batch, or `steps` is no whole number.
+        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches` is not an
+            iterable or is a single batch, or `steps` is not a whole number.
         ValueError: `name` is empty, or `steps` is below 0.
     """
     if not isinstance(name, str):
@@ -144,7 +144,7 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
 def _check_signature(name: str, step: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # of what is written in C, nobody knows
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     try:
         signature.bind("state", "batch")

@@ -30,7 +30,7 @@ class JobContext(JobLife):
             as good as saved. After a failure or an interrupt it is that of the last step that all ranks committed: if
             the function did not save it, the part of the step's results that has the structure, shapes and types of
             `state`, or all of them if none or several have. Never one of a step that some rank did not commit; what
-            exchanges nothing is committed by its rank alone, so that ranks may be left at unlike steps between two
+            exchanges nothing is committed by its rank alone, so that ranks may be left at different steps between two
             exchanges.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called, those between two exchanges of local SGD included:

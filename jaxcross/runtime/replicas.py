@@ -119,7 +119,7 @@ def judge(reports: Sequence[RankReport]) -> Difference | str | None:
     if why := next((report.why for report in reports if report.why), ""):
         return why
     if any(report.step != first.step for report in reports):
-        return f"its ranks are at unlike steps, {', '.join(str(report.step) for report in reports)}"
+        return f"its ranks are at different steps, {', '.join(str(report.step) for report in reports)}"
     for path, digest in first.digests.items():
         for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:

@@ -100,8 +100,8 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
 
 def _check_arguments(watchdog_s: Any, silence_s: Any, lanes: Any) -> None:
     for name, value, least in (("watchdog_s", watchdog_s, "more than 0"), ("silence_s", silence_s, "0 or more")):
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not (value > 0 or (value == 0 and name == "silence_s")):  # NaN is neither
+        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+        if not (seconds > 0 or (seconds == 0 and name == "silence_s")):  # NaN is neither
             never = ", 0 for never" * (name == "silence_s")
             raise ValueError(f"`{name}` must be a number of seconds, {least}{never}, got {value!r}.")
     if isinstance(lanes, bool) or not isinstance(lanes, Integral) or lanes < 1:
