@@ -132,7 +132,18 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     if not callable(step):
         raise _wrong(f"`step` of job `{name}`", "a function of `(state, batch)`", step)
     _check_signature(name, step)
-    if isinstance(batches, Mapping) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+    check_batches(name, batches, steps)
+
+
+def check_batches(name: str, batches: Any, steps: Any) -> None:
+    """Makes sure that a loop over batches can run with these.
+
+    Raises:
+        TypeError: `batches` is not an iterable or is a single batch, or `steps` is not a whole number.
+        ValueError: `steps` is below 0.
+    """
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, Mapping | str | bytes) or not iterable:
         one = "; this looks like a single batch" if isinstance(batches, Mapping) else ""
         raise TypeError(
             f"`batches` of job `{name}` must be an iterable of batches, got a `{type(batches).__name__}`{one}."

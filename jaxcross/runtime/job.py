@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxcross.errors import JobError
+from jaxcross.runtime.arguments import check_batches
 from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_life import JobLife
@@ -96,9 +97,12 @@ class JobContext(JobLife):
         from any other the batches that were used are taken and dropped. `data` must be as it was.
 
         Raises:
+            TypeError: `data` is not an iterable or is a single batch, or `steps` is not a whole number.
+            ValueError: `steps` is below 0.
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
         driver = self._running()
+        check_batches(self.name, data, steps)
         if self._stray_loop():
             return iter(())
         # Here and not where a loop ends: what is left early, a garbage collector may end in any thread.

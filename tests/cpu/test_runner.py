@@ -94,6 +94,28 @@ def test_data_that_ends_on_one_rank_ends_the_loop_on_all():
     assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2))] * 2
 
 
+@pytest.mark.parametrize(
+    ("data", "steps", "message"),
+    [
+        (None, None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `NoneType`"),
+        ("abc", None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `str`"),
+        ({"x": 1.0}, None, "TypeError: `batches` of job `a` must be .* got a `dict`; this looks like a single batch"),
+        ([1.0], -1, "ValueError: `steps` of job `a` must be at least 0, got -1"),
+        ([1.0], "3", "TypeError: `steps` of job `a` must be a whole number, got '3'"),
+    ],
+)
+def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", lambda job: list(job.batches(data, steps)))
+        other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
+        with pytest.raises(JobError, match=f"^Job `a` failed on ranks 0, 1 after step 0: {message}"):
+            runner.run()
+        return other.how
+
+    assert run_ranks(2, work) == ["ended", "ended"]
+
+
 def test_steps_limit_the_batches():
     def work(world):
         job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4)
