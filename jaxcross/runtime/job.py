@@ -232,7 +232,11 @@ class JobContext(JobLife):
         """A context whose length appears in the report.
 
         With the kind `host` it may last longer than `watchdog_s` while other ranks wait, as an evaluation on one rank.
+
+        Raises:
+            ValueError: `kind` is not a kind of span.
         """
+        check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self._world.watching(
             job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}

@@ -169,11 +169,15 @@ class Findings:
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
+        own = (
+            f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
+            if path
+            else ""
+        )
         return (
-            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path}` on ranks {here} and"
-            f" {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
-            " without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`. If each rank is to"
-            f" have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
+            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path or 'state'}` on ranks {here}"
+            f" and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
+            f" without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
         )
 
 

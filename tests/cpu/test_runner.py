@@ -608,6 +608,36 @@ def test_a_logged_key_is_read_back_as_its_words():
     assert values["key"].tolist() == values["keys"][0].tolist() == jax.random.key_data(key).tolist()
 
 
+def test_logging_traced_values_is_an_error_that_says_where_to_log():
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", lambda job: jax.jit(lambda x: job.log({"loss": x}))(1.0))
+        with pytest.raises(
+            JobError, match=r"TypeError: `job.log` was called with traced values, inside a `jax.jit` or"
+        ):
+            runner.run()
+
+    run_ranks(1, work)
+
+
+def test_only_kinds_of_spans_can_be_measured():
+    def work(world):
+        def train(job):
+            with (
+                pytest.raises(
+                    ValueError, match="^`kind` of `job.measure` in job `a` must be one of 'compute', .*'host'"
+                ),
+                job.measure("evaluation"),
+            ):
+                raise AssertionError
+
+        runner = Runner(world)
+        runner.add("a", train)
+        runner.run()
+
+    run_ranks(1, work)
+
+
 def test_run_is_the_plain_loop():
     def work(world):
         one = make_step(world)
