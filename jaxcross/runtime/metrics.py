@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross._jax_compat import Tracer
 from jaxcross.runtime.kept import own_copy
 
 
@@ -31,7 +32,7 @@ class MetricLog:
         Raises:
             TypeError: A leaf is traced.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metrics)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
             raise TypeError(
                 "`job.log` was called with traced values, inside a `jax.jit` or a step, where it would run once, while"
                 " JAX traces. Return the metrics from the step, and log them in the job's function."

@@ -169,15 +169,11 @@ class Findings:
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
-        own = (
-            f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
-            if path
-            else ""
-        )
+        own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         return (
-            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path or 'state'}` on ranks {here}"
-            f" and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
-            f" without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
+            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path or 'state'}` on ranks"
+            f" {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks:"
+            f" gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
         )
 
 
