@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxcross.checkpoint import Checkpoints
@@ -41,7 +41,7 @@ class Job:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is none of the words above.
+        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another word.
     """
 
     def __init__(
@@ -70,7 +70,11 @@ class Job:
         for batch in job.batches(self._batches, self._steps):
             result = self._function(self.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(f"the step of job `{self.name}` returned no pair `(state, metrics)`")
+                raise TypeError(
+                    f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a"
+                    f" {f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
+                    " Metrics may be an empty dict."
+                )
             self.state, metrics = result
             job.state, self.step = self.state, self.step + 1
             job.log(metrics)
@@ -95,6 +99,7 @@ def run(
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
+        ValueError: Two jobs take batches from one iterator.
         Exception: As `Runner` and `Runner.run` do.
 
     Example:
@@ -103,6 +108,13 @@ def run(
     found = list(jobs) if isinstance(jobs, Iterable) else []
     if not isinstance(jobs, Iterable) or not all(isinstance(job, Job) for job in found):
         raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
+    seen: dict[int, str] = {}
+    for job in found:
+        if isinstance(job._batches, Iterator) and (other := seen.setdefault(id(job._batches), job.name)) != job.name:
+            raise ValueError(
+                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each batch would go to one of"
+                " them, to whichever asks first. Give each job its own."
+            )
     with Runner(
         world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints,
         check_replicas=check_replicas,

@@ -152,13 +152,15 @@ class Runner:
 
         Raises:
             ValueError: The name is empty or taken.
-            TypeError: `fn` cannot be called.
+            TypeError: `fn` cannot be called as `fn(job, **kwargs)`, or makes a generator or a coroutine.
             JobError: The run is over.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"`{name!r}` is no name for a job: use a text that is not empty")
-        if not callable(fn):
-            raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, not `{type(fn).__name__}`")
+        arguments.check_job(name, fn, kwargs)
+        return self._add(name, fn, kwargs)
+
+    def _add(self, name: str, fn: Callable[..., Any], kwargs: dict[str, Any]) -> JobContext:
         with self._lock:
             if (known := self._added_before(name)) is not None:
                 return known
@@ -234,7 +236,7 @@ class Runner:
         name, fn, arguments = self._offers.resolve(text, self.world.rank)
         with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
-            self.add(name, fn, **arguments)
+            self._add(name, fn, {**arguments})
 
     def _take_over(self, session: Session) -> None:
         """Adds the jobs that an earlier run was given by `submit`, and that have not ended. Tells of those that it was
@@ -285,7 +287,7 @@ class Runner:
                 "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
             )
         link = self.link if isinstance(self.link, Link) else None
-        with self._lock:  # who adds a job meanwhile waits until it can join
+        with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
             jobs = tuple(self.jobs)

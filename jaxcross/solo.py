@@ -1,4 +1,4 @@
-"""One step without a runner: its exchanges made from a second thread where computation can go on beside them."""
+"""One step without a runner: its exchanges are made by a second thread where computation can go on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OnlyThread:
         if self.broken:
             raise ExchangeError(
                 f"`{step}` cannot exchange: `{self.broken}` failed halfway on this rank. Other ranks may be in the rest"
-                " of its exchanges, and what comes now would be mixed with them. Start all ranks anew. A job of a"
+                " of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
                 " `jaxcross.Runner` that fails leaves on all ranks at once."
             )
         if not self._lock.acquire(blocking=False):

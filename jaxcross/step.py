@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxcross import nnx
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
+from jaxcross.argument_numbers import as_numbers, by_position, positions
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
 from jaxcross.program.accepted import check_step
@@ -20,6 +20,7 @@ from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
+from jaxcross.program.unshared import unshare
 from jaxcross.runtime import threads as runtime
 from jaxcross.solo import ONLY_THREAD, run_alone
 from jaxcross.unit_agreement import Units
@@ -43,8 +44,8 @@ def crossover(
     """Makes a train step run over MPI, its exchanges apart from its computation.
 
     Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges, which a
-    thread makes beside what can be computed meanwhile, and returns arrays that may still be computed. Called by a job
-    of a `Runner`, its segments take turns with other jobs'.
+    second thread makes while this one computes what it can, and returns arrays that may still be computed. Called by a
+    job of a `Runner`, its segments take turns with other jobs'.
     Every rank must call it the same number of times with equal shapes; results that the step makes by exchanges are
     the same on every rank.
 
@@ -55,18 +56,19 @@ def crossover(
         axes: A name (one axis over all ranks), or name -> size, row-major over ranks; one size may be -1.
         cut: `"whole"`: compute, exchange, compute. A number: also where gradients become ready, in about so many
             exchange segments, so that a step which runs alone computes on while its first gradients travel. `"auto"`:
-            the number that takes least time, tried on copies at the first call and told; beside other jobs, which hide
-            the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut decides the
-            last bits of results: to repeat a run, write the number that was found. What is kept from run to run
+            the number that takes least time, tried on copies at the first call and logged; next to other jobs, which
+            hide the exchange anyway, one segment per 25 MB, 8 at most. A job keeps what it began with. The cut
+            decides the last bits of results: to repeat a run, write the number that was found. What is kept over runs
             (`jax_compilation_cache_dir`) is timed again, and dropped if it is slower.
         bucket_bytes: Exchanges smaller than this share buffers up to this size; at 0 none do.
         donate_argnums: Positional arguments whose arrays the step may overwrite; they cannot be used again. Negative
-            numbers count from the last positional argument of a call, here as below.
-        static_argnums: Positional arguments that are no arrays but hashable; each value compiles anew.
+            numbers count from the last positional argument of a call, here as below; arguments with numbers from 0
+            on may also be given by name.
+        static_argnums: Positional arguments that are not arrays but hashable; the step is compiled for each value.
 
     Raises:
         TypeError: `step`, `axes` or the numbers of arguments are of another type; `step` is a `jax.pmap`.
-        ValueError: A size, `cut` or `bucket_bytes` is none of the above.
+        ValueError: A size, `cut` or `bucket_bytes` is out of range.
         CutError: (when called) the step cannot be traced or cut.
         ExchangeError: (when called) ranks disagree about the step's exchanges, or an earlier step failed halfway.
         JobError: (when called) two threads call steps at once, outside a runner.
@@ -87,7 +89,7 @@ def crossover(
     check_step(step, step_name(step))
     return Step(
         step, axis_sizes(axes), checked_cut(cut), checked_bytes(bucket_bytes),
-        _numbers(donate_argnums, "donate_argnums"), _numbers(static_argnums, "static_argnums"),
+        as_numbers(donate_argnums, "donate_argnums"), as_numbers(static_argnums, "static_argnums"),
     )  # fmt: skip
 
 
@@ -115,8 +117,9 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step. See `crossover`."""
-        world, given = current(), args
-        function, args = self._bind_static(args)
+        world = current()
+        given, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
+        function, args = self._bind_static(given)
         job = runtime.current_job()
         if guards := job is not None and job.nonfinite == "skip":
             function, args = self._guarded(function, len(given)), (*args, go())
@@ -142,6 +145,7 @@ class Step:
                 return nnx.call(self, given, kwargs)
             self._check_leaves(leaves, args, kwargs)
             node = self._node(world, function, args, kwargs, leaves, asked)
+        unshare(leaves, node.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         runtime.check_not_stray(self.__name__)
@@ -174,6 +178,7 @@ class Step:
         world = current()
         if nnx.holds_objects(args, kwargs):
             return nnx.trace(self, args, kwargs)
+        args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, args = self._bind_static(args)
         return self._trace(world, function, args, kwargs)
 
@@ -292,6 +297,11 @@ class Step:
         # asking whether it is a jax.Array.
         for n, leaf in enumerate(leaves):
             if type(leaf) is not ArrayImpl:
+                if isinstance(leaf, jax.ShapeDtypeStruct):
+                    raise TypeError(
+                        f"`{self.__name__}` is called with a `jax.ShapeDtypeStruct`, which has no values: give it"
+                        f" arrays. `{self.__name__}.trace(...)` takes types."
+                    )
                 if isinstance(leaf, Tracer):
                     raise TypeError(
                         f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the"
@@ -335,21 +345,3 @@ def _short(kind: Any) -> str:
     aval, sharding = kind if isinstance(kind, tuple) else (kind, None)
     weak = " (a Python number's weak type)" if aval.weak_type else ""
     return f"{aval.str_short()}{weak}{'' if sharding is None else f' on {sharding}'}"
-
-
-def positions(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Argument numbers of a call with `count` positional arguments, the negative ones counted from its end."""
-    return tuple(n + count if n < 0 else n for n in numbers)
-
-
-def _numbers(value: Any, name: str) -> tuple[int, ...]:
-    try:
-        numbers = (value,) if isinstance(value, Integral) else tuple(value)
-    except TypeError:
-        numbers = (value,)
-    if any(isinstance(n, bool) or not isinstance(n, Integral) for n in numbers):
-        raise TypeError(
-            f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a sequence of numbers,"
-            " such as (0, 1)."
-        )
-    return tuple(int(n) for n in numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 
@@ -21,6 +22,7 @@ class Checkpoints:
         keep: How many complete checkpoints of each job are kept.
 
     Raises:
+        TypeError: `directory` is not a path, or `every` or `keep` is not a whole number.
         ValueError: `every` or `keep` is below 1, or `directory` is empty.
 
     Example:
@@ -33,11 +35,18 @@ class Checkpoints:
     keep: int = field(default=3, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.directory, str | os.PathLike):
+            raise TypeError(f"`directory` of the checkpoints must be the path of a folder, got {self.directory!r}.")
         if not os.fspath(self.directory):
-            raise ValueError("`directory` is empty: say where checkpoints are to lie")
+            raise ValueError("`directory` of the checkpoints is empty: name a folder.")
         for name, value in (("every", self.every), ("keep", self.keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` of the checkpoints is {value}: it must be at least 1")
+            if value is None and name == "every":
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"`{name}` of the checkpoints must be a whole number, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"`{name}` of the checkpoints must be at least 1, got {value}.")
+            object.__setattr__(self, name, int(value))  # ranks send it to each other as JSON
 
     @property
     def path(self) -> Path:

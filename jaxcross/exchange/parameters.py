@@ -29,14 +29,19 @@ def needed(params: optax.Params | None, what: str) -> optax.Params:
     return params
 
 
+_LARGEST = 2**31 - 1
+
+
 def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
-    """`value` as an int, if it is an integer, of Python or NumPy, not below `least`.
+    """`value` as an int, if it is an integer, of Python or NumPy, from `least` to 2^31 - 1.
 
     Raises:
         ValueError: It is not.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
+    if int(value) > _LARGEST:
+        raise ValueError(f"`{name}` of {what} must be at most {_LARGEST}, as counters have 32 bits, got {value}.")
     return int(value)
 
 

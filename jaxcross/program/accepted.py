@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -49,6 +50,14 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
             f"`{name}` was called with an array where its `jax.jit` has a static argument: name the static ones by"
             " `static_argnums` of `crossover` as well, or leave the `jit` away."
         ) from error
+
+
+def lend_name(function: Callable[..., Any], step: Callable[..., Any]) -> None:
+    """Lets JAX's errors, which name the function that is traced, its line and its arguments, name those of `step`."""
+    *_, inner = _layers(step)
+    function.__wrapped__ = inner  # type: ignore[attr-defined]
+    with suppress(TypeError, ValueError):  # a callable without a signature
+        function.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
 
 
 def _named(function: Callable[..., Any]) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from jaxcross.program.lockstep import ends_on_zeros
 from jaxcross.program.segments import Program, Segment
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import calls_alone
+from jaxcross.program.unshared import sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,10 @@ class Execution:
                 outs = runnable.call(*args)
             except compat.InternalFloatingPointError as error:
                 raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
+            except jax.errors.JaxRuntimeError as error:
+                if "donate" in str(error) and (words := self._shared_words(segment)):
+                    raise ValueError(words) from None
+                raise
         if runnable.device is None:
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
@@ -158,6 +163,15 @@ class Execution:
         env.update(zip(segment.outputs, outs, strict=True))
         if runnable.device is not None:
             self._fences[index] = outs
+
+    def _shared_words(self, segment: Segment) -> str | None:
+        program = self._compiled.program
+        given = dict(zip(program.inputs[program.constants :], program.traced.paths[0], strict=True))
+        shared = sharing({given[v]: self._env[v] for v in segment.inputs if v in given})
+        return shared and (
+            f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step would overwrite"
+            " twice, as both are donated. Copy one of them before the call, by `jnp.copy`."
+        )
 
     def wait_inputs(self, index: int) -> None:
         """Blocks until what a segment reads is computed. Raises the device's error."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.jaxprs import INLINED, holds_exchange
 from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import Traced
 
@@ -159,7 +159,8 @@ def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
         return found
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
-    loop = [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
+    calls_once = eqn.primitive.name in INLINED
+    loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
     if eqn.outvars and (until := traced.until.get(eqn.outvars[0])):
         loop.append(("until", until))
     inside: list[Exchange] = []

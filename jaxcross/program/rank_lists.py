@@ -216,7 +216,7 @@ def _check_message(rank: int, call: Exchange, source: int, message: Exchange) ->
     dtype, shape = params.get("recv_dtype", call.dtype), params.get("recv_shape", call.shape)
     if (message.dtype, message.count) != (dtype, math.prod(shape)):
         raise _MisfitError(
-            f"\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
+            f"in one message\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
             "The message must have as many elements as the receiver expects, of the same type."
         )
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.accepted import explain_failed_trace
+from jaxcross.program.accepted import explain_failed_trace, lend_name
 from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision
@@ -142,12 +143,18 @@ def trace(
         a, k = jax.tree.unflatten(in_tree, flat)
         results = step(*a, **k)
         out, tree = jax.tree.flatten(results)
-        box.append((tree, [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]))
+        paths = [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)]
+        _check_results(step_name(step), paths, out)
+        box.append((tree, paths))
         return out
 
+    def named_step(*a: Any, **k: Any) -> list[Any]:
+        return flat_step(*jax.tree.leaves((a, k)))
+
+    lend_name(named_step, step)
     try:
         with compat.binding(axes):
-            whole = _trace_whole(flat_step, leaves, avals, axes, step_name(step))
+            whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
             whole = call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
@@ -163,10 +170,11 @@ def trace(
 
 
 def _trace_whole(
-    flat_step: Callable[..., Any], leaves: Sequence[Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
-) -> Any:
+    flat_step: Callable[..., Any], named_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+    avals: Sequence[Any], axes: Mapping[str, int], name: str,
+) -> Any:  # fmt: skip
     try:
-        whole = jax.make_jaxpr(flat_step, axis_env=list(axes.items()))(*leaves)
+        whole = jax.make_jaxpr(named_step, axis_env=list(axes.items()))(*args, **kwargs)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -208,10 +216,21 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """
     for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
+            what = f"a `{type(leaf).__name__}`, which is not an array"
+            if isinstance(leaf, np.ndarray | np.generic):
+                what = f"a NumPy array of type `{leaf.dtype}`, which JAX does not have"
             raise CutError(
-                f"argument `{_argument(path)}` of `{step_name(step)}` holds a `{type(leaf).__name__}`, which is no"
-                " array and no pytree of arrays. Register the class as a pytree (flax.struct.dataclass), or close over"
-                " it."
+                f"argument `{_argument(path)}` of `{step_name(step)}` holds {what}. Register the class as a pytree"
+                " (flax.struct.dataclass), name a hashable argument by `static_argnums`, or close over it."
+            )
+
+
+def _check_results(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not compat.is_array_type(leaf):
+            raise CutError(
+                f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, and pytrees of them."
+                " Return it from where the step is called, or register its class as a pytree (flax.struct.dataclass)."
             )
 
 

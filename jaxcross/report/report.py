@@ -214,7 +214,7 @@ class Report:
             )
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
-                f"`{path}` is no report of jaxcross: {clause(str(error))}. Reports are written by to_json."
+                f"`{path}` is not a report of jaxcross: {clause(str(error))}. Reports are written by to_json."
             ) from error
 
     def to_chrome_trace(self, path: str | Path) -> Path:

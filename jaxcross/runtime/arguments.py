@@ -1,4 +1,4 @@
-"""Checks of what a runner and its jobs are given, where they are given it: later nobody could tell the line."""
+"""Checks the arguments of runners and jobs where they are given, so that errors point at the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
-from jaxcross.wording import shortened
+from jaxcross.wording import clause, shortened
 
 
 def check_world(world: Any) -> None:
@@ -29,7 +29,7 @@ def check_policy(policy: Any) -> None:
     """Makes sure that `policy` decides whose turn it is, or is None.
 
     Raises:
-        TypeError: It does not; a class is no policy either.
+        TypeError: It does not, or it is a class.
     """
     if policy is not None and (isinstance(policy, type) or not isinstance(policy, Policy)):
         words = "`jaxcross.Sequential()`, `jaxcross.RoundRobin()` or `jaxcross.Weighted(shares)`"
@@ -40,7 +40,7 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
     """The instruments.
 
     Raises:
-        TypeError: One is no `Instrument`, or they are no iterable.
+        TypeError: One is not an `Instrument`, or they are not an iterable.
     """
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
@@ -54,7 +54,7 @@ def check_count(what: str, value: Any, *, least: float) -> None:
     """Makes sure that an argument is a whole number of at least `least`.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: It is not a whole number.
         ValueError: It is smaller.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -94,12 +94,35 @@ def check_checkpoints(checkpoints: Any) -> None:
         raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
 
 
+def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
+    """Makes sure that `fn(job, **kwargs)` can be called, and that the call runs it.
+
+    Raises:
+        TypeError: It cannot, or it would only make a generator or a coroutine.
+    """
+    if not callable(fn):
+        raise TypeError(f"Job `{name}` needs a function `fn(job, **kwargs)`, got a `{type(fn).__name__}`.")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        kind = "a coroutine" if inspect.iscoroutinefunction(fn) else "a generator"
+        raise TypeError(
+            f"Job `{name}` needs a function that trains when it is called; this one makes {kind}, which nothing would"
+            " run. Write it without `yield` and `async`."
+        )
+    try:
+        inspect.signature(fn).bind("job", **kwargs)
+    except TypeError as error:
+        given = "".join(f", {key}=..." for key in kwargs)
+        raise TypeError(f"Job `{name}` calls its function as `fn(job{given})`: {clause(str(error))}.") from None
+    except ValueError:  # written in C, without a signature
+        return
+
+
 def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     """Makes sure that a plain loop can run with these.
 
     Raises:
-        TypeError: `name` is no text, `step` cannot be called with a state and a batch, `batches` is no iterable or is a
-            single batch, or `steps` is no whole number.
+        TypeError: `name` is not a text, `step` cannot be called with a state and a batch, `batches` is not an
+            iterable or is a single batch, or `steps` is not a whole number.
         ValueError: `name` is empty, or `steps` is below 0.
     """
     if not isinstance(name, str):
@@ -109,7 +132,18 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     if not callable(step):
         raise _wrong(f"`step` of job `{name}`", "a function of `(state, batch)`", step)
     _check_signature(name, step)
-    if isinstance(batches, Mapping) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+    check_batches(name, batches, steps)
+
+
+def check_batches(name: str, batches: Any, steps: Any) -> None:
+    """Makes sure that a loop over batches can run with these.
+
+    Raises:
+        TypeError: `batches` is not an iterable or is a single batch, or `steps` is not a whole number.
+        ValueError: `steps` is below 0.
+    """
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, Mapping | str | bytes) or not iterable:
         one = "; this looks like a single batch" if isinstance(batches, Mapping) else ""
         raise TypeError(
             f"`batches` of job `{name}` must be an iterable of batches, got a `{type(batches).__name__}`{one}."
@@ -121,7 +155,7 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
 def _check_signature(name: str, step: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # of what is written in C, nobody knows
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     try:
         signature.bind("state", "batch")

@@ -10,16 +10,19 @@ from jaxcross.wording import clause, first_line, shortened
 
 _LONGEST = 4000  # of what one rank tells all others of an exception
 
+_NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"  # JAX notes on many errors how to see its own frames
+
 
 def describe(error: BaseException) -> str:
     """Text for an exception, its notes included, that a sentence can go on or end behind."""
     try:
-        text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in getattr(error, "__notes__", ()))])
+        notes = [note for note in getattr(error, "__notes__", ()) if _NOT_OF_THE_ERROR not in note]
+        text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in notes)])
     except Exception as worse:
         text = f"(its text cannot be made: {type(worse).__name__})"
     if len(text) > _LONGEST:
         text = f"{shortened(text, _LONGEST)} ({len(text)} characters)"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeError:

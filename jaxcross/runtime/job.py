@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxcross.errors import JobError
+from jaxcross.runtime.arguments import check_batches
 from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_life import JobLife
@@ -30,7 +31,7 @@ class JobContext(JobLife):
             as good as saved. After a failure or an interrupt it is that of the last step that all ranks committed: if
             the function did not save it, the part of the step's results that has the structure, shapes and types of
             `state`, or all of them if none or several have. Never one of a step that some rank did not commit; what
-            exchanges nothing is committed by its rank alone, so that ranks may be left at unlike steps between two
+            exchanges nothing is committed by its rank alone, so that ranks may be left at different steps between two
             exchanges.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called, those between two exchanges of local SGD included:
@@ -96,9 +97,12 @@ class JobContext(JobLife):
         from any other the batches that were used are taken and dropped. `data` must be as it was.
 
         Raises:
+            TypeError: `data` is not an iterable or is a single batch, or `steps` is not a whole number.
+            ValueError: `steps` is below 0.
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
         driver = self._running()
+        check_batches(self.name, data, steps)
         if self._stray_loop():
             return iter(())
         # Here and not where a loop ends: what is left early, a garbage collector may end in any thread.
@@ -129,7 +133,7 @@ class JobContext(JobLife):
     def _measured(self, feed: Feed) -> Iterator[Any]:
         try:
             while not self._stray_loop():
-                self.replicas.next_batch(self._together)
+                self.replicas.next_batch(self.together)
                 with self.measure("input"):
                     batch = next(feed, _END)
                 if batch is _END:
@@ -228,7 +232,11 @@ class JobContext(JobLife):
         """A context whose length appears in the report.
 
         With the kind `host` it may last longer than `watchdog_s` while other ranks wait, as an evaluation on one rank.
+
+        Raises:
+            ValueError: `kind` is not a kind of span.
         """
+        check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
         busy = self._world.watching(
             job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}

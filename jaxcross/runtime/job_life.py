@@ -152,12 +152,9 @@ class JobLife:
                 self._resumption.stepped(self._feeds)
         self._kept.committed(outputs, self.step)
         if trains:
-            self.replicas.stepped(self.step, local=outline.local_step, together=self._together)
+            together = partial(driver.together, self._number)
+            self.replicas.stepped(self.step, local=outline.local_step, together=together)
         return outputs
-
-    def _together(self, label: str, work: Callable[[Any], Any]) -> Any:
-        """`JobContext.together`, in the job's own thread for certain."""
-        return self._running().together(self._number, label, work)
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError if the job's steps could not be skipped; what exchanges nothing need not be."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross._jax_compat import Tracer
 from jaxcross.runtime.kept import own_copy
 
 
@@ -26,7 +27,16 @@ class MetricLog:
         self._pending: deque[tuple[int, Any]] = deque()
 
     def add(self, step: int, metrics: Any) -> None:
-        """Takes a copy, and reads back what is computed by now. Does not wait."""
+        """Takes a copy, and reads back what is computed by now. Does not wait.
+
+        Raises:
+            TypeError: A leaf is traced.
+        """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
+            raise TypeError(
+                "`job.log` was called with traced values, inside a `jax.jit` or a step, where it would run once, while"
+                " JAX traces. Return the metrics from the step, and log them in the job's function."
+            )
         self._pending.append((step, own_copy(jax.tree.map(_key_data, metrics))))
         while self._pending and _computed(self._pending[0][1]):
             self._read_back()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from numbers import Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -121,7 +121,7 @@ class Weighted:
         joining: Of each job that joins during the run; the mean of `shares` if None.
 
     Raises:
-        TypeError: `shares` is not a sequence of numbers, or `joining` is no number.
+        TypeError: `shares` is not a sequence of numbers, or `joining` is not a number.
         ValueError: A share is not a positive finite number.
     """
 
@@ -130,16 +130,19 @@ class Weighted:
     joining: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = [*self.shares] if isinstance(self.shares, Sequence) else [None]
-        if not all(isinstance(share, Real) for share in [*numbers, self.joining or 1.0]):
+        ordered = not isinstance(self.shares, str | Mapping | AbstractSet) and isinstance(self.shares, Iterable)
+        numbers = [*self.shares] if ordered else []
+        if not ordered or not all(map(_is_number, [*numbers, 1.0 if self.joining is None else self.joining])):
             raise TypeError(
                 f"`Weighted` takes a share for each job, as in `Weighted((4, 1))`, got `shares={self.shares!r}` and"
                 f" `joining={self.joining!r}`."
             )
-        if not self.shares or not all(math.isfinite(share) and share > 0 for share in self.shares):
-            raise ValueError(f"the shares of jobs are positive numbers, not {self.shares}")
+        if not numbers or not all(math.isfinite(share) and share > 0 for share in numbers):
+            raise ValueError(f"`shares` of `Weighted` must be positive numbers, one for each job, got {self.shares}.")
+        # Ranks compare what a policy prints: equal shares, in a list or an array here and a tuple there, print alike.
+        object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
-            raise ValueError(f"the share of a job that joins is a positive number, not {self.joining}")
+            raise ValueError(f"`joining` of `Weighted` must be a positive number, got {self.joining}.")
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
         return tuple(jobs)
@@ -169,3 +172,14 @@ class Sequential:
     def share(self, job: int) -> float:
         del job
         return 1.0
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a real number, of Python, NumPy or JAX; texts and truth values are not."""
+    if isinstance(value, bool | str | bytes):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True

@@ -62,7 +62,7 @@ class Offers:
             same = json.loads(text)["arguments"] == arguments
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
-                f"Job `{job}`: its arguments are no JSON: {clause(str(error))}. Only data may be submitted."
+                f"Job `{job}`: its arguments cannot be sent as JSON: {clause(str(error))}. Only data may be submitted."
             ) from None
         if not same:
             raise TypeError(

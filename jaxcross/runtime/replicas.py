@@ -7,8 +7,9 @@ not. Nothing here decides when to compare.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ class CheckReplicas:
             or the beginning of the path as messages show it, such as `"[0]['w']"`.
 
     Raises:
-        ValueError: `every` is no whole number from 1 on.
+        ValueError: `every` is not a whole number of at least 1.
         TypeError: `except_` holds something other than texts.
 
     Example:
@@ -50,12 +51,16 @@ class CheckReplicas:
     except_: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
+        whole = isinstance(self.every, Integral) and not isinstance(self.every, bool)
+        if self.every is not None and (not whole or self.every < 1):
             raise ValueError(
                 f"`check_replicas` is `{self.every!r}`: it is the number of steps from one comparison to the next, 1 or"
                 " more, or a `jaxcross.CheckReplicas`."
             )
-        names = (self.except_,) if isinstance(self.except_, str) else tuple(self.except_)
+        if self.every is not None:
+            object.__setattr__(self, "every", int(self.every))  # ranks compare what it prints
+        names = (self.except_,) if isinstance(self.except_, str) else self.except_
+        names = tuple(names) if isinstance(names, Iterable) else (names,)
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"`except_` is `{self.except_!r}`: name leaves by texts, such as `('metrics',)`.")
         object.__setattr__(self, "except_", names)
@@ -114,7 +119,7 @@ def judge(reports: Sequence[RankReport]) -> Difference | str | None:
     if why := next((report.why for report in reports if report.why), ""):
         return why
     if any(report.step != first.step for report in reports):
-        return f"its ranks are at unlike steps, {', '.join(str(report.step) for report in reports)}"
+        return f"its ranks are at different steps, {', '.join(str(report.step) for report in reports)}"
     for path, digest in first.digests.items():
         for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:
@@ -164,11 +169,11 @@ class Findings:
         assert self.difference is not None
         path, (here, there) = self.difference
         held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
+        own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         return (
-            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path}` on ranks {here} and"
-            f" {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks: gradients"
-            " without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`. If each rank is to"
-            f" have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
+            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path or 'state'}` on ranks"
+            f" {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks:"
+            f" gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
         )
 
 

@@ -5,8 +5,9 @@ Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax'
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
@@ -78,6 +79,7 @@ def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
     positions = tuple(a for a in named if isinstance(a, int))
     params = _params(op, eqn.params) + ((("positions", positions),) if positions else ())
     source = compat.source_of(eqn)
+    _check_indices(op, dict(params), ours, math.prod(axes[a] for a in ours), source)
     return tuple(
         Exchange(
             op=op,
@@ -89,6 +91,27 @@ def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         )
         for v in eqn.invars
     )
+
+
+def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size: int, source: str) -> None:
+    """Makes sure that a collective names indices of its axes, as XLA does for `pmap`. MPI would end all ranks.
+
+    Raises:
+        ExchangeError: It does not.
+    """
+    perm = params.get("perm", ((params["source"], 0),) if op == "pbroadcast" else ())
+    for what, indices in (("sources", [s for s, _ in perm]), ("destinations", [d for _, d in perm])):
+        if len(set(indices)) < len(indices) or not set(indices) <= set(range(size)):
+            raise ExchangeError(
+                f"{what} of `{op}` over {', '.join(map(repr, axes))} must be indices from 0 to {size - 1}, each at most"
+                f" once, got {indices}, at {source}."
+            )
+    groups = params.get("groups")
+    if groups is not None and sorted(i for group in groups for i in group) != list(range(size)):
+        raise ExchangeError(
+            f"`axis_index_groups` of `{op}` over {', '.join(map(repr, axes))} must name each index from 0 to {size - 1}"
+            f" once, got {[list(group) for group in groups]}, at {source}."
+        )
 
 
 def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
@@ -149,11 +172,18 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
     comm = unwrap(params["comm"])
+    if not comm:  # as `MPI.COMM_NULL` counts
+        raise ExchangeError(
+            f"`mpi4jax.{eqn.primitive.name.removesuffix('_mpi')}` goes over `MPI.COMM_NULL`, at"
+            f" {compat.source_of(eqn, outside='mpi4jax/_src')}: this rank is not a member of that communicator (`Split`"
+            " gives it none for the color `MPI.UNDEFINED`), or it was freed. Make the call on members only."
+        )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
     if label := comm.Get_name():
         found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
         found.append(("reduction", _reduction_name(unwrap(params["op"]))))
+    _check_numbers(eqn, size=len(found[0][1]))
     if "root" in params:
         found.append(("root", int(params["root"])))
     op = eqn.primitive.name.removesuffix("_mpi")
@@ -172,6 +202,30 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
             source=compat.source_of(eqn, outside="mpi4jax/_src"),
         ),
     )
+
+
+def _check_numbers(eqn: Any, *, size: int) -> None:
+    """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end the whole job.
+
+    Raises:
+        ExchangeError: It does not; says where it is made.
+    """
+    from mpi4py import MPI
+
+    call = eqn.primitive.name.removesuffix("_mpi")
+    where = compat.source_of(eqn, outside="mpi4jax/_src")
+    others = {"dest": (MPI.PROC_NULL,), "source": (MPI.PROC_NULL, MPI.ANY_SOURCE)}
+    for name in ("root", "dest", "source"):
+        number = int(eqn.params.get(name, 0))
+        if not 0 <= number < size and number not in others.get(name, ()):
+            raise ExchangeError(
+                f"`{name}` of `mpi4jax.{call}` must be a rank of its communicator, 0 to {size - 1}, got {number}, at"
+                f" {where}."
+            )
+    for name in ("tag", "sendtag", "recvtag"):
+        tag = int(eqn.params.get(name, 0))
+        if tag < 0 and (tag != MPI.ANY_TAG or name == "sendtag" or call == "send"):
+            raise ExchangeError(f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {where}.")
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -103,8 +103,8 @@ def _check_arrays(state: Any) -> None:
     for path, leaf in _leaves(state):
         if not _is_numeric(leaf):
             raise TypeError(
-                f"`{path}` of the state is of type `{type(leaf).__name__}`: its leaves must be arrays or numbers, "
-                "which can be compared between ranks. Leave texts and other objects out of the state."
+                f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves must be arrays or "
+                "numbers, which can be compared between ranks. Leave texts and other objects out of the state."
             )
 
 

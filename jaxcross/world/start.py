@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,17 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
                 "to the first call."
             )
         return started
-    if watchdog_s <= 0 or lanes < 1:
-        raise ValueError(f"`watchdog_s` is {watchdog_s} and `lanes` is {lanes}: both must be positive.")
-    if silence_s < 0:
-        raise ValueError(f"`silence_s` is {silence_s}: give seconds, or 0 if ranks may be silent for ever.")
+    _check_arguments(watchdog_s, silence_s, lanes)
     if (worker := world_of_worker(os.environ)) is not None:
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
     mpi = load_mpi()
+    if mpi.Is_finalized():
+        raise ExchangeError(
+            "MPI was finalized in this process (`MPI.Finalize()`), and cannot start again. Call"
+            " `jaxcross.initialize()` before that, and leave finalizing to mpi4py, which does it at exit."
+        )
     world = mpi.COMM_WORLD
     vendor = vendor_of(mpi.Get_library_version())
     rank, size = world.Get_rank(), world.Get_size()
@@ -93,6 +96,16 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     _CURRENT.append(joined)
     mark(joined)
     return joined
+
+
+def _check_arguments(watchdog_s: Any, silence_s: Any, lanes: Any) -> None:
+    for name, value, least in (("watchdog_s", watchdog_s, "more than 0"), ("silence_s", silence_s, "0 or more")):
+        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+        if not (seconds > 0 or (seconds == 0 and name == "silence_s")):  # NaN is neither
+            never = ", 0 for never" * (name == "silence_s")
+            raise ValueError(f"`{name}` must be a number of seconds, {least}{never}, got {value!r}.")
+    if isinstance(lanes, bool) or not isinstance(lanes, Integral) or lanes < 1:
+        raise ValueError(f"`lanes` must be a whole number of at least 1, got {lanes!r}.")
 
 
 @contextmanager

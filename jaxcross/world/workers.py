@@ -65,7 +65,7 @@ def world_of_worker(environ: Mapping[str, str]) -> World | None:
     if _is_subprocess(environ, text):
         raise ExchangeError(
             "`jaxcross.initialize()` was called in a process that a rank has started: it has the rank's launcher"
-            " variables but is no rank, and MPI would fail. Pass it `world.rank` and `world.size` as arguments if it"
+            " variables but is not a rank, and MPI would fail. Pass it `world.rank` and `world.size` as arguments if it"
             " needs no more; for a run of its own start it without the variables whose names begin with `PMI`, `PMIX`"
             " or `OMPI_`."
         )

@@ -374,13 +374,23 @@ def test_ranks_must_want_the_same_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"every": 0}, "`every` of the checkpoints is 0"), ({"keep": -1}, "`keep` of the checkpoints is -1"),
-     ({"directory": ""}, "`directory` is empty")],
+    ("arguments", "kind", "said"),
+    [({"every": 0}, ValueError, "`every` of the checkpoints must be at least 1, got 0"),
+     ({"keep": -1}, ValueError, "`keep` of the checkpoints must be at least 1, got -1"),
+     ({"every": 1.5}, TypeError, "`every` of the checkpoints must be a whole number, got 1.5"),
+     ({"every": True}, TypeError, "`every` of the checkpoints must be a whole number, got True"),
+     ({"keep": None}, TypeError, "`keep` of the checkpoints must be a whole number, got None"),
+     ({"directory": 3}, TypeError, "`directory` of the checkpoints must be the path of a folder, got 3"),
+     ({"directory": ""}, ValueError, "`directory` of the checkpoints is empty")],
 )  # fmt: skip
-def test_settings_that_make_no_sense(arguments, said):
-    with pytest.raises(ValueError, match=f"^{said}"):
+def test_settings_that_make_no_sense(arguments, kind, said):
+    with pytest.raises(kind, match=f"^{said}"):
         Checkpoints(**{"directory": "x", **arguments})
+
+
+def test_settings_may_be_numpys():
+    given = Checkpoints("x", every=np.int64(2), keep=np.int32(1))
+    assert json.dumps([given.every, given.keep]) == "[2, 1]"
 
 
 # What a stranger might write.

@@ -110,6 +110,10 @@ federated = partial(exchange.federated_average, SGD, "batch", every=2)
             lambda: federated(weights=[1, "2"]),
             r"^`weights` of `federated_average` are `\[1, '2'\]`: give one number for",
         ),
+        (
+            lambda: exchange.accumulate(SGD, every=2**31),
+            r"^`every` of `accumulate` must be at most 2147483647, as counters have 32 bits, got 2147483648\.$",
+        ),
         (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
     ],
 )

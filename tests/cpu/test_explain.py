@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +75,17 @@ def test_jobs_that_failed_are_joined_as_sentences() -> None:
             raise_errors(runner.jobs, None)
 
     run_ranks(2, work)
+
+
+def test_an_error_without_text_is_its_class() -> None:
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_notes_on_jaxs_own_frames_are_left_out() -> None:
+    def step(x: Any) -> Any:
+        return x.wrong
+
+    with pytest.raises(AttributeError) as failed:
+        jax.jit(step)({"x": 1.0})
+    failed.value.add_note("of the user")
+    assert describe(failed.value) == "AttributeError: 'dict' object has no attribute 'wrong' (of the user)"

@@ -278,7 +278,7 @@ def test_what_cannot_be_submitted_is_refused_where_it_is_called():
     beginnings = [
         "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
         "Job `x`: no function is offered as `g`; offered: `f`.",
-        "Job `x`: its arguments are no JSON: Object of type bytes",
+        "Job `x`: its arguments cannot be sent as JSON: Object of type bytes",
         "Job `x`: its arguments do not survive JSON: {'data': nan}.",
         "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
         "Job `x`: its submission has 700",
@@ -405,7 +405,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
 
 def test_a_policy_must_be_one_of_four():
     def work(world):
-        job = Runner(world).add("a", loop)
+        job = Runner(world).add("a", lambda job: None)
         wrong = r"^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', got 'drop'\.$"
         with pytest.raises(ValueError, match=wrong):
             job.nonfinite = "drop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
@@ -44,11 +46,39 @@ def test_state_that_is_no_pytree() -> None:
     def train_step(state, x):
         return state
 
-    message = (
-        "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is no array and no pytree of arrays"
-    )
+    message = "^argument `args\\[0\\]\\['m'\\]` of `train_step` holds a `Model`, which is not an array"
     with pytest.raises(CutError, match=message):
         traced(train_step, {"m": Model()}, X)
+
+
+@pytest.mark.parametrize("wrong", [np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.datetime64("2020-01-01")])
+def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
+    with pytest.raises(CutError, match=r"^argument `args\[0\]` of `pmean` holds a NumPy array of type `.*`, which JAX"):
+        traced(functools.partial(lax.pmean, axis_name="batch"), wrong)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2], ids=["function", "jit", "partial"])
+def test_jaxs_errors_name_the_users_function_and_argument(step) -> None:
+    def train_step(state, train):
+        return lax.pmean(state["w"], "batch") if train else state["w"]
+
+    wrapped = (train_step, jax.jit(train_step), functools.partial(train_step, {"w": X}))[step]
+    given = (True,) if step == 2 else ({"v": 0.0, "w": X}, True)
+    argument = "train"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"train_step at .*the argument {argument}") as e:
+        traced(wrapped, *given)
+    assert "flat" not in str(e.value)
+
+
+@pytest.mark.parametrize("wrong", ["text", object()])
+def test_result_that_is_no_array(wrong) -> None:
+    def train_step(state, x):
+        return state, {"loss": lax.pmean(x, "batch"), "note": wrong}
+
+    with pytest.raises(
+        CutError, match=f"^`result\\[1\\]\\['note'\\]` of `train_step` is a `{type(wrong).__name__}`, but"
+    ):
+        traced(train_step, X, X)
 
 
 def test_exchange_where_it_cannot_be_cut() -> None:
@@ -165,6 +195,18 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
     lines = [r.getMessage() for r in caplog.records]
     assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
     assert len(lines) == 1, "one loop, one notice"
+
+
+def test_calls_around_an_exchange_in_a_loop_are_not_loops(caplog: pytest.LogCaptureFixture) -> None:
+    def ring(key, n):
+        return lax.fori_loop(0, n, lambda _, k: jax.jit(lambda k: lax.all_gather(k, "batch"))(k)[0], key)
+
+    with caplog.at_level(logging.WARNING, "jaxcross"):
+        program = traced(ring, jax.random.key(0), 3).cut()  # a random key travels as its words, by a call
+        _advise(program, set())
+    assert [dict(x.params).get("loop") for x in program.exchanges] == ["while ?"] * 2  # and its vote
+    assert "exchanges inside a while at" in caplog.text
+    assert "closed_call" not in program.exchange_signature()
 
 
 SCRIPT = """

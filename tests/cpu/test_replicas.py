@@ -112,7 +112,7 @@ def test_reports_are_gathered_only_where_they_differ():
         ([RankReport(1, "", {"x": "1"})] * 3, None),
         ([RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})], Difference("y", (0, 1))),
         ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
-        ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at unlike steps, 1, 2"),
+        ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at different steps, 1, 2"),
         ([RankReport(1, "", {"x": "1"}), RankReport(1, "gone", {})], "gone"),
     ],
 )

@@ -94,6 +94,28 @@ def test_data_that_ends_on_one_rank_ends_the_loop_on_all():
     assert run_ranks(2, work) == [(3, solo([[1.0] * 3] * 2))] * 2
 
 
+@pytest.mark.parametrize(
+    ("data", "steps", "message"),
+    [
+        (None, None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `NoneType`"),
+        ("abc", None, "TypeError: `batches` of job `a` must be an iterable of batches, got a `str`"),
+        ({"x": 1.0}, None, "TypeError: `batches` of job `a` must be .* got a `dict`; this looks like a single batch"),
+        ([1.0], -1, "ValueError: `steps` of job `a` must be at least 0, got -1"),
+        ([1.0], "3", "TypeError: `steps` of job `a` must be a whole number, got '3'"),
+    ],
+)
+def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", lambda job: list(job.batches(data, steps)))
+        other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
+        with pytest.raises(JobError, match=f"^Job `a` failed on ranks 0, 1 after step 0: {message}"):
+            runner.run()
+        return other.how
+
+    assert run_ranks(2, work) == ["ended", "ended"]
+
+
 def test_steps_limit_the_batches():
     def work(world):
         job = (runner := Runner(world)).add("a", loop, step=make_step(world), data=iter(lambda: 1.0, None), steps=4)
@@ -586,6 +608,36 @@ def test_a_logged_key_is_read_back_as_its_words():
     assert values["key"].tolist() == values["keys"][0].tolist() == jax.random.key_data(key).tolist()
 
 
+def test_logging_traced_values_is_an_error_that_says_where_to_log():
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", lambda job: jax.jit(lambda x: job.log({"loss": x}))(1.0))
+        with pytest.raises(
+            JobError, match=r"TypeError: `job.log` was called with traced values, inside a `jax.jit` or"
+        ):
+            runner.run()
+
+    run_ranks(1, work)
+
+
+def test_only_kinds_of_spans_can_be_measured():
+    def work(world):
+        def train(job):
+            with (
+                pytest.raises(
+                    ValueError, match="^`kind` of `job.measure` in job `a` must be one of 'compute', .*'host'"
+                ),
+                job.measure("evaluation"),
+            ):
+                raise AssertionError
+
+        runner = Runner(world)
+        runner.add("a", train)
+        runner.run()
+
+    run_ranks(1, work)
+
+
 def test_run_is_the_plain_loop():
     def work(world):
         one = make_step(world)
@@ -603,7 +655,7 @@ def test_run_is_the_plain_loop():
 
 def test_a_step_must_return_a_pair_in_the_plain_loop():
     def work(world):
-        with pytest.raises(JobError, match=r"TypeError: the step of job `a` returned no pair `\(state, metrics\)`"):
+        with pytest.raises(JobError, match=r"`step` of job `a` must return a pair `\(state, metrics\)`, got a "):
             run([Job("a", make_step(world), 0.0, [1.0])], world=world)
 
     assert run_ranks(1, work) == [None]
@@ -612,7 +664,7 @@ def test_a_step_must_return_a_pair_in_the_plain_loop():
 def test_different_jobs_on_two_ranks():
     def work(world):
         runner = Runner(world)
-        runner.add(f"a{world.rank}", loop)
+        runner.add(f"a{world.rank}", lambda job: None)
         with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: "):
             runner.run()
 
@@ -622,9 +674,9 @@ def test_different_jobs_on_two_ranks():
 def test_different_shares_on_two_ranks():
     def work(world):
         runner = Runner(world, Weighted((1, 1 + world.rank)))
-        runner.add("a", loop)
-        runner.add("b", loop)
-        with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: .*shares=\(1, 2\)"):
+        runner.add("a", lambda job: None)
+        runner.add("b", lambda job: None)
+        with pytest.raises(JobError, match=r"^Ranks 0 and 1 want to run different things: .*shares=\(1\.0, 2\.0\)"):
             runner.run()
 
     assert run_ranks(2, work) == [None, None]
@@ -633,7 +685,7 @@ def test_different_shares_on_two_ranks():
 def test_bad_arguments():
     def work(world):
         runner = Runner(world, Weighted((1, 2)))
-        runner.add("a", loop)
+        runner.add("a", lambda job: None)
         with pytest.raises(ValueError, match=r"^`Weighted` has 2 shares, the runner 1 jobs"):
             runner.run()
         runner = Runner(world)
@@ -644,7 +696,7 @@ def test_bad_arguments():
         job = runner.add("a", lambda job: None)
         with pytest.raises(ValueError, match=r"^There is a job `a` already\."):
             runner.add("a", lambda job: None)
-        with pytest.raises(TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, not `int`"):
+        with pytest.raises(TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, got a `int`"):
             runner.add("b", 3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"^`''` is no name for a job"):
             runner.add("", lambda job: None)

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcross
@@ -112,15 +114,71 @@ def test_steps_that_take_a_state_and_a_batch_are_jobs(valid: Callable[..., Any])
     Job("a", valid, 0.0, Loaded())  # type: ignore[arg-type]
 
 
+def makes_a_generator(job: Any) -> Any:
+    yield job
+
+
+async def makes_a_coroutine(job: Any) -> Any:
+    return job
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "message"),
+    [
+        (Job("a", step, 0.0, []), {}, r"Job `a` needs a function `fn\(job, \*\*kwargs\)`, got a `Job`\."),
+        (lambda: None, {}, r"Job `a` calls its function as `fn\(job\)`: too many positional arguments\."),
+        (
+            lambda job: None,
+            {"lr": 1},
+            r"Job `a` calls its function as `fn\(job, lr=...\)`: got an unexpected",
+        ),
+        (step, {}, r"Job `a` calls its function as `fn\(job\)`: missing a required argument: 'batch'\."),
+        (makes_a_generator, {}, "Job `a` needs a function that trains when it is called; this one makes a generator,"),
+        (functools.partial(makes_a_coroutine), {}, "Job `a` needs a function that trains .* makes a coroutine,"),
+    ],
+)
+def test_functions_of_jobs_are_checked_where_they_are_added(function: Any, kwargs: Any, message: str) -> None:
+    def work(world: Any) -> None:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            Runner(world).add("a", function, **kwargs)
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("function", [print, lambda job, lr=1: None, functools.partial(step, batch=1), lambda *a: None])
+def test_functions_that_take_a_job_can_be_added(function: Any) -> None:
+    run_ranks(1, lambda world: Runner(world).add("a", function))
+
+
+def test_jobs_do_not_share_an_iterator() -> None:
+    data = iter([1.0, 2.0])
+    with pytest.raises(ValueError, match="^`batches` of jobs `a` and `c` are one iterator, .* Give each job its own.$"):
+        run([Job("a", step, 0.0, data), Job("b", step, 0.0, [1.0]), Job("c", step, 0.0, data)])
+
+
+def test_numbers_of_steps_may_be_numpys() -> None:
+    assert repr(jaxcross.CheckReplicas(np.int32(2))) == repr(jaxcross.CheckReplicas(2))
+    for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
+        with pytest.raises(ValueError, match="^`check_replicas` is .* the number of steps from one comparison to the"):
+            jaxcross.CheckReplicas(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^`except_` is `5`: name leaves by texts"):
+        jaxcross.CheckReplicas(2, except_=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [Job("a", step, 0.0, []), [step], [("a", step)], 3, None])
 def test_run_takes_jobs(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^`jobs` must be a list of `jaxcross.Job`s, got "):
         run(wrong)
 
 
-@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None]])
-def test_shares_are_numbers(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [4, "41", ("4", 1), [None], {"a": 4, "b": 1}, {4, 1}, (True, 1), None])
+def test_shares_are_numbers_in_order(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share for each job, as in `Weighted\(\(4, 1\)\)`, got "):
         jaxcross.Weighted(wrong)
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):
         jaxcross.Weighted((4, 1), joining="2")  # type: ignore[arg-type]
+
+
+def test_shares_may_be_numpys_and_jaxs() -> None:
+    for shares in (np.array([4, 1]), [np.float32(4), jnp.float32(1)]):
+        assert jaxcross.Weighted(shares) == jaxcross.Weighted((4, 1))  # type: ignore[arg-type]

@@ -64,6 +64,33 @@ def test_axes_of_two_worlds_cannot_be_mixed():
         exchanges(lambda x: lax.psum(x, ("a", "b")), X, axes={"a": 2})
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda x: lax.ppermute(x, "b", [(0, 1), (1, 7)]),
+            r"^destinations of `ppermute` over 'b' must be .* got \[1, 7\]",
+        ),
+        (
+            lambda x: lax.ppermute(x, "b", [(-1, 1)]),
+            r"^sources of `ppermute` over 'b' must be indices from 0 to 2, .*-1",
+        ),
+        (
+            lambda x: lax.ppermute(x, "b", [(0, 1), (0, 2)]),
+            r"^sources of .* each at most once, got \[0, 0\], at .*test_",
+        ),
+        (lambda x: lax.pbroadcast(x, "b", 3), r"^sources of `pbroadcast` over 'b' must be .* got \[3\]"),
+        (
+            lambda x: lax.psum(x, "b", axis_index_groups=[[0, 1]]),
+            r"^`axis_index_groups` of `psum` over 'b' must name each index from 0 to 2 once, got \[\[0, 1\]\], at ",
+        ),
+    ],
+)
+def test_indices_are_those_of_the_axes(function, message):
+    with pytest.raises(ExchangeError, match=message):
+        exchanges(function, X)
+
+
 def test_collectives_without_a_counterpart_name_the_remedy():
     def ragged(x):
         n = jnp.zeros((2,), jnp.int32)

@@ -272,3 +272,9 @@ def test_a_rank_that_dies_without_a_word_leaves_a_post_mortem(tmp_path):
     dies = "import os\nif world.rank == 1:\n    os._exit(1)"
     _, lines, left = launched(tmp_path, START.format(watchdog=300) + dies + WAIT)
     assert any("post-mortem" in line for line in lines) and len(left) == 1
+
+
+def test_mpi_that_was_finalized_is_named(mpirun) -> None:
+    done = mpirun(1, "from mpi4py import MPI; import jaxcross; MPI.Finalize(); jaxcross.initialize()")
+    assert done.returncode != 0
+    assert "ExchangeError: MPI was finalized in this process (`MPI.Finalize()`), and cannot start again." in done.stderr

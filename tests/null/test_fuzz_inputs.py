@@ -151,4 +151,4 @@ def test_a_damaged_report_is_refused(data, report_text, tmp_path_factory):
         del content[key]
     path.write_text(data.draw(st.sampled_from([json.dumps(content), "[" * 100_000, json.dumps(content)[:-3], ""])))
     report, why = attempt(lambda: Report.load(path))
-    assert report is not None or "is no report of jaxcross" in why
+    assert report is not None or "is not a report of jaxcross" in why

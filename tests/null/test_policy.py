@@ -62,8 +62,12 @@ def test_who_was_away_is_owed_nothing_for_it():
 
 @pytest.mark.parametrize("shares", [(), (1, 0), (1, -2), (float("nan"),), (float("inf"), 1)])
 def test_a_share_is_a_positive_number(shares):
-    with pytest.raises(ValueError, match=r"^the shares of jobs are positive numbers, not \("):
+    with pytest.raises(ValueError, match=r"^`shares` of `Weighted` must be positive numbers, one for each job, got \("):
         Weighted(shares)
+
+
+def test_shares_that_are_equal_print_alike():
+    assert {repr(Weighted(shares)) for shares in ((4, 1), [4, 1.0], iter((4.0, 1)))} == {repr(Weighted((4.0, 1.0)))}
 
 
 def backward(pieces, nbytes):

@@ -136,7 +136,7 @@ def strict(path):
 def test_a_file_that_is_no_report(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match="is no report of jaxcross"):
+    with pytest.raises(ValueError, match="is not a report of jaxcross"):
         Report.load(path)
 
 

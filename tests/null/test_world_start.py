@@ -1,12 +1,14 @@
 """What start-up decides, without MPI: launcher variables, the thread pool, the device, the watchdog's report."""
 
+import re
+
 import pytest
 
 from jaxcross.errors import ExchangeError
 from jaxcross.world import pool, start
 from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.standing import Activity, Standing, explain, late_ranks
-from jaxcross.world.start import device_of
+from jaxcross.world.start import device_of, initialize
 
 
 @pytest.mark.parametrize(
@@ -155,3 +157,20 @@ def test_the_report_when_the_ranks_wait_for_different_things():
     assert "All ranks have arrived" not in text
     text = explain(1, agreement, 300.0, {0: Standing(entered=7, waits=(WAIT,)), 2: Standing(entered=7, waits=(WAIT,))})
     assert "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, seg" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"watchdog_s": "60"}, "`watchdog_s` must be a number of seconds, more than 0, got '60'."),
+        ({"watchdog_s": 0}, "`watchdog_s` must be a number of seconds, more than 0, got 0."),
+        ({"watchdog_s": float("nan")}, "`watchdog_s` must be a number of seconds, more than 0, got nan."),
+        ({"silence_s": -1}, "`silence_s` must be a number of seconds, 0 or more, 0 for never, got -1."),
+        ({"silence_s": None}, "`silence_s` must be a number of seconds, 0 or more, 0 for never, got None."),
+        ({"lanes": 0}, "`lanes` must be a whole number of at least 1, got 0."),
+        ({"lanes": 1.5}, "`lanes` must be a whole number of at least 1, got 1.5."),
+    ],
+)
+def test_arguments_are_checked_before_mpi_starts(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        initialize(**options)

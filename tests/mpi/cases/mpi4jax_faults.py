@@ -274,5 +274,36 @@ def a_chain_through_all_ranks():
     np.testing.assert_array_equal(crossed(jnp.zeros(2), False), jnp.full(2, rank))
 
 
+def numbers_that_mpi_does_not_have():
+    """MPI would end all ranks. Here the step is refused, with the line, and the next one is made."""
+    part = comm.Split(0 if rank == 0 else MPI.UNDEFINED)
+    wrong = {
+        "`root` of `mpi4jax.bcast` must be a rank of its communicator, 0 to 1, got 9, at ": (
+            lambda x: mpi4jax.bcast(x, 9, comm=comm)
+        ),
+        "`dest` of `mpi4jax.send` must be a rank of its communicator, 0 to 1, got 2, at ": (
+            lambda x: mpi4jax.send(x, 2, comm=comm)
+        ),
+        "`source` of `mpi4jax.recv` must be a rank of its communicator, 0 to 1, got -7, at ": (
+            lambda x: mpi4jax.recv(x, -7, comm=comm)
+        ),
+        "`tag` of `mpi4jax.recv` must be 0 or more, got -5, at ": lambda x: mpi4jax.recv(x, 0, tag=-5, comm=comm),
+        "`sendtag` of `mpi4jax.sendrecv` must be 0 or more, got -1, at ": (
+            lambda x: mpi4jax.sendrecv(x, x, 1 - rank, 1 - rank, sendtag=-1, comm=comm)
+        ),
+    }
+    if rank == 1:
+        wrong["`mpi4jax.allreduce` goes over `MPI.COMM_NULL`, at "] = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=part)
+    for message, step in wrong.items():
+        try:
+            jaxcross.crossover(step, axes="r")(x)
+        except jaxcross.ExchangeError as error:
+            assert str(error).startswith(message) and "mpi4jax_faults.py" in str(error), error
+        else:
+            raise AssertionError(f"no error: {message}")
+    total = jaxcross.crossover(lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=comm), axes="r")(x)
+    np.testing.assert_array_equal(total, 2 * jnp.arange(4.0) + 1)
+
+
 globals()[sys.argv[1]]()
 print("case done", flush=True)

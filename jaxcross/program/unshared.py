@@ -1,0 +1,47 @@
+"""Arguments that share a buffer, such as `{"params": p, "ema": p}`: XLA refuses to take one buffer twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def unshare(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
+    """Replaces donated arrays that stand in `leaves` more than once by copies, all but one, and none if one is kept.
+
+    Args:
+        leaves: Flat arguments; changed in place.
+        donated: Positions in `leaves` of those that the step may overwrite.
+        new_types: Whether to compare buffers, which different arrays may share (`jax.device_put`). It takes 0.2 us an
+            array, so it is for the first call with these types; else the objects are compared.
+    """
+    if not donated or not (new_types or len(set(map(id, leaves))) < len(leaves)):
+        return
+    key: Callable[[Any], int] = _buffer if new_types else id
+    seen = {key(x) for place, x in enumerate(leaves) if place not in donated and isinstance(x, jax.Array)}
+    for place in sorted(donated):
+        leaf = leaves[place]
+        if not isinstance(leaf, jax.Array):
+            continue
+        if key(leaf) in seen:
+            leaves[place] = jnp.array(leaf)
+        seen.add(key(leaf))
+
+
+def sharing(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first two names of arrays that share a buffer, which XLA was to take twice; None if there are none."""
+    seen: dict[int, str] = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and (first := seen.setdefault(_buffer(array), name)) != name:
+            return first, name
+    return None
+
+
+def _buffer(array: jax.Array) -> int:
+    try:
+        return array.unsafe_buffer_pointer()
+    except (ValueError, AttributeError, RuntimeError):  # on several devices, random keys, donated
+        return id(array)
