@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener
 
 FROZEN = 1_000
-"""Iterations of an inner loop that a rank makes at most which is through with an outer one. On the carry that it left
-the outer loop with, the inner one might never end: under `vmap` it would not.
+"""Iterations after which a rank that is through with an outer loop no longer votes to continue an inner one. On the
+carry that it left the outer loop with, the inner one might never end: under `vmap` it would not. It goes on as long as
+other ranks do.
 """
-FROZEN_LOCAL = 100_000
-"""The same for an inner loop that exchanges nothing."""
+FROZEN_LOCAL = 1_000_000
+"""Iterations after which such a rank leaves an inner loop that exchanges nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +161,18 @@ class _Rewriter:
         if votes:
             _check_no_refs(eqn)
 
-        def goes_on(carry: Sequence[Any], count: Any, active: Any) -> Any:
+        def goes_on(carry: Sequence[Any], active: Any) -> Any:
             facts = [*known[:n], *carried]
             (going,) = self.jaxpr(params["cond_jaxpr"], [*values[:n], *carry], facts, replace(inner, active=active))
-            if limited:
-                allowed = lax.bitwise_or(role.active, lax.lt(count, jnp.int32(FROZEN if votes else FROZEN_LOCAL)))
-                going = lax.bitwise_and(going, jnp.broadcast_to(allowed, jnp.shape(going)))
             return going
 
         def cond(state: tuple[list[Any], Any, Any]) -> Any:
-            _, _, going = state
-            return self._vote(eqn, _any(going), role) if votes else _any(going)
+            _, count, going = state
+            going = _any(going)
+            if limited:
+                within = lax.lt(count, jnp.int32(FROZEN if votes else FROZEN_LOCAL))
+                going = lax.bitwise_and(going, lax.bitwise_or(role.active, within))
+            return self._vote(eqn, going, role) if votes else going
 
         def body(state: tuple[list[Any], Any, Any]) -> tuple[list[Any], Any, Any]:
             carry, count, going = state
@@ -180,10 +182,12 @@ class _Rewriter:
             if votes or jnp.ndim(going):
                 new = [x if y is x else lax.select_n(_like(x, going), x, y) for x, y in zip(carry, new, strict=True)]
             count = lax.add(count, jnp.int32(1)) if limited else count
-            return new, count, goes_on(new, count, active)
+            return new, count, goes_on(new, active)
 
         init, zero = [jnp.asarray(v) for v in values[m:]], jnp.int32(0) if limited else ()
-        return lax.while_loop(cond, body, (init, zero, goes_on(init, zero, role.active)))[0]
+        carry, _, going = lax.while_loop(cond, body, (init, zero, goes_on(init, role.active)))
+        # What this rank has not computed to its end must not pass for a number in a later exchange.
+        return [_nan_where(going, x) for x in carry] if limited else carry
 
     def _vote(self, eqn: Any, going: Any, role: Role) -> Any:
         """Whether any rank goes on; none does where one takes no part in the step, which fails on all of them then."""
@@ -266,6 +270,13 @@ def _any(going: Any) -> Any:
 
 def _both(active: Any, going: Any) -> Any:
     return going if active is None else lax.bitwise_and(active, going)
+
+
+def _nan_where(mask: Any, x: Any) -> Any:
+    """NaN in the place of numbers, where there is one for their type."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return lax.select_n(jnp.broadcast_to(_like(x, mask), x.shape), x, lax.full_like(x, jnp.nan))
 
 
 def _like(x: Any, mask: Any) -> Any:

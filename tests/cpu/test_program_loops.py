@@ -15,6 +15,9 @@ from jax.sharding import PartitionSpec as P
 from loops import TABLE, cut, loops, number, own, votes
 
 from jaxcross.errors import CutError
+from jaxcross.program import lockstep
+from jaxcross.program.lockstep import FROZEN
+from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
 from jaxcross.testing_wire import over_ranks, run_program
 from jaxcross.variant import _advise
@@ -49,6 +52,12 @@ def test_loop_equals_vmap(name: str, ranks: int) -> None:
 def test_loop_equals_vmap_in_64_bits(name: str) -> None:
     with jax.enable_x64(True):
         compare(name, 2)
+
+
+def at_once(program: Program, args: Any) -> Any:
+    """The results of a program, uncut, on all ranks."""
+    traced = program.traced
+    return over_ranks(lambda *a: traced.out_tree.unflatten(jaxpr_as_fun(traced.jaxpr)(*a)), traced.axes)(args)
 
 
 def micro_batches(s: Any, t: Any, x: Any) -> Any:
@@ -210,10 +219,38 @@ def test_inner_loop_that_ranks_end_together_is_not_cut_short() -> None:
     program = cut(step, X, axes=axes)
     assert len(votes(program)) == 1 and votes(program)[0].startswith("pmax row,col int32[] loop='while ?'")
     args = [(own(r),) for r in range(4)]
-    oracle = over_ranks(step, axes)(args)
-    lowered = over_ranks(lambda x: program.traced.out_tree.unflatten(jaxpr_as_fun(program.traced.jaxpr)(x)), axes)(args)
-    for mine, want in zip(lowered, oracle, strict=True):
+    for mine, want in zip(at_once(program, args), over_ranks(step, axes)(args), strict=True):
         assert np.array_equal(mine, want)
+
+
+@pytest.mark.parametrize("iterations", [FROZEN, FROZEN + 1, FROZEN + 500])
+def test_rank_that_is_through_contributes_as_long_as_others_continue(iterations: int) -> None:
+    def step(outer: Any, inner: Any) -> Any:
+        def more(c: Any) -> Any:
+            return c[0] + 1, c[1] + 1, c[2] + lax.psum(c[1], "batch") % 7
+
+        loop = lambda _, s: s + lax.while_loop(lambda c: c[0] < inner, more, (0, 0.0, 0.0))[2]  # noqa: E731
+        return lax.fori_loop(0, outer, loop, 0.0)
+
+    args = [(jnp.int32(1 + r), jnp.int32(iterations)) for r in range(2)]
+    got = at_once(cut(step, *args[0]), args)
+    assert [*map(float, got)] == [*map(float, over_ranks(step, {"batch": 2})(args))]
+
+
+@pytest.mark.parametrize(("exchanges", "wanted"), [(True, np.nan), (False, np.nan), (None, 5002.0)])
+def test_inner_loop_that_is_not_finished_gives_no_number(monkeypatch: Any, exchanges: Any, wanted: float) -> None:
+    """The rank that is through needs 5,000 iterations and the other one two; their sum is in the other's result."""
+    monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 6000 if exchanges is None else 2000)
+
+    def step(outer: Any, inner: Any) -> Any:
+        add = lambda x: x + (lax.psum(x, "batch") > 0 if exchanges else 1)  # noqa: E731
+        length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.float32(0.5)) - 0.5  # noqa: E731
+        return lax.fori_loop(0, outer, lambda i, s: jnp.where(i == 0, 0, lax.psum(length(), "batch")), 0.0)
+
+    args = [(jnp.int32(1), jnp.float32(5000)), (jnp.int32(2), jnp.float32(2))]
+    got = at_once(cut(step, *args[0]), args)
+    assert float(got[0]) == 0
+    np.testing.assert_equal(float(got[1]), wanted)
 
 
 @pytest.mark.parametrize("check", [True, False])
