@@ -2,6 +2,7 @@
 
 A **round** is one step of every job. It is measured where all jobs are in steady state next to each other: between the
 latest end of a first step (compiling, first touch of every page) and the earliest end of a last one, over whole rounds.
+Where all jobs never are, or hardly ever, the round is one of the largest set of jobs that are.
 Jobs that run one after the other because their policy says so add their steps, so `Sequential` and crossover are
 measured by the same rule. Elsewhere there is no round, and none is reported.
 
@@ -15,11 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxcross.report.facts import LOSSES, Account, JobAccount, JobFacts
+from jaxcross.report.facts import BRIEF, LOSSES, Account, JobAccount, JobFacts
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
-from jaxcross.report.rounds import Stretch, at_work_together
+from jaxcross.report.rounds import Stretch, at_work_together, sets_together
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
-from jaxcross.runtime.events import Span
+from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,28 @@ class _Rank:
     stretches: tuple[Stretch, ...]
 
     @classmethod
-    def of(cls, timeline: Timeline, jobs: Sequence[str], *, in_turn: bool) -> _Rank:
-        """Chooses where the round is measured, if anywhere: each job's own steady state, or the one that they share."""
-        own = {job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None}
-        if in_turn or not own:
-            return cls(timeline, own, tuple(own.values()))
-        shared = Stretch.shared(timeline, list(own))
-        return cls(timeline, own, () if shared is None else (shared,))
+    def of_all(cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool) -> dict[int, _Rank]:
+        """Chooses where the round is measured, if anywhere: each job's own steady state, or the one that they share.
+
+        That of all jobs, or of the largest set of at least two that has one; the same set on every rank. A set that was
+        together for less than a tenth of the time of another one gives way to it.
+        """
+        own = {
+            rank: {job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None}
+            for rank, timeline in timelines.items()
+        }
+        if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
+            return {rank: cls(timeline, own[rank], tuple(own[rank].values())) for rank, timeline in timelines.items()}
+        found: list[tuple[int, dict[int, Stretch]]] = []
+        for members in dict.fromkeys(s for timeline in timelines.values() for s in sets_together(timeline, jobs)):
+            there = {rank: t for rank, t in timelines.items() if own[rank].keys() >= set(members)}
+            shared = {r: stretch for r, t in there.items() if (stretch := Stretch.shared(t, members)) is not None}
+            if shared:
+                found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
+        longest = max((length for length, _ in found), default=0)
+        enough = [shared for length, shared in found if length >= BRIEF * longest]
+        shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
+        return {r: cls(t, own[r], (shared[r],) if r in shared else ()) for r, t in timelines.items()}
 
     @property
     def period(self) -> float:
@@ -118,17 +134,18 @@ def account(
     nbytes: Counter[tuple[int, str]] = Counter()
     for span in spans:
         of_rank[span.rank].append(span)
-        nbytes[span.rank, span.job] += span.nbytes if span.kind == "collective" else 0
+        nbytes[span.rank, span.job] += span.nbytes if span.kind == "collective" and span.in_step else 0
     names = [job.name for job in jobs]
-    ranks: dict[int, _Rank] = {}
-    for rank in sorted(wall_ns) or [0]:
-        ranks[rank] = _Rank.of(Timeline.of(rank, of_rank[rank], shortest), names, in_turn=in_turn)
+    timelines = {rank: Timeline.of(rank, of_rank[rank], shortest) for rank in sorted(wall_ns) or [0]}
+    ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     decisive = max(measured, key=lambda rank: measured[rank].limit[0], default=min(ranks))
     part, wall = ranks[decisive], wall_ns.get(decisive, 0)
     steady = union(own.window for own in part.own.values())
     bound, limit, lost = None, "", {}
-    if measured:
+    # A step with a parameter server is one stretch from its begin to its end, so the round would be its own bound.
+    served = {span.job for span in spans if span.label == PARAMETER_SERVER}
+    if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
         bound, limit = _Terms.mean(list(measured.values())).limit
         lost = part.lost()
         lost["imbalance"] = measured[decisive].limit[0] - bound

@@ -174,8 +174,9 @@ class Comparison:
 
 
 def _pooled(accounts: Sequence[Account]) -> Account:
-    """The mean of several runs, of those that have a round where some have one."""
-    accounts = [account for account in accounts if account.period_s is not None] or list(accounts)
+    """The mean of several runs, of those that have a round where some have one, and most jobs in it."""
+    most = max(len(account.crossed) for account in accounts)
+    accounts = [account for account in accounts if len(account.crossed) == most]
 
     def mean(value: Callable[[Account], float | None]) -> float | None:
         return _mean(value(account) for account in accounts)

@@ -16,6 +16,9 @@ LOSSES = {
 }
 """The named parts of `period - bound`, in the order in which they are shown."""
 
+BRIEF = 0.1
+"""Share of a run below which what is measured needs a warning, and of a set of jobs' time together, another set's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
@@ -65,7 +68,7 @@ class JobAccount:
         compute_s: Compute time of a step, mean over ranks.
         exchange_s: Exchange time of a step without waiting for other ranks.
         hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
-        bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run.
+        bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run; none of evaluations.
         steps_per_round: Steps of it in a round: 1 where all jobs made equally many, 0 if it has no part in the round.
     """
 
@@ -95,9 +98,9 @@ class Account:
         jobs: One account a job.
         period_s: T, the measured length of a round on the rank that decides it. A round is one step of every job; of
             jobs that go at unequal rates, as many steps in all, in the proportion in which they made them.
-        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. Where a kind
-            of work has several lanes, as the messages of parameter servers, the sum is that of its busiest lane. What
-            a job overlaps with itself (a backward pass cut into several exchanges) shortens its c + m.
+        bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. What a job
+            overlaps with itself (a backward pass cut into several exchanges) shortens its c + m. None also where a job
+            of the round trains by a parameter server: its step is its own bound.
         limit: Which of the three terms it is: `compute`, `exchange` or `chain`; "" without a round.
         lost_s: `period_s - bound_s` by cause; keys of `LOSSES`, none negative, and the values sum to the difference.
         hidden_share: Share of all jobs' exchange time that compute covered.

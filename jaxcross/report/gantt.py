@@ -207,7 +207,8 @@ def _panel(axis: Any, run: Report, rows: list[Row], colours: dict[str, str], beg
             axis.axhline(y - 0.5, color="#CCCCCC", lw=0.8)
     rounds = run.rounds
     note = (
-        f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, bound {seconds(rounds.bound_s)}, "
+        f"{run.policy or 'run'}   round {seconds(rounds.period_s)}, "
+        f"{'' if rounds.bound_s is None else f'bound {seconds(rounds.bound_s)}, '}"
         f"{share(rounds.hidden_share)} of exchange hidden"
         if rounds.period_s is not None
         else f"{run.policy or 'run'}   {_pace(run)}"

@@ -137,7 +137,7 @@ class LiveView(Instrument):
                 row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one
                 self._state(job, row, str(value))
             elif kind == "done":
-                row.done += row.latest > 0
+                row.done = max(row.done + (row.latest > 0), step)
                 row.latest, row.last_end_ns = 0, None  # another run of the job may begin again
                 self._state(job, row, "done")
 

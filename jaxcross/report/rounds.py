@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 from jaxcross.report.intervals import Interval
@@ -62,6 +64,16 @@ class Stretch:
         begin, end = inside[slowest][0], inside[slowest][-1]
         steps = {job: bisect_right(ends, end) - bisect_right(ends, begin) for job, ends in inside.items()}
         return cls((begin, end), steps) if end > begin and all(steps.values()) else None
+
+
+def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
+    """Sets of at least two jobs that were in steady state at one moment, largest first, then the longest together."""
+    reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
+    moments = sorted({at for window in reach.values() for at in window})
+    lengths: Counter[tuple[str, ...]] = Counter()
+    for low, high in pairwise(moments):
+        lengths[tuple(job for job, (begin, end) in reach.items() if begin <= low and high <= end)] += high - low
+    return sorted((s for s in lengths if len(s) > 1), key=lambda s: (-len(s), -lengths[s]))
 
 
 def at_work_together(timeline_spans: Sequence[Interval]) -> int:

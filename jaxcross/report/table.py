@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.facts import LOSSES, Account, JobAccount
+from jaxcross.report.facts import BRIEF, LOSSES, Account, JobAccount
 from jaxcross.report.units import number, seconds, share
 from jaxcross.wording import first_line
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
 WIDTH = 110
-BRIEF = 0.1
-"""Share of a run below which what is measured needs a warning."""
 
 
 def plain(report: Report) -> str:
@@ -133,8 +131,11 @@ def _footnotes(report: Report) -> list[str]:
     for text in replicas:
         lines.append(f"{', '.join(job.name for job in report.jobs if job.replicas == text)}: replicas {text}.")
     for job in report.jobs:
+        if not job.steps and not job.first_step and job.how == "ended":
+            lines.append(f"{job.name}: 0 steps: only those of `crossover` and of a parameter server are counted.")
         if job.first_step:
-            lines.append(f"{job.name}: resumed after step {job.first_step}.")
+            none = "" if job.steps else ", and made no steps in this run"
+            lines.append(f"{job.name}: resumed after step {job.first_step}{none}.")
         if job.skipped:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
         if job.why:
@@ -159,31 +160,33 @@ def _without_round(rounds: Account) -> list[str]:
 
 
 def _with_round(rounds: Account) -> list[str]:
-    period, bound = rounds.period_s or 0.0, rounds.bound_s or 0.0
+    period, bound = rounds.period_s or 0.0, rounds.bound_s
     limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
         "Times are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
         (
-            f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({limits[rounds.limit]}), efficiency "
-            f"{share(rounds.efficiency)}."
+            f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter server is its own."
+            if bound is None
+            else f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({limits[rounds.limit]}), "
+            f"efficiency {share(rounds.efficiency)}."
         ),
     ]
     if rounds.in_turn and len(rounds.crossed) > 1:
         lines.append("One job after the other: rates of a row are while that job ran, those of the last row over all.")
-    elif len(rounds.crossed) > 1:
+    elif bound is not None and len(rounds.crossed) > 1:
         lines.append("The bound takes compute and exchange as they were here, slowed by each other or not.")
     lines += [
         f"{job.facts.name}: no part in the round, {_why_no_part(job)}." for job in rounds.jobs
-        if not job.steps_per_round
+        if not job.steps_per_round and job.facts.steps
     ]  # fmt: skip
     named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
-    if named:
+    if named and bound is not None:
         lines.append(f"Lost {seconds(period - bound)} a round:")
         lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
     return [*lines, *filter(None, [too_small(rounds)])]
 
 
 def _why_no_part(job: JobAccount) -> str:
-    if job.facts.steps:
-        return "which needs two steps"
-    return "for want of steps of `crossover` or of a parameter server: others are not counted"
+    if job.period_s:
+        return "as it was in steady state together with the other jobs for too short a time, or never"
+    return "which needs two steps"

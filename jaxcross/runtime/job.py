@@ -134,10 +134,11 @@ class JobContext(JobLife):
         try:
             while not self._stray_loop():
                 self.replicas.next_batch(self.together)
-                with self.measure("input"):
-                    batch = next(feed, _END)
+                start_ns = time.monotonic_ns()
+                batch = next(feed, _END)
                 if batch is _END:
                     return
+                self._measured_since(start_ns, "input")
                 self.replicas.batches += 1
                 if self.examples_per_step is None:
                     self.examples_per_step, self.unit = _examples(batch, self._world.size)
@@ -245,12 +246,15 @@ class JobContext(JobLife):
             with busy if kind == "host" else nullcontext():
                 yield
         finally:
-            self._listeners.span(
-                Span(
-                    rank=self._world.rank, job=self.name, step=self.step, segment=-1, kind=kind, lane=0,
-                    start_ns=start_ns, end_ns=time.monotonic_ns(), ready_ns=start_ns, label=label,
-                )
-            )  # fmt: skip
+            self._measured_since(start_ns, kind, label)
+
+    def _measured_since(self, start_ns: int, kind: SpanKind, label: str = "") -> None:
+        self._listeners.span(
+            Span(
+                rank=self._world.rank, job=self.name, step=self.step, segment=-1, kind=kind, lane=0,
+                start_ns=start_ns, end_ns=time.monotonic_ns(), ready_ns=start_ns, label=label,
+            )
+        )  # fmt: skip
 
     # For whoever holds the job, in any thread of any rank; one rank's wish is enough.
 

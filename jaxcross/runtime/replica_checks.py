@@ -14,7 +14,7 @@ from jaxcross.checkpoint.own import common_leaves
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import ExchangeError
 from jaxcross.runtime.kept import Kept, deleted
-from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Findings, RankReport, exchange
+from jaxcross.runtime.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
 
@@ -123,7 +123,7 @@ class ReplicaChecks:
             ExchangeError: On every rank: replicas differ, and they are to be checked.
         """
         if self._ranks > 1 and every is not None:
-            common, why = set(self._common), self._unknown()
+            common, why = set(self._common), self._unknown() or self._uncertain
             self._add(
                 [RankReport(step, why, {path: d for path, d in rank.items() if path in common}) for rank in every]
             )
@@ -171,11 +171,12 @@ class ReplicaChecks:
         self._add(every)
 
     def _add(self, every: list[RankReport]) -> None:
+        self.findings.unit = "step" if self._exchanged else "batch"
         if self.findings.add(every, len(self._paths)) is not None:
             if self._checks.every is not None:
                 raise ExchangeError(self.findings.message())
             self._warn(self.findings.message())
-        elif self._checks.every is not None and self.findings.unknown and not self._unknown():
+        elif self._checks.every is not None and self.findings.unknown and not (self._unknown() or self._between):
             self._warn(f"Job `{self._job}`: replicas {self.findings.text}.")
 
     def _report(self, count: int) -> RankReport:
@@ -187,19 +188,23 @@ class ReplicaChecks:
             for state, step in (self._kept.latest(), (self._kept.state, self._kept.step)):
                 stale = step <= self._first_step if self._exchanged else state is self._start
                 if not stale and not deleted(state) and _paths(state) == self._paths:
-                    return RankReport(step if self._exchanged else count, "", digests(state, set(self._common)))
+                    found = digests(state, set(self._common))
+                    return RankReport(step if self._exchanged else count, self._uncertain, found)
             if not self._exchanged and self._kept.state is self._start:
                 return RankReport(count, UNCHANGED, {})
         except Exception as error:  # of memory perhaps; the others wait for this report
             return RankReport(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
         return RankReport(count, "its function neither returned nor saved a state like the one that it restored", {})
 
+    @property
+    def _uncertain(self) -> str:
+        """Why a difference would be no fault; the same on every rank."""
+        return BETWEEN if self._between else ""
+
     def _unknown(self) -> str:
         """Why there is nothing to compare whatever the state is; the same on every rank."""
         if self._serves:
             return "it trains by a `ParameterServer`"
-        if self._between:
-            return "its last step stands between two exchanges"
         return "" if self._common else "each of its leaves is a rank's own"
 
     def _trains(self, *, sure: bool) -> bool:

@@ -17,6 +17,9 @@ import numpy as np
 from jaxcross.program.segments import hash_62
 from jaxcross.world.control import Control
 
+BETWEEN = "its last step stands between two exchanges, where ranks may differ"
+"""Why a difference is no fault. Equal replicas are equal all the same."""
+
 UNCHANGED = "its state is the one that it began with"
 """Why a job without training has nothing to compare; reports do not mention it."""
 
@@ -76,7 +79,7 @@ class RankReport(NamedTuple):
 
     Attributes:
         step: Of the state.
-        why: Why there is nothing to compare, or empty.
+        why: Why there is nothing to compare, or `BETWEEN`, or empty.
         digests: By path, of the leaves to compare.
     """
 
@@ -116,14 +119,14 @@ class Difference(NamedTuple):
 def judge(reports: Sequence[RankReport]) -> Difference | str | None:
     """Returns a difference, why nothing is known, or None if all reports are equal. Pure."""
     first = reports[0]
-    if why := next((report.why for report in reports if report.why), ""):
+    if why := next((report.why for report in reports if report.why not in ("", BETWEEN)), ""):
         return why
     if any(report.step != first.step for report in reports):
         return f"its ranks are at different steps, {', '.join(str(report.step) for report in reports)}"
     for path, digest in first.digests.items():
         for rank, report in enumerate(reports):
             if report.digests.get(path) != digest:
-                return Difference(path, (0, rank))
+                return first.why or Difference(path, (0, rank))
     return None
 
 
@@ -134,6 +137,7 @@ class Findings:
         text: For the report: `equal`, `differ ...`, `not compared: ...`, or empty.
         difference: What the latest one found, if replicas differ.
         unknown: Whether the latest one had nothing to compare.
+        unit: What is counted: `step`, or `batch` in a job that has not exchanged anything.
         held: After how many steps the latest comparison held; None if none has.
     """
 
@@ -143,6 +147,7 @@ class Findings:
         self.held: int | None = None
         self.difference: Difference | None = None
         self.unknown = False
+        self.unit = "step"
         self.step = 0
 
     def add(self, reports: Sequence[RankReport], leaves: int) -> Difference | None:
@@ -150,10 +155,10 @@ class Findings:
         found, self.step = judge(reports), reports[0].step
         self.difference = found if isinstance(found, Difference) else None
         self.unknown = isinstance(found, str)
-        last = "; never found equal in this run" if self.held is None else f"; equal {_when(self.held)}"
+        last = "; never found equal in this run" if self.held is None else f"; equal {self._when(self.held)}"
         if isinstance(found, Difference):
             here, there = found.ranks
-            self.text = f"differ after step {self.step}, first `{found.path}` on ranks {here} and {there}{last}"
+            self.text = f"differ after {self.unit} {self.step}, first `{found.path}` on ranks {here} and {there}{last}"
         elif found == UNCHANGED:
             self.text, self.unknown = "", False
         elif found is not None:
@@ -168,14 +173,15 @@ class Findings:
         """Returns the difference in full, for an error or a warning."""
         assert self.difference is not None
         path, (here, there) = self.difference
-        held = "They were never found equal in this run" if self.held is None else f"They were equal {_when(self.held)}"
+        held = "They were never found equal in this run"
+        if self.held is not None:
+            held = f"They were equal {self._when(self.held)}"
         own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         return (
-            f"Job `{self._job}`: its replicas differ after step {self.step}, first in `{path or 'state'}` on ranks"
-            f" {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks:"
+            f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in `{path or 'state'}` on"
+            f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks:"
             f" gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
         )
 
-
-def _when(step: int) -> str:
-    return f"after step {step}" if step else "at the start"
+    def _when(self, count: int) -> str:
+        return f"after {self.unit} {count}" if count else "at the start"

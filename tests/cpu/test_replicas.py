@@ -19,7 +19,7 @@ from jaxcross.report import JobFacts, Report
 from jaxcross.runner import Runner
 from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.replica_checks import ReplicaChecks
-from jaxcross.runtime.replicas import UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
+from jaxcross.runtime.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
 from jaxcross.runtime.replicas import exchange as exchange_reports
 from jaxcross.testing import FakeControl, run_ranks
 
@@ -114,6 +114,9 @@ def test_reports_are_gathered_only_where_they_differ():
         ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
         ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at different steps, 1, 2"),
         ([RankReport(1, "", {"x": "1"}), RankReport(1, "gone", {})], "gone"),
+        ([RankReport(1, BETWEEN, {"x": "1"})] * 2, None),
+        ([RankReport(1, BETWEEN, {"x": "1"}), RankReport(1, BETWEEN, {"x": "2"})], BETWEEN),
+        ([RankReport(1, BETWEEN, {"x": "1"}), RankReport(1, "gone", {})], "gone"),
     ],
 )
 def test_what_follows_from_reports(said, found):
@@ -133,6 +136,15 @@ def test_findings_keep_the_last_comparison_that_held():
     assert findings.text == ""
     findings.add(alike, 3)
     assert findings.text == "equal in 1 of 3 leaves"
+
+
+def test_findings_count_batches_where_there_are_no_steps():
+    findings = Findings("a")
+    findings.unit = "batch"
+    findings.held = 10
+    findings.add([RankReport(30, "", {"x": "1"}), RankReport(30, "", {"x": "2"})], 1)
+    assert findings.text == "differ after batch 30, first `x` on ranks 0 and 1; equal after batch 10"
+    assert "differ after batch 30" in findings.message() and "They were equal after batch 10." in findings.message()
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
@@ -201,12 +213,12 @@ def test_a_job_that_never_exchanges_is_warned_of_twice(caplog, donate, hands_ove
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
         texts = run_ranks(2, work)
-    assert texts == ["differ after step 3, first `['w']` on ranks 0 and 1; equal at the start"] * 2
+    assert texts == ["differ after batch 3, first `['w']` on ranks 0 and 1; equal at the start"] * 2
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(" and has not exchanged")[0] for text in said[:2]] == [
         "Job `a` has used its first batch", "Job `a` came to its end"
     ]  # fmt: skip
-    assert len(said) == 3 and "its replicas differ after step 3" in said[2]
+    assert len(said) == 3 and "its replicas differ after batch 3" in said[2]
 
 
 def evaluations():

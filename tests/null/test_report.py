@@ -283,6 +283,27 @@ def test_the_live_view_counts_the_last_step_of_a_job_that_fails():
     assert out.getvalue().splitlines()[-1] == "a: step 2/3, disk full"
 
 
+def test_the_live_view_shows_the_step_of_a_job_that_had_ended_before():
+    live, out = view()
+    with live:
+        live.note(job="a", kind="done", step=3)
+    assert out.getvalue() == "a: step 3/3, done\n"
+
+
+def test_the_bars_of_jobs_that_have_ended_are_full():
+    live, out = view(terminal=True)
+    with live:
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, step, step + 1))
+        live.note(job="a", kind="done", step=3)
+        live.span(span("compute", "b", 1, 0, 1))
+        live.note(job="b", kind="status", step=1, value="disk full")
+    last = out.getvalue().rpartition("\x1b[1A")[2]
+    (a,), (b,) = ([line for line in last.splitlines() if f"{name} " in line] for name in "ab")
+    assert "3/3" in a and "done" in a
+    assert "1/?" in b and "disk full" in b
+
+
 def test_the_live_view_draws_bars_on_a_terminal():
     live, out = view(terminal=True)
     with live:

@@ -280,13 +280,57 @@ def test_an_evaluation_is_no_step():
 
 
 def test_exchanges_with_parameter_servers_overlap():
-    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another one."""
+    """Each job has a lane of its own, and a rank's n-th step has nothing to do with that of another one. A step is one
+    stretch of computing and waiting, its own bound, so that an efficiency would say nothing.
+    """
     spans = []
     for rank, pace in ((0, 1), (1, 3)):
         for lane, job in enumerate("ab"):
             steps = alone(job, 6, compute=1.0 * pace, exchange=3.0 * pace, rank=rank)
             spans += [replace(s, lane=1 + lane, label=PARAMETER_SERVER) for s in steps]
     result = account(spans, facts("a", "b", steps=6), {0: 80 * S, 1: 80 * S})
-    assert result.efficiency is not None and result.efficiency <= 1
-    assert (result.period_s, result.lost_s["peer"]) == (12.0, 0)
+    assert result.period_s == 12.0
+    assert (result.bound_s, result.efficiency, result.limit, result.lost_s) == (None, None, "", {})
     assert [job.exchange_s for job in result.jobs] == [6.0, 6.0]  # the mean of 3 and 9 s
+
+
+def test_jobs_in_steady_state_have_a_round_though_a_third_left_early():
+    """c has ended before a and b pass their first steps; the round is one of a and b, on both ranks."""
+    spans = [s for rank in (0, 1) for s in (*crossed(8, rank=rank, begin=20), *alone("c", 4, rank=rank))]
+    result = account(spans, facts("a", "b", "c", steps=8), {0: 40 * S, 1: 40 * S})
+    assert (result.period_s, result.bound_s, result.efficiency, result.s_per_step) == (2.0, 2.0, 1.0, 1.0)
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+    assert [job.period_s for job in result.jobs] == [2.0, 2.0, 2.0]  # c's own steady state
+
+
+def test_a_job_that_leaves_just_after_another_begins_leaves_the_round_to_the_others():
+    """a and c are in steady state together for less than a round, c and b for eight."""
+    spans = [*alone("a", 4), *(replace(s, job={"a": "b", "b": "c"}[s.job]) for s in crossed(10, begin=5))]
+    result = account(spans, facts("a", "b", "c", steps=10), {0: 40 * S})
+    assert [job.steps_per_round for job in result.jobs] == [0, 1, 1]
+    assert result.period_s == 2.0
+
+
+def test_bytes_per_step_are_those_of_training_steps():
+    spans = alone("a", 5, nbytes=64)
+    spans += [replace(s, step=6, in_step=False) for s in alone("a", 1, begin=10, nbytes=1000)]
+    (job,) = account(spans, facts("a"), {0: 15 * S}).jobs
+    assert job.bytes_per_step == 64
+
+
+def test_two_of_three_jobs_share_a_part_of_the_run():
+    """The share of the run in which at least two are at work: a and b from 3 to 6 s, none with c."""
+    spans = [*alone("a", 3), *alone("b", 3, begin=3), *alone("c", 2, begin=12)]
+    assert account(spans, facts("a", "b", "c", steps=3), {0: 16 * S}).shared_share == 3 / 16
+
+
+def test_a_job_that_leaves_after_two_rounds_does_not_set_the_round():
+    """a, b and c make two rounds of 3 s after their first steps; then a and b make thirty of 2 s."""
+    spans = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(3) for k, job in enumerate("abc")]
+    spans += [
+        piece("compute", job, n + 3, 9 + 2 * n + k, 10 + 2 * n + k) for n in range(30) for k, job in enumerate("ab")
+    ]
+    result = account(spans, facts("a", "b", "c", steps=33), {0: 70 * S})
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+    assert 2.0 <= result.period_s < 2.2  # two of the 32 rounds with c
+    assert result.steady_share > 0.9

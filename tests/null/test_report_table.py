@@ -1,10 +1,12 @@
 """What the table says, of runs that are written down by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxcross.report import JobFacts, Report
 from jaxcross.report.units import number, seconds
-from jaxcross.runtime.events import Span
+from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 S = 1_000_000_000
 
@@ -65,7 +67,7 @@ def test_a_job_that_had_ended_before_has_no_range_of_steps():
     spans = steps_of("a", 4, first=21)
     text = str(report(spans, JobFacts(name="a", steps=4, first_step=20), JobFacts(name="b", steps=0, first_step=10)))
     assert cells(text, "b")[1] == "0"
-    assert "b: no part in the round, for want of steps of `crossover` or of a parameter server" in text
+    assert "b: resumed after step 10, and made no steps in this run." in text
 
 
 @pytest.mark.parametrize(("begin", "warned"), [(2.0, False), (200.0, True)])
@@ -137,3 +139,35 @@ def test_durations_have_the_unit_that_fits(value, text):
 @pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.5, "0.500"), (12.3456, "12.35"), (1e9, "1.00e+09")])
 def test_numbers_have_three_digits(value, text):
     assert number(value) == text
+
+
+def test_a_share_of_the_run_other_than_none_is_stated():
+    """a runs from 0 to 8 s, b from 7 to 15: 1 of 15 s."""
+    spans = [*steps_of("a", 4), *steps_of("b", 4, begin=7)]
+    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="round-robin"))
+    assert "Never in steady state together: at least two jobs were at work in 7% of the run" in text
+
+
+def test_a_round_of_two_says_why_a_third_has_no_part():
+    spans = [*steps_of("c", 4), *steps_of("a", 8, begin=20), *steps_of("b", 8, begin=21)]
+    text = str(report(spans, *(JobFacts(name=name, steps=n) for name, n in (("a", 8), ("b", 8), ("c", 4)))))
+    assert "Round 2.00 s (one step of each job in it)" in text
+    assert "c: no part in the round, as it was in steady state together with the other jobs for too short" in text
+    assert cells(text, "c") == ["c", "4", "-", "-", "-", "-"]
+
+
+def test_jobs_of_parameter_servers_have_no_efficiency():
+    spans = [replace(s, lane=1, label=PARAMETER_SERVER) for s in steps_of("a", 4)]
+    text = str(report(spans, JobFacts(name="a", steps=4)))
+    assert "Round 2.00 s (one step of every job), no bound: " in text
+    assert "parameter server" in text
+    assert not any(word in text for word in ("efficiency", "Lost", "The bound takes"))
+
+
+def test_steps_that_no_span_is_of_are_said_to_be_uncounted():
+    """A job of a plain `jax.jit`, alone and next to another one."""
+    plain = JobFacts(name="plain", steps=0, replicas="differ after batch 30, first `w` on ranks 0 and 1")
+    line = "plain: 0 steps: only those of `crossover` and of a parameter server are counted."
+    assert line in str(report(steps_of("a", 4), plain, JobFacts(name="a", steps=4)))
+    assert line in str(Report.build([], jobs=[plain], start_ns=0, end_ns=S))
+    assert "steps of `crossover`" not in str(report(steps_of("a", 4), JobFacts(name="a", steps=4)))
