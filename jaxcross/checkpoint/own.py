@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -60,14 +60,10 @@ _STATISTICS = "batch_stats"
 
 
 def own_leaves(state: Any) -> list[str]:
-    """Paths of the leaves that an exchange keeps for its rank.
-
-    States of exchanges are known by the names of all their fields: NNX makes dicts of them, and one name alone may be
-    that of a user's parameter.
-    """
+    """Paths of the leaves that an exchange keeps for its rank."""
+    strategies = _strategies(state)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    below = _siblings(paths)
-    return [keystr(path) for path in paths if _owned(path, below, _OWN)]
+    return [keystr(path) for path in paths if _owned(path, strategies, _OWN)]
 
 
 def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
@@ -83,46 +79,77 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
             as `jax.tree_util.keystr` spells it.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
-    below = _siblings([path for path, _ in found])
-    models = any(_is(kind, names) for names in below.values() for kind in _MODELS)
+    strategies = _strategies(state)
+    models = any(kind in _MODELS for kinds in strategies.values() for kind in kinds)
     names, statistics = {_STATISTICS, *except_}, _nnx_statistics(state)
 
     def common(path: KeyPath, leaf: Any) -> bool:
-        if any(_owned(path, below, fields) for fields in _APART):
+        if any(_owned(path, strategies, fields) for fields in _APART):
             return False
         if any(_name(key) in names for key in path):
             return False
         beginnings = [path[: n + 1] for n in range(len(path))]
         if any(start in statistics or keystr(start) in names for start in beginnings):
             return False
-        return not models or _in_strategy(path, below) or not _floating(leaf)
+        return not models or _in_strategy(path, strategies) or not _floating(leaf)
 
     return [keystr(path) for path, leaf in found if common(path, leaf)]
 
 
-def _siblings(paths: Collection[KeyPath]) -> dict[KeyPath, set[str]]:
-    """The names right below each inner node of the tree."""
-    below: dict[KeyPath, set[str]] = {}
-    for path in paths:
-        for depth, key in enumerate(path):
-            below.setdefault(path[:depth], set()).add(_name(key))
-    return below
+_Strategies = Mapping[KeyPath, Collection[type[Any]]]
 
 
-def _owned(path: KeyPath, below: Mapping[KeyPath, set[str]], fields: _Fields) -> bool:
+def _strategies(state: Any) -> _Strategies:
+    """The nodes of a tree that are states of strategies, and of which ones.
+
+    NNX makes dicts of them: in its states they are known by the names of all their fields. Other dicts are the user's.
+    """
+    kinds = {kind for fields in _APART for kind in fields}
+    found: dict[KeyPath, set[type[Any]]] = {}
+    for path, node in _nodes(state, tuple(kinds)):
+        if _is(type(node), {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
+            found[path] = {type(node)}
+    for start, part in _nodes(state, nnx.State) if (nnx := sys.modules.get("flax.nnx")) else ():
+        below: dict[KeyPath, set[str]] = {}
+        for path, _ in jax.tree_util.tree_leaves_with_path(part):
+            for depth, key in enumerate(path):
+                below.setdefault((*start, *path[:depth]), set()).add(_name(key))
+        for path, names in below.items():
+            if like := {kind for kind in kinds if _is(kind, names)}:
+                found.setdefault(path, like)
+    return found
+
+
+def _is(kind: type[Any], names: set[str]) -> bool:
+    """Whether these fields of a node, those that have leaves, may be all of a strategy's state."""
+    fields: set[str] = set(kind._fields)  # type: ignore[attr-defined]
+    return fields - _MAY_BE_EMPTY <= names <= fields
+
+
+def _nodes(tree: Any, kinds: type[Any] | tuple[type[Any], ...], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The nodes of a tree that are of some classes, also those inside one another, with their paths."""
+    if isinstance(tree, kinds):
+        yield above, tree
+    inside = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda part: part is not tree and isinstance(part, kinds)
+    )
+    for path, part in inside:
+        if path and isinstance(part, kinds):
+            yield from _nodes(part, kinds, (*above, *path))
+
+
+def _owned(path: KeyPath, strategies: _Strategies, fields: _Fields) -> bool:
     return any(
-        _name(key) in own and _is(kind, below[path[:n]]) for n, key in enumerate(path) for kind, own in fields.items()
+        _name(key) in fields[kind]
+        for n, key in enumerate(path)
+        for kind in strategies.get(path[:n], ())
+        if kind in fields
     )
 
 
-def _in_strategy(path: KeyPath, below: Mapping[KeyPath, set[str]]) -> bool:
+def _in_strategy(path: KeyPath, strategies: _Strategies) -> bool:
     """Whether a leaf is a field of a strategy's state, such as the centre of `elastic_average`."""
-    return any(_is(kind, below[path[:n]]) for n in range(len(path)) for kind in _MODELS)
-
-
-def _is(kind: type[Any], siblings: set[str]) -> bool:
-    names: set[str] = set(kind._fields)
-    return names - _MAY_BE_EMPTY <= siblings <= names
+    return any(kind in _MODELS for n in range(len(path)) for kind in strategies.get(path[:n], ()))
 
 
 def _name(key: Any) -> str:
@@ -137,6 +164,4 @@ def _nnx_statistics(state: Any) -> set[KeyPath]:
     """Paths of the variables of NNX that hold statistics."""
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return set()
-    kind = nnx.BatchStat
-    found = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda part: isinstance(part, kind))
-    return {path for path, part in found if isinstance(part, kind)}
+    return {path for path, _ in _nodes(state, nnx.BatchStat)}

@@ -111,8 +111,9 @@ class ReplicaChecks:
             return
         if self.batches == 1 and not self._looked:
             self._looked = True
-            if self._trains(sure=False):
-                self._warn_of_no_exchange("has used its first batch", "trains")
+            trains = self._trains()
+            if trains is not False:
+                self._warn_of_no_exchange("has used its first batch", "trains" if trains else "")
         if self._restored and self._due(self.batches):
             self._compare(self.batches, together)
 
@@ -138,7 +139,7 @@ class ReplicaChecks:
         if self._restored:
             self.end = self._report(step if self._exchanged else self.batches)
         try:
-            alone = not self._exchanged and how in ("ended", "stopped") and self._trains(sure=True)
+            alone = not self._exchanged and how in ("ended", "stopped") and self._trains()
         except Exception:  # a state that cannot be read; `end` says so
             alone = False
         if alone:
@@ -207,27 +208,26 @@ class ReplicaChecks:
             return "it trains by a `ParameterServer`"
         return "" if self._common else "each of its leaves is a rank's own"
 
-    def _trains(self, *, sure: bool) -> bool:
-        """Whether the job changes a state; what it does to one that it does not hand over is known once it is donated.
+    def _trains(self) -> bool | None:
+        """Whether the job changes a state; None where nothing shows it.
 
-        Args:
-            sure: Only where there is evidence. Otherwise a job that has restored a state trains unless the state that
-                it handed over is the same.
+        A job that has restored a state and hands over none changes it for certain only if it donates it.
         """
         state, start = self._kept.latest()[0], self._start
         if not self._restored:
             return any(_floats(leaf) for leaf in jax.tree.leaves(state))
-        if deleted(start):
+        if deleted(start) or deleted(state):
             return True
-        return not sure if state is start else not _same(start, state)
+        return None if state is start else not _same(start, state)
 
     def _warn_of_no_exchange(self, when: str, trains: str) -> None:
         if self._rank == 0:
+            each = f"each of the {self._ranks} ranks {trains or 'trains'} a model of its own"
             _log.warning(
-                "Job `%s` %s and has not exchanged anything with other ranks: each of the %d ranks %s a model of its"
-                ' own. Put `@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and'
+                "Job `%s` %s and has not exchanged anything with other ranks%s%s. Put"
+                ' `@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and'
                 ' `grads = jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
-                self._job, when, self._ranks, trains,
+                self._job, when, ": " if trains else ". If it trains, ", each,
             )  # fmt: skip
 
     def _warn(self, text: str) -> None:

@@ -179,8 +179,9 @@ class Findings:
         own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         return (
             f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in `{path or 'state'}` on"
-            f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between ranks:"
-            f" gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`.{own}"
+            f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between"
+            " ranks: gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`."
+            f"{own}"
         )
 
     def _when(self, count: int) -> str:

@@ -2,13 +2,16 @@
 
 import logging
 from threading import Thread
+from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxcross
@@ -69,6 +72,40 @@ def test_all_leaves_of_a_plain_optimizer_are_common():
         path for path in paths if ".mu" not in path and path != ".params['w']"
     ]
     assert common_leaves(state, ["para", "'w'", ".params['"]) == paths  # no part of a name
+
+
+class Progress(NamedTuple):
+    """A user's, with the names of `GossipState` and `LocalSGDState`."""
+
+    round: Any
+    since: Any = None
+    inner: Any = None
+
+
+@flax.struct.dataclass
+class Clock:
+    round: Any
+
+
+OWN = ({"round": 1}, {"since": 1}, {"inner": {"w": jnp.ones(2)}, "round": 1}, Clock(1), Progress(1), Progress(1, 2, 3))
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_names_of_a_users_leaves_mean_nothing(own):
+    state = {"params": PARAMS, "progress": own}
+    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert own_leaves(state) == []
+
+
+def test_states_of_strategies_in_one_another_and_in_nnx_are_known():
+    tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
+    state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    nnx_state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))[1]
+    for made, params in ((state, "['params']"), (nnx_state, "[0]")):
+        found = common_leaves(made)
+        assert found and not any(path.startswith(params) for path in found)
+        assert own_leaves(made) and all("residual" in path for path in own_leaves(made))
 
 
 def test_batch_statistics_of_linen_are_left_out():

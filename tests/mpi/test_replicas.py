@@ -3,7 +3,8 @@
 import pytest
 
 CASES = [
-    "plain_jit_is_warned_of_twice", "a_rate_of_each_rank_is_found_at_the_end",
+    "plain_jit_is_warned_of_twice", "a_state_that_was_handed_over_and_donated_is_no_fault",
+    "a_rate_of_each_rank_is_found_at_the_end",
     "a_rate_of_each_rank_is_raised_and_another_job_untouched", "what_is_not_due_any_more_is_raised_at_the_end",
     "exceptions_are_left_out", "strategies_raise_no_false_alarm", "statistics_of_a_rank_are_left_out_of_nnx_too",
     "parts_of_a_model_raise_no_false_alarm", "jobs_that_are_silent", "checkpoints_compare_and_a_restart_goes_on",

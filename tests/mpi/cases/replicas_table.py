@@ -124,6 +124,21 @@ def plain_jit_is_warned_of_twice():
         jaxcross.run([job], check_replicas=3)
 
 
+def a_state_that_was_handed_over_and_donated_is_no_fault():
+    add = jax.jit(lambda s, b: s + b["x"].mean(), donate_argnums=0)
+
+    def train(job):
+        state = job.restore(np.zeros(3, np.float32))
+        for batch in job.batches(data()):
+            state = job.state = add(state, batch)
+            state = add(state, batch)
+        return state
+
+    job, report, lines = run(train)
+    assert job.how == "ended" and report.jobs[0].replicas.startswith("differ after batch")
+    assert RANK or ("each of the" in lines[0] and "If it trains" not in lines[0]), lines
+
+
 def a_rate_of_each_rank_is_found_at_the_end():
     step, state = crossed(sgd(), average=True, rate=1.0 + RANK)
     job, report, lines = run(loop, step=step, state=state)
@@ -278,6 +293,25 @@ def jobs_that_are_silent():
                 jax.block_until_ready(plain(state, held_out))
         return state
 
+    def evaluates_restored(job):
+        params, loss = job.restore(start[0]), jax.jit(lambda p, b: jnp.mean(b["x"] @ p["w"]))
+        for batch in job.batches(data()):
+            job.log({"loss": loss(params, batch)})
+
+    def evaluates_and_trains(job):
+        state = job.restore(start)
+        for held_out in job.batches(data(2)):
+            jax.block_until_ready(plain(state, held_out))
+        return loop(job, step, state)
+
+    for fn in (evaluates_restored, evaluates_and_trains):
+        with logged():
+            _, report, lines = run(fn)
+        assert "differ" not in report.jobs[0].replicas, report.jobs[0].replicas
+        if RANK == 0:
+            (line,) = lines
+            assert line.startswith("Job `a` has used its first batch and has not exchanged anything with other ranks.")
+            assert f" If it trains, each of the {SIZE} ranks trains a model of its own." in line
     for fn, arguments in ((evaluates, {"params": start[0]}), (served, {}), (trains_and_evaluates, {})):
         _, report, lines = run(fn, **arguments)
         assert not lines and "differ" not in report.jobs[0].replicas, (fn, lines, report.jobs[0].replicas)
@@ -340,7 +374,8 @@ def what_cannot_be_compared_is_said():
 
 
 CASES = (
-    plain_jit_is_warned_of_twice, a_rate_of_each_rank_is_found_at_the_end,
+    plain_jit_is_warned_of_twice, a_state_that_was_handed_over_and_donated_is_no_fault,
+    a_rate_of_each_rank_is_found_at_the_end,
     a_rate_of_each_rank_is_raised_and_another_job_untouched, what_is_not_due_any_more_is_raised_at_the_end,
     exceptions_are_left_out, strategies_raise_no_false_alarm, statistics_of_a_rank_are_left_out_of_nnx_too,
     parts_of_a_model_raise_no_false_alarm, jobs_that_are_silent, checkpoints_compare_and_a_restart_goes_on,
