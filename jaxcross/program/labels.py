@@ -4,13 +4,16 @@ The signature says that two exchanges are sums of three floats, not of which. Ra
 orders have equal signatures, and each would get values of the other exchange. A label is the same on all ranks that
 make the same exchange. It depends neither on the order of tracing nor on shapes, which may differ on one rank.
 
-An exchange has up to three labels. They are hashes of
+An exchange has up to four labels. They are hashes of
 
 - the leaves of the step's arguments that its operand comes from and of the step's results that it reaches, through
   layout and element-wise equations only;
 - these leaves and the other equations at which such paths end, each with the leaves around it: for exchanges between
   products, for example, also where ranks add up the results in different orders;
-- all equations before and after it by name, which tells any two exchanges of one step apart.
+- all equations before and after it by name, which tells any two exchanges of one step apart;
+- the leaves and other equations, each with the part of the array (a slice, an index) and the constant factors on the
+  way: for exchanges of parts of one leaf. Left out where the parts that the results go to do not tell it from another
+  exchange: ranks may take the parts of a batch in any order if the results are added up.
 
 A label that occurs twice on a rank identifies nothing and is left out. Ranks may take turns: one exchanges its value
 where the others exchange zeros. Where zeros and values are exchanged for the same results, these exchanges have no
@@ -33,7 +36,7 @@ from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, 
 from jaxcross.program.segments import Exchange, Program
 from jaxcross.program.trace import Traced
 
-_KINDS = 3
+_KINDS = 4
 _DIGITS = 16  # of a label as text
 _POINT_TO_POINT = frozenset({"mpi.send", "mpi.recv", "mpi.sendrecv"})
 
@@ -47,41 +50,41 @@ class Labelled:
         origin: Where it comes from.
         use: Where the result goes.
         empty: Whether its operand is zeros, or infinities, written as such: what a rank exchanges that adds nothing.
-        labels: By leaves, by leaves and the equations around them, by all equations; 0 for one that it does not have.
+        labels: By leaves, by leaves and the equations around them, by all equations, by parts; 0 for one that it does
+            not have.
     """
 
     exchange: Exchange
     origin: Mark
     use: Mark
     empty: bool
-    labels: tuple[int, int, int]
+    labels: tuple[int, int, int, int]
 
 
 def labelled(traced: Traced) -> dict[int, list[Labelled]]:
     """The arrays that each equation of a traced step exchanges, by equation. Does not wait or communicate."""
     scope, found = marked(traced), {}
-    makers = _makers(scope)
     for i, eqn in enumerate(scope.eqns):
         if exchanges := exchanges_of(eqn, traced):
-            ends = zip(exchanges, _ends(traced, scope, i, makers), strict=True)
+            ends = zip(exchanges, _ends(traced, scope, i), strict=True)
             found[i] = [
                 Labelled(exchange=x, origin=a, use=b, empty=empty, labels=_labels(x, a, b)) for x, (a, b, empty) in ends
             ]
     return found
 
 
-def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int]:
+def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int, int]:
     if x.op in _POINT_TO_POINT:
-        return 0, 0, 0
+        return 0, 0, 0, 0
     kind = hash_of_text(x.line())
     exact = mixed(3, kind, origin.exact, use.exact)
     if x.op == "ppermute":
-        return 0, 0, exact
+        return 0, 0, exact, 0
     leaves = mixed(1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
-    return leaves, mixed(2, kind, origin[:2], use[:2]), exact
+    return leaves, mixed(2, kind, origin[:2], use[:2]), exact, mixed(4, kind, origin.placed, use.placed)
 
 
-def _ends(traced: Traced, scope: Scope, i: int, makers: Mapping[Any, Any]) -> Iterator[tuple[Mark, Mark, bool]]:
+def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
     """The marks of what an equation exchanges, itself or inside, and whether its operand is empty, in the order of
     `exchanges_of`.
     """
@@ -89,20 +92,15 @@ def _ends(traced: Traced, scope: Scope, i: int, makers: Mapping[Any, Any]) -> It
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
         for inner, _, _ in scope.inside[i]:
-            inner_makers = _makers(inner)
             for n in range(len(inner.eqns)):
-                yield from _ends(traced, inner, n, inner_makers)
+                yield from _ends(traced, inner, n)
         return
     for n in range(len(found)):  # one of mpi4jax's may have no operand, or no result
         use = scope.use(eqn.outvars[n]) if n < len(eqn.outvars) else Mark()
         if n < len(eqn.invars):
-            yield scope.origin(eqn.invars[n]), use, _is_empty(eqn.invars[n], makers)
+            yield scope.origin(eqn.invars[n]), use, _is_empty(eqn.invars[n], scope.makers)
         else:
             yield Mark(), use, False
-
-
-def _makers(scope: Scope) -> dict[Any, Any]:
-    return {v: eqn for eqn in scope.eqns for v in eqn.outvars}
 
 
 def _is_empty(atom: Any, makers: Mapping[Any, Any]) -> bool:
@@ -161,12 +159,16 @@ def _travelling(program: Program) -> Iterator[Labelled]:
 
 
 def text_of(order: Sequence[Member]) -> str:
-    """The labels that are unique on this rank, as text of a fixed length: 48 bytes for each array."""
+    """The labels that are unique on this rank, as text of a fixed length: 64 bytes for each array."""
     members = [member.labelled for member in order]
     by_use: dict[Any, set[bool]] = {}  # whether what is exchanged for these results is empty, or not, or both
     for x in members:
         by_use.setdefault(_purpose(x), set()).add(x.empty)
-    known = [(0,) * _KINDS if len(by_use[_purpose(x)]) == 2 else x.labels for x in members]
+    parts = Counter((x.exchange.line(), x.use.placed) for x in members)
+    known = []
+    for x in members:
+        *others, part = (0,) * _KINDS if len(by_use[_purpose(x)]) == 2 else x.labels
+        known.append((*others, part if parts[x.exchange.line(), x.use.placed] == 1 else 0))
     labels = [label for each in known for label in each]
     seen = Counter(labels)
     return "".join(f"{label if seen[label] == 1 else 0:0{_DIGITS}x}" for label in labels)

@@ -1,8 +1,8 @@
 """Where the values of a traced step come from and where they go: the same answer in whatever order it was traced.
 
 Each variable gets two marks. One describes the equations that it is computed from, the other those that read it.
-Both follow from the graph of equations alone: not from the order in which independent equations are written, nor from
-shapes, nor from the values of constants, which may differ on a rank whose batch is short.
+Both follow from the graph of equations alone: not from the order in which independent equations are written. All but
+`placed` follow neither from shapes nor from the values of constants, which may differ on a rank whose batch is short.
 
 Each equation is visited twice, at a cost that its operands and results bound, so the cost is linear in the number of
 equations; a function that is called several times counts each time.
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.cheap import ARITHMETIC, EXACT
 from jaxcross.program.jaxprs import INLINED
+from jaxcross.program.parts import ways_through
 from jaxcross.program.trace import Traced
 
 # Layout and element-wise equations: an element of their result comes from single elements of their operands.
@@ -44,11 +45,13 @@ class Mark(NamedTuple):
         leaves: The leaves reached through layout and element-wise equations only, each as a hash of its path.
         others: The other equations at which such paths end, each as a hash of its name and of the marks around it.
         exact: A hash of all equations in that direction, with their names and the order of their operands.
+        placed: Leaves and other equations, each with the parts of arrays and constant factors on the way.
     """
 
     leaves: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     exact: int = 0
+    placed: tuple[int, ...] = ()
 
 
 _NOTHING = Mark()
@@ -63,6 +66,7 @@ class Scope:
         origins: Mark of each variable towards the inputs.
         uses: Mark of each variable towards the results.
         inside: Equation -> the jaxprs that it holds; see `_inside`.
+        makers: The equation that computes each variable.
     """
 
     inputs: Sequence[Any]
@@ -71,6 +75,7 @@ class Scope:
     origins: dict[Any, Mark] = field(default_factory=dict)
     uses: dict[Any, Mark] = field(default_factory=dict)
     inside: dict[int, list[tuple[Scope, Sequence[int], bool]]] = field(default_factory=dict)
+    makers: dict[Any, Any] = field(default_factory=dict)
 
     def origin(self, atom: Any) -> Mark:
         return _CONSTANT if isinstance(atom, compat.Literal) else self.origins.get(atom, _CONSTANT)
@@ -82,12 +87,17 @@ class Scope:
 def marked(traced: Traced) -> Scope:
     """The marks of all variables of a traced step. Does not wait or communicate.
 
-    The same on every rank whose step computes the same, in whatever order it was traced and for whatever shapes.
+    The same on every rank whose step computes the same, in whatever order it was traced and, but for `Mark.placed`, for
+    whatever shapes.
     """
-    inputs = [Mark((leaf,), (), leaf) for leaf in leaf_hashes(traced.in_tree)]
+    inputs = [_mark_of(leaf) for leaf in leaf_hashes(traced.in_tree)]
     scope = _origins(traced, traced.jaxpr, [*(_CONSTANT for _ in traced.consts), *inputs])
-    _uses(traced, scope, [Mark((leaf,), (), leaf) for leaf in leaf_hashes(traced.out_tree)])
+    _uses(traced, scope, [_mark_of(leaf) for leaf in leaf_hashes(traced.out_tree)])
     return scope
+
+
+def _mark_of(leaf: int) -> Mark:
+    return Mark((leaf,), (), leaf, (leaf,))
 
 
 def leaf_hashes(tree: Any) -> list[int]:
@@ -132,7 +142,8 @@ def _origins(traced: Traced, jaxpr: Any, args: Sequence[Mark]) -> Scope:
         inside = scope.inside[i] = []
         for sub, given, returns in _inside(eqn):
             inside.append((_origins(traced, sub, [operands[n] for n in given]), given, returns))
-        scope.origins.update(zip(eqn.outvars, _made(traced, eqn, operands, inside), strict=True))
+        scope.origins.update(zip(eqn.outvars, _made(traced, eqn, operands, scope, inside), strict=True))
+        scope.makers.update((v, eqn) for v in eqn.outvars)
     return scope
 
 
@@ -157,22 +168,51 @@ def _inside(eqn: Any) -> Iterator[tuple[Any, Sequence[int], bool]]:
         yield sub, given if known else (), returns
 
 
-def _made(traced: Traced, eqn: Any, operands: Sequence[Mark], inside: Sequence[Any]) -> list[Mark]:
+def _made(traced: Traced, eqn: Any, operands: Sequence[Mark], scope: Scope, inside: Sequence[Any]) -> list[Mark]:
     """The marks of an equation's results towards the inputs."""
     name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
-    bodies = [[scope.origin(a) for a in scope.outputs] for scope, _, returns in inside if returns]
+    bodies = [[inner.origin(a) for a in inner.outputs] for inner, _, returns in inside if returns]
     if bodies and _is_call(eqn):
         return [_alternatives(name, marks) for marks in zip(*bodies, strict=True)]
     if eqn.primitive.name == "optimization_barrier":
         return list(operands)
     if eqn.primitive.name in _ELEMENTWISE:
         union, exact = _union(operands), mixed(name, *[o.exact for o in operands])
-        return [Mark(*union, mixed(exact, n)) for n in count]
+        ways = [ways_through(eqn, scope.makers, n) for n in count]
+        return [
+            Mark(*union, mixed(exact, n), _along((o.placed, way) for o, way in zip(operands, ways[n], strict=True)))
+            for n in count
+        ]
     if _is_parallel(traced, eqn):
-        return [Mark((), (mixed(name, o.leaves, o.others),), mixed(name, o.exact)) for o in operands]
+        return [_exchanged(name, o) for o in operands]
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
-    return [Mark((), (mixed(around, n),), mixed(exact, n)) for n in count]
+    made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
+    if _picks(eqn) and (ways := ways_through(eqn, scope.makers, 0)) is not None:
+        placed = _along((o.placed, way) for o, way in zip(operands, ways, strict=True))
+        return [made[0]._replace(placed=placed)]
+    return made
+
+
+def _exchanged(name: int, mark: Mark) -> Mark:
+    return Mark((), (mixed(name, mark.leaves, mark.others),), mixed(name, mark.exact), (mixed(name, mark.placed),))
+
+
+def _end(around: int, exact: int) -> Mark:
+    """The mark of a value at which the paths through layout and element-wise equations end."""
+    return Mark((), (around,), exact, (around,))
+
+
+def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
+    """What is reached by any of several ways, as `ways_through` has them."""
+    found: tuple[int, ...] = ()
+    for placed, way in ways:
+        if way and placed:
+            part = hash_of_text(way)
+            placed = tuple(sorted(mixed(place, part) for place in placed))
+        if way is not None:
+            found = _smallest(found, placed)
+    return found
 
 
 def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
@@ -182,7 +222,9 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
-                mark = Mark(*_union((known, mark)), (known.exact + mark.exact) & _BITS)
+                mark = Mark(
+                    *_union((known, mark)), (known.exact + mark.exact) & _BITS, _smallest(known.placed, mark.placed)
+                )
             scope.uses[atom] = mark
 
     for atom, mark in zip(scope.outputs, results, strict=False):
@@ -208,12 +250,27 @@ def _read(traced: Traced, eqn: Any, scope: Scope, results: Sequence[Mark], insid
         return list(results)
     if eqn.primitive.name in _ELEMENTWISE:
         union, exact = _union(results), mixed(name, *[m.exact for m in (*operands, *results)])
-        return [Mark(*union, mixed(exact, n)) for n in range(len(operands))]
+        ways = [ways_through(eqn, scope.makers, n) for n in range(len(results))]
+        return [
+            Mark(*union, mixed(exact, n), _along((r.placed, way[n]) for r, way in zip(results, ways, strict=True)))
+            for n in range(len(operands))
+        ]
     if _is_parallel(traced, eqn):
-        return [Mark((), (mixed(name, r.leaves, r.others),), mixed(name, r.exact)) for r in results]
+        return [_exchanged(name, r) for r in results]
     around = mixed(name, *(m[:2] for m in (*operands, *results)))
     exact = mixed(name, *(m.exact for m in (*operands, *results)))
-    return [Mark((), (mixed(around, n),), mixed(exact, n)) for n in range(len(operands))]
+    read = [_end(mixed(around, n), mixed(exact, n)) for n in range(len(operands))]
+    if _picks(eqn) and (ways := ways_through(eqn, scope.makers, 0)) is not None:
+        return [
+            m if way is None else m._replace(placed=_along([(results[0].placed, way)]))
+            for m, way in zip(read, ways, strict=True)
+        ]
+    return read
+
+
+def _picks(eqn: Any) -> bool:
+    """Whether an equation of one result reads or writes elements by an index."""
+    return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
 
 
 def _is_call(eqn: Any) -> bool:
@@ -231,7 +288,7 @@ def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
     """The mark of a value that is one of several."""
     if len(marks) == 1:
         return marks[0]
-    return Mark(*_union(marks), mixed(name, *(m.exact for m in marks)))
+    return Mark(*_union(marks), mixed(name, *(m.exact for m in marks)), _along((m.placed, "") for m in marks))
 
 
 def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:

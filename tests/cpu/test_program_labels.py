@@ -111,9 +111,46 @@ def rematerialised(order: Any, tree: Any) -> Any:
     return jax.grad(layer)(tree)
 
 
+def of_rows(order: Any, tree: Any) -> Any:
+    """Parts of one leaf, for parts of one result."""
+    out, n = jnp.zeros((3, 3)), {k: n for n, k in enumerate(sorted(order))}
+    for k in order:
+        out = out.at[n[k]].set(lax.pmean(tree["a"][n[k]], "x"))
+    return out
+
+
+def of_scaled_rows(order: Any, tree: Any) -> Any:
+    n = {k: n for n, k in enumerate(sorted(order))}
+    return sum((n[k] + 1) * lax.pmean(tree["a"][n[k]], "x") for k in order)
+
+
+def of_stacked_layers(order: Any, tree: Any) -> Any:
+    layers, n = jnp.stack([tree[k] for k in sorted(order)]), {k: n for n, k in enumerate(sorted(order))}
+    grads = jax.grad(lambda p: jnp.sum(jnp.tanh(X @ p[0].T @ p[1]) @ p[2].T))(layers)
+    for k in order:
+        layers = layers.at[n[k]].add(-0.1 * lax.pmean(grads[n[k]], "x"))
+    return layers
+
+
+def of_sliced_rows(order: Any, tree: Any) -> Any:
+    """By `dynamic_slice` and `dynamic_update_slice`."""
+    out, n = tree["b"], {k: n for n, k in enumerate(sorted(order))}
+    for k in order:
+        row = lax.pmean(lax.dynamic_slice_in_dim(tree["a"], n[k], 1), "x")
+        out = lax.dynamic_update_slice(out, row, (n[k], 0))
+    return out
+
+
+def of_split_rows(order: Any, tree: Any) -> Any:
+    parts = dict(zip(sorted(order), jnp.split(tree["a"][:3], 3), strict=True))
+    means = {k: lax.pmean(parts[k], "x") for k in order}
+    return jnp.concatenate([means[k] for k in sorted(order)])
+
+
 SWAPPED = [
-    of_leaves, of_computed, of_gradients, added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan,
-    in_a_while, in_a_scan_and_a_cond, by_data, rematerialised,
+    of_rows, of_scaled_rows, of_stacked_layers, of_sliced_rows, of_split_rows, of_leaves, of_computed, of_gradients,
+    added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond, by_data,
+    rematerialised,
 ]  # fmt: skip
 
 

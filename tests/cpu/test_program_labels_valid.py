@@ -70,6 +70,38 @@ def test_batch_size_is_no_error_for_strategies(row: Any) -> None:
     assert verdict(programs) == ""
 
 
+def test_parts_of_a_batch_in_any_order() -> None:
+    """Their results are added up: it does not matter which parts of the ranks meet."""
+
+    def step(order: Any, tree: Any) -> Any:
+        n = {k: n for n, k in enumerate(sorted(order))}
+        return sum(lax.psum(jnp.tanh(tree["a"][n[k]] * 2), "x") for k in order)
+
+    assert both(step, TREE) == ""
+
+
+def test_ranks_that_put_their_own_parts_in_different_places() -> None:
+    """Each takes its row for the first result: no exchange of one rank is that of another."""
+
+    def step(order: Any, tree: Any) -> Any:
+        n = {k: n for n, k in enumerate(sorted(order))}
+        return {place: lax.psum(tree["a"][n[k]], "x") for place, k in enumerate(order)}
+
+    assert both(step, TREE) == ""
+
+
+def test_parts_of_a_batch_that_is_short_on_one_rank() -> None:
+    """Row 2 begins the second of three micro-batches here, and is the third there."""
+
+    def step(x: Any) -> Any:
+        size, total = len(x) // 3, jnp.zeros(3)
+        for n in range(3):
+            total = total.at[n].add(lax.psum(x[n * size : (n + 1) * size].sum(), "x"))
+        return total
+
+    assert verdict([program_of(step, jnp.ones((rows, 3)), axes={"x": 3}) for rows in (6, 6, 3)]) == ""
+
+
 def test_loop_unrolled_by_batch_size() -> None:
     """Each rank has its own number of micro-batches, and equations. What they exchange is still recognised."""
 
