@@ -206,6 +206,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
         ("input", timeline.input),
+        ("host", timeline.host),
         ("other", [stretch.window]),
     ]
     lengths = dict.fromkeys(LOSSES, 0)

@@ -334,3 +334,12 @@ def test_a_job_that_leaves_after_two_rounds_does_not_set_the_round():
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
     assert 2.0 <= result.period_s < 2.2  # two of the 32 rounds with c
     assert result.steady_share > 0.9
+
+
+@pytest.mark.parametrize("kind", ["compile", "host"])
+def test_compiling_in_the_steady_state_is_named(kind):
+    """A second program is compiled for 3 s, as that of a step that exchanges after steps that do not."""
+    spans = [*alone("a", 3), piece(kind, "a", 3, 6, 9), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9))]
+    result = account(spans, facts("a", steps=6), {0: 15 * S})
+    assert result.lost_s["host"] == pytest.approx(3 / 5)
+    assert result.lost_s["other"] == 0
