@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from jaxcross.report.intervals import Interval, intersect, union
 from jaxcross.runtime.events import PARAMETER_SERVER, Span
@@ -149,6 +150,12 @@ class Timeline:
             late_exchange=_late(s for s in own if s.kind == "collective"),
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
+
+    def without_undone(self, made: Mapping[str, int]) -> Self:
+        """The same with the ends of as many steps of a job as it made: one that failed or stopped leaves the pieces of
+        a step that does not count.
+        """
+        return replace(self, step_ends={job: ends[: made.get(job, len(ends))] for job, ends in self.step_ends.items()})
 
     def covered(self, job: str) -> list[Interval]:
         """When the job exchanged while any job computed on this rank."""

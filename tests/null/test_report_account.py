@@ -343,3 +343,10 @@ def test_compiling_in_the_steady_state_is_named(kind):
     result = account(spans, facts("a", steps=6), {0: 15 * S})
     assert result.lost_s["host"] == pytest.approx(3 / 5)
     assert result.lost_s["other"] == 0
+
+
+def test_a_step_that_does_not_count_is_none():
+    """A job stops, or fails, in its sixth step, which has computed and exchanged nothing."""
+    spans = [*alone("a", 5, nbytes=64), piece("compute", "a", 5, 10, 10.5)]
+    result = account(spans, facts("a", how="stopped"), {0: 11 * S})
+    assert (result.period_s, result.rounds, result.jobs[0].bytes_per_step) == (2.0, 4, 64)
