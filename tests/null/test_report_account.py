@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.report.account import account
+from jaxcross.report.compare import Comparison
 from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
+from jaxcross.report.report import Report
 from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 S = 1_000_000_000
@@ -350,3 +352,15 @@ def test_a_step_that_does_not_count_is_none():
     spans = [*alone("a", 5, nbytes=64), piece("compute", "a", 5, 10, 10.5)]
     result = account(spans, facts("a", how="stopped"), {0: 11 * S})
     assert (result.period_s, result.rounds, result.jobs[0].bytes_per_step) == (2.0, 4, 64)
+
+
+def test_turns_with_rounds_of_other_jobs_are_not_averaged():
+    """In one turn all three jobs share rounds of 3 s, in another, where c had left, two share rounds of 2 s."""
+
+    def turn(spans):
+        return Report.build(spans, jobs=facts("a", "b", "c", steps=8), start_ns=0, end_ns=40 * S)
+
+    every = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(8) for k, job in enumerate("abc")]
+    turns = [turn([*crossed(8, begin=20), *alone("c", 4)]), turn(every)]
+    pooled = Comparison.of(turns, turns).first
+    assert ([job.steps_per_round for job in pooled.jobs], pooled.period_s) == ([1, 1, 1], 3.0)
