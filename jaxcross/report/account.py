@@ -136,7 +136,8 @@ def account(
         of_rank[span.rank].append(span)
         nbytes[span.rank, span.job] += span.nbytes if span.kind == "collective" and span.in_step else 0
     names = [job.name for job in jobs]
-    timelines = {rank: Timeline.of(rank, of_rank[rank], shortest) for rank in sorted(wall_ns) or [0]}
+    made = {job.name: job.steps for job in jobs}
+    timelines = {r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]}
     ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     decisive = max(measured, key=lambda rank: measured[rank].limit[0], default=min(ranks))
@@ -206,6 +207,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
         ("input", timeline.input),
+        ("host", timeline.host),
         ("other", [stretch.window]),
     ]
     lengths = dict.fromkeys(LOSSES, 0)

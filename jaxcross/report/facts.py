@@ -12,6 +12,7 @@ LOSSES = {
     "votes": "agreeing on the next steps",
     "order": "the lane's next work hung on the other lane or on another job",
     "input": "a job waited for its next batch",
+    "host": "a job was compiling, or in work of its own on the host",
     "other": "not explained by the spans",
 }
 """The named parts of `period - bound`, in the order in which they are shown."""

@@ -28,6 +28,7 @@ class _Row:
     status: str = "waiting"
     latest: int = 0
     printed: int = -1
+    begun: bool = False
     task: TaskID | None = None
 
     def pace(self) -> str:
@@ -113,7 +114,8 @@ class LiveView(Instrument):
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
             if span.kind == "input":
-                if not row.latest and not row.done:
+                if not row.begun and not row.done:
+                    row.begun = True  # the second batch may come before the first step ends
                     self._state(span.job, row, "has data, traces and compiles its first step")
                 return
             # A new number is a new step, the first one counts those of earlier runs. The next step's computation may
@@ -138,7 +140,7 @@ class LiveView(Instrument):
                 self._state(job, row, str(value))
             elif kind == "done":
                 row.done = max(row.done + (row.latest > 0), step)
-                row.latest, row.last_end_ns = 0, None  # another run of the job may begin again
+                row.latest, row.last_end_ns, row.begun = 0, None, False  # another run of the job may begin again
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:

@@ -188,5 +188,5 @@ def _with_round(rounds: Account) -> list[str]:
 
 def _why_no_part(job: JobAccount) -> str:
     if job.period_s:
-        return "as it was in steady state together with the other jobs for too short a time, or never"
+        return "as it was hardly or never in steady state together with the others"
     return "which needs two steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from jaxcross.report.intervals import Interval, intersect, union
 from jaxcross.runtime.events import PARAMETER_SERVER, Span
@@ -78,6 +79,7 @@ class Timeline:
         vote: When the exchange lane voted, after the last rank had arrived.
         vote_peer: When a vote waited for another rank.
         input: When a job waited for its next batch.
+        host: When a job compiled, or was in work on the host that it measures.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
         step_ends: Per job, step number and end of its last segment, in order of steps. What is none of its steps, as an
@@ -95,6 +97,7 @@ class Timeline:
     vote: list[Interval]
     vote_peer: list[Interval]
     input: list[Interval]
+    host: list[Interval]
     late_compute: list[Interval]
     late_exchange: list[Interval]
     step_ends: Mapping[str, tuple[tuple[int, int], ...]]
@@ -142,10 +145,17 @@ class Timeline:
             vote=union(vote),
             vote_peer=union(vote_peer),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
+            host=union((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")),
             late_compute=_late(s for s in own if s.kind == "compute"),
             late_exchange=_late(s for s in own if s.kind == "collective"),
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
         )
+
+    def without_undone(self, made: Mapping[str, int]) -> Self:
+        """The same with the ends of as many steps of a job as it made: one that failed or stopped leaves the pieces of
+        a step that does not count.
+        """
+        return replace(self, step_ends={job: ends[: made.get(job, len(ends))] for job, ends in self.step_ends.items()})
 
     def covered(self, job: str) -> list[Interval]:
         """When the job exchanged while any job computed on this rank."""

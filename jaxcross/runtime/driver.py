@@ -144,7 +144,8 @@ class Driver:
             self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
         self.interrupt = interrupt
         for seat in tuple(self.seats.values()):
-            self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
+            if seat.how is None:  # not one that another rank's interrupt has stopped already
+                self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())
 
     # Events and instructions.

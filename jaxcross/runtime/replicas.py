@@ -158,7 +158,9 @@ class Findings:
         last = "; never found equal in this run" if self.held is None else f"; equal {self._when(self.held)}"
         if isinstance(found, Difference):
             here, there = found.ranks
-            self.text = f"differ after {self.unit} {self.step}, first `{found.path}` on ranks {here} and {there}{last}"
+            self.text = (
+                f"differ after {self.unit} {self.step}, first {_leaf(found.path)} on ranks {here} and {there}{last}"
+            )
         elif found == UNCHANGED:
             self.text, self.unknown = "", False
         elif found is not None:
@@ -178,7 +180,7 @@ class Findings:
             held = f"They were equal {self._when(self.held)}"
         own = path and f" If each rank is to have its own `{path}`, name it in `jaxcross.CheckReplicas(except_=...)`."
         return (
-            f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in `{path or 'state'}` on"
+            f"Job `{self._job}`: its replicas differ after {self.unit} {self.step}, first in {_leaf(path)} on"
             f" ranks {here} and {there}. {held}. Each rank trains a model of its own. Look for what differs between"
             " ranks: gradients without `jax.lax.pmean`, a learning rate, a seed, a step that is a plain `jax.jit`."
             f"{own}"
@@ -186,3 +188,8 @@ class Findings:
 
     def _when(self, count: int) -> str:
         return f"after {self.unit} {count}" if count else "at the start"
+
+
+def _leaf(path: str) -> str:
+    """A leaf as texts name it; the path of a state that is a single array is empty."""
+    return f"`{path}`" if path else "its only leaf"

@@ -4,6 +4,8 @@ import threading
 import time
 from collections import deque
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -343,3 +345,14 @@ def test_any_exception_can_be_told_of_in_few_words():
     assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
     text = describe(ValueError("x" * 10**6))
     assert len(text) < 5000 and text.endswith("(1000000 characters)")
+
+
+def test_an_interrupt_says_nothing_of_jobs_that_have_left():
+    noted: list[str] = []
+    seats = {n: SimpleNamespace(name=name, how=how) for n, (name, how) in enumerate((("a", "stopped"), ("b", None)))}
+    driver: Any = SimpleNamespace(
+        terminated=False, interrupt=None, seats=seats, post=lambda event: None,
+        listeners=SimpleNamespace(note=lambda job, **_: noted.append(job)),
+    )  # fmt: skip
+    Driver._interrupted(driver, KeyboardInterrupt())
+    assert noted == ["b"]

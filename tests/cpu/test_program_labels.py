@@ -149,8 +149,8 @@ def of_split_rows(order: Any, tree: Any) -> Any:
 
 SWAPPED = [
     of_rows, of_scaled_rows, of_stacked_layers, of_sliced_rows, of_split_rows, of_leaves, of_computed, of_gradients,
-    added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond, by_data,
-    rematerialised,
+    added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond,
+    by_data, rematerialised,
 ]  # fmt: skip
 
 

@@ -184,6 +184,13 @@ def test_findings_count_batches_where_there_are_no_steps():
     assert "differ after batch 30" in findings.message() and "They were equal after batch 10." in findings.message()
 
 
+def test_a_state_of_a_single_array_is_named_in_words():
+    findings = Findings("a")
+    findings.add([RankReport(3, "", {"": "1"}), RankReport(3, "", {"": "2"})], 1)
+    assert findings.text.startswith("differ after step 3, first its only leaf on ranks 0 and 1")
+    assert "first in its only leaf on" in findings.message() and "``" not in findings.message()
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
 def test_a_bad_number_of_steps_is_refused(every):
     with pytest.raises(ValueError, match=r"^`check_replicas` is .* the number of steps"):

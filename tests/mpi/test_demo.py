@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 
 import pytest
+
+from jaxcross.report import Report
 
 TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "6"]
 
@@ -54,6 +57,16 @@ def test_it_writes_the_promised_numbers(finished):
     assert result["speedup"] == (None if result["reason"] else result["ratio"])
     assert 0 <= result["hidden_share"] <= 1
     assert 0 < result["efficiency"] <= 1
+
+
+def test_the_two_ways_alternate_in_two_turns(finished):
+    """One after the other, crossover, and both again: each begins when the one before has ended, on every rank."""
+    folder, _ = finished
+    runs = ("sequential", "crossover", "sequential-2", "crossover-2")
+    reports = [Report.load(folder / "out" / f"{run}.json") for run in runs]
+    for before, after in pairwise(reports):
+        assert all(before.wall_ns[rank][1] <= after.wall_ns[rank][0] for rank in (0, 1))
+    assert [[job.steps for job in report.jobs] for report in reports] == [[3, 3]] * 4
 
 
 def test_it_leaves_a_trace_and_a_picture(finished):

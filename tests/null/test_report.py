@@ -290,6 +290,17 @@ def test_the_live_view_shows_the_step_of_a_job_that_had_ended_before():
     assert out.getvalue() == "a: step 3/3, done\n"
 
 
+def test_the_live_view_says_once_that_a_job_compiles():
+    """A second batch is taken before the first step has ended."""
+    live, out = view()
+    with live:
+        live.span(span("input", "a", 0, 0, 1))
+        live.span(span("compile", "a", 0, 1, 2))
+        live.span(span("input", "a", 1, 2, 3))
+        live.span(span("compute", "a", 1, 2, 4))
+    assert out.getvalue().splitlines() == ["a: has data, traces and compiles its first step", "a: compiled in 1.00 s"]
+
+
 def test_the_bars_of_jobs_that_have_ended_are_full():
     live, out = view(terminal=True)
     with live:

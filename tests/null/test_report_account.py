@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.report.account import account
+from jaxcross.report.compare import Comparison
 from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
+from jaxcross.report.report import Report
 from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 S = 1_000_000_000
@@ -334,3 +336,31 @@ def test_a_job_that_leaves_after_two_rounds_does_not_set_the_round():
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
     assert 2.0 <= result.period_s < 2.2  # two of the 32 rounds with c
     assert result.steady_share > 0.9
+
+
+@pytest.mark.parametrize("kind", ["compile", "host"])
+def test_compiling_in_the_steady_state_is_named(kind):
+    """A second program is compiled for 3 s, as that of a step that exchanges after steps that do not."""
+    spans = [*alone("a", 3), piece(kind, "a", 3, 6, 9), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9))]
+    result = account(spans, facts("a", steps=6), {0: 15 * S})
+    assert result.lost_s["host"] == pytest.approx(3 / 5)
+    assert result.lost_s["other"] == 0
+
+
+def test_a_step_that_does_not_count_is_none():
+    """A job stops, or fails, in its sixth step, which has computed and exchanged nothing."""
+    spans = [*alone("a", 5, nbytes=64), piece("compute", "a", 5, 10, 10.5)]
+    result = account(spans, facts("a", how="stopped"), {0: 11 * S})
+    assert (result.period_s, result.rounds, result.jobs[0].bytes_per_step) == (2.0, 4, 64)
+
+
+def test_turns_with_rounds_of_other_jobs_are_not_averaged():
+    """In one turn all three jobs share rounds of 3 s, in another, where c had left, two share rounds of 2 s."""
+
+    def turn(spans):
+        return Report.build(spans, jobs=facts("a", "b", "c", steps=8), start_ns=0, end_ns=40 * S)
+
+    every = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(8) for k, job in enumerate("abc")]
+    turns = [turn([*crossed(8, begin=20), *alone("c", 4)]), turn(every)]
+    pooled = Comparison.of(turns, turns).first
+    assert ([job.steps_per_round for job in pooled.jobs], pooled.period_s) == ([1, 1, 1], 3.0)
