@@ -26,7 +26,7 @@ from jaxcross.program.decision import Decision
 from jaxcross.program.equality import Equality, Known
 from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
-from jaxcross.program.segments import Wire
+from jaxcross.program.segments import Exchange, Wire
 
 UNROLLED = 64
 """The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""
@@ -127,8 +127,11 @@ class Flattener:
                 " custom derivatives and linear solvers, splits cond, unrolls short scans and keeps other loops whole."
                 " Move the exchange out of it."
             )
-        loops = name == "while" or not whole  # what calls mpi4jax may exchange by named axes, too
-        return lockstep.emit(self, eqn, args) if inside and loops else self.keep(eqn, args)
+        if name == "cond" and whole and any(holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside):
+            choice = self._choice(eqn, args[0])
+            if choice is not None:
+                return self._inline(eqn.params["branches"][choice], args[1:])
+        return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def keep(self, eqn: Any, args: list[Any]) -> list[Any]:
         """Emits an equation as it is."""
@@ -253,14 +256,20 @@ class Flattener:
     def _cond(self, eqn: Any, args: list[Any]) -> list[Any]:
         index, *operands = args
         branches = list(eqn.params["branches"])
-        if isinstance(index, compat.Literal):
-            choice = int(index.val)
-        else:
-            predicate = predicate_of(self, index, len(branches))
-            choice = None if predicate is None else self.choose(predicate)
+        choice = self._choice(eqn, index)
         if choice is not None:
-            return self._inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
+            return self._inline(branches[choice], operands)
         return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
+
+    def _choice(self, eqn: Any, index: Any) -> int | None:
+        """Which branch of a `cond` is taken; None where the host cannot know."""
+        last = len(eqn.params["branches"]) - 1
+        if isinstance(index, compat.Literal):
+            choice: int | None = int(index.val)
+        else:
+            predicate = predicate_of(self, index, last + 1)
+            choice = None if predicate is None else self.choose(predicate)
+        return None if choice is None else min(max(choice, 0), last)
 
     def exchanges(self, eqn: Any) -> bool:
         return self.wire.recognise(eqn, self.axes) is not None or any(
@@ -281,6 +290,10 @@ class Flattener:
         self.present.update(walker.present)
         # Constants of a branch become further operands, so that every branch is closed.
         return invars, walker.read(outs), outs
+
+
+def _is_named(exchange: Exchange) -> bool:
+    return bool(exchange.axes)
 
 
 def _rows_of(x: jax.Array, length: int) -> list[jax.Array]:

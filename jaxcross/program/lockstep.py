@@ -236,6 +236,12 @@ class _Rewriter:
         branches, operands, index = eqn.params["branches"], values[1:], _index(eqn, values)
         equality = self.equality
         takers = [n for n, b in enumerate(branches) if holds_exchange(b, equality.sizes, equality.wire)]
+        if any(not x.axes for x in equality.exchanges(eqn)):
+            raise CutError(
+                f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over named axes, and ranks may"
+                " decide it differently: their exchanges would be taken for one another's. Let all ranks decide alike,"
+                " as by `jax.lax.pmax(predicate, axis)`, or move the calls or the exchanges out of it."
+            )
         zeros = lambda *_: [lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
+from jax import lax
 from mpi4py import MPI
 
 import jaxcross
@@ -303,6 +304,58 @@ def numbers_that_mpi_does_not_have():
             raise AssertionError(f"no error: {message}")
     total = jaxcross.crossover(lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=comm), axes="r")(x)
     np.testing.assert_array_equal(total, 2 * jnp.arange(4.0) + 1)
+
+
+def conditionals_of_both_kinds():
+    """A `cond` that calls mpi4jax and exchanges over a named axis is made as the host or all ranks decide."""
+
+    def both(v):
+        return lax.psum(v, "r") + mpi4jax.allreduce(v, MPI.SUM, comm=comm)
+
+    def step(p, v):
+        return lax.cond(p, both, lambda v: v, v), lax.psum(100 * v, "r")
+
+    def agreed(p, v):
+        return step(lax.pmax(p, "r"), v)
+
+    def in_a_loop(v):
+        """Its ranks part at a conditional that holds named axes alone: all of them run the branch, as under `vmap`."""
+
+        def body(c, _):
+            c = 0.5 * mpi4jax.allreduce(c, MPI.SUM, comm=comm)
+            return lax.cond(c + 10 * rank > 5, lambda c: c + lax.psum(c, "r"), lambda c: c, c), None
+
+        return lax.scan(body, v, None, length=3)[0], lax.psum(100 * v, "r")
+
+    def in_a_loop_apart(v):
+        return lax.scan(lambda c, _: (lax.cond(c + 10 * rank > 5, both, lambda c: c, c), None), v, None, length=2)[0]
+
+    v = jnp.float32(1 + rank)
+    total = size * (size + 1) / 2
+    for function, p, wanted in (
+        (step, True, 2 * total), (step, False, 1 + rank), (agreed, rank == 0, 2 * total), (agreed, False, 1 + rank),
+    ):  # fmt: skip
+        got = jaxcross.crossover(function, axes="r")(jnp.bool_(p), v)
+        assert [*map(float, got)] == [wanted, 100 * total], (function, p, got)
+
+    def oracle(v):
+        def body(c, _):
+            c = 0.5 * lax.psum(c, "r")
+            return lax.cond(c + 10 * lax.axis_index("r") > 5, lambda c: c + lax.psum(c, "r"), lambda c: c, c), None
+
+        return lax.scan(body, v, None, length=3)[0], lax.psum(100 * v, "r")
+
+    want = jax.vmap(oracle, axis_name="r")(jnp.arange(1.0, size + 1))
+    got = jaxcross.crossover(in_a_loop, axes="r")(v)
+    assert [float(x) for x in got] == [float(x[rank]) for x in want], (got, want)
+    by_data = lambda v: step(v > 1, v)  # noqa: E731
+    for function in (by_data, in_a_loop_apart):
+        try:
+            jaxcross.crossover(function, axes="r")(v)
+        except jaxcross.CutError as error:
+            assert "mpi4jax_faults.py" in str(error) and "ranks may decide it differently" in str(error), error
+        else:
+            raise AssertionError("no error")
 
 
 globals()[sys.argv[1]]()
