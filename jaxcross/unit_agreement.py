@@ -36,25 +36,22 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """What was agreed of a step's programs that call mpi4jax. Shared by all variants of a step.
 
-    Ranks whose lists are equal agree again only where the list changes: on one rank alone a batch may be shorter. Where
-    lists differ, a rank cannot see that another one's changes, and ranks agree again for each kind of arguments.
+    A rank agrees again where its own list changes, and not where its arguments alone do: a batch may be shorter on one
+    rank. Messages that change do so at both ends, so that all who exchange with one another come.
 
     Attributes:
-        differ: Whether the lists of the latest agreement outside a runner differed.
-        kind: The kind of the arguments then.
-        of_job: By job, the hash of all lists for each list of this rank that was agreed, with the kind of arguments
-            where lists differed.
+        latest: This rank's list at the latest agreement outside a runner.
+        of_job: By job, the hash of all lists for each list of this rank that was agreed.
     """
 
-    differ: bool = False
-    kind: Any = None
-    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[Any, ...], str]] = field(default_factory=WeakKeyDictionary)
+    latest: str | None = None
+    of_job: WeakKeyDictionary[runtime.JobContext, dict[str, str]] = field(default_factory=WeakKeyDictionary)
 
-    def is_current(self, program: Program, asked: Any) -> bool:
-        """Whether the latest agreement outside a runner holds for arguments of this kind."""
-        return not self.differ or self.kind == _kind(program, asked)
+    def is_current(self, world: World, program: Program) -> bool:
+        """Whether the latest agreement outside a runner holds for this program."""
+        return self.latest == rank_lists.compared(world.wire().calls(program))
 
-    def agree_alone(self, world: World, program: Program, asked: Any) -> None:
+    def agree_alone(self, world: World, program: Program) -> None:
         """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
 
         Raises:
@@ -62,12 +59,11 @@ class Units:
         """
         calls = world.wire().calls(program)
         lists = _gathered(world, program, calls)
-        self.kind = _kind(program, asked)
-        self.differ = len({rank_lists.compared(theirs) for theirs in lists.values()}) > 1
+        self.latest = rank_lists.compared(calls)
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
 
-    def agree_in(self, job: runtime.JobContext, world: World, program: Program, asked: Any) -> Program:
+    def agree_in(self, job: runtime.JobContext, world: World, program: Program) -> Program:
         """The program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
 
         Raises:
@@ -75,13 +71,13 @@ class Units:
         """
         calls = world.wire().calls(program)
         agreed = self.of_job.setdefault(job, {})
-        mine, kind = rank_lists.compared(calls), _kind(program, asked)
-        digest = agreed.get((mine,)) or agreed.get((mine, kind))
+        mine = rank_lists.compared(calls)
+        digest = agreed.get(mine)
         if digest is None:
-            label = f"first call of `{program.name}`, which calls mpi4jax ({_REMEDY})"
+            new = " with these shapes: its messages must change on all ranks at the same step" if agreed else ""
+            label = f"first call of `{program.name}`{new}, which calls mpi4jax ({_REMEDY})"
             order = order_hash(program) if world.size > 1 else 0  # not while the exchange lane waits for it
-            digest, differ = job.together(label, partial(_agree, job, world, program, calls, order))
-            agreed[(mine, kind) if differ else (mine,)] = digest
+            digest = agreed[mine] = job.together(label, partial(_agree, job, world, program, calls, order))
         wire = MpiWire(world, comms=world.job_comms.of(job))
         return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
 
@@ -139,8 +135,8 @@ def without_calls(name: str, ranks: list[int]) -> str:
 
 def _agree(
     job: runtime.JobContext, world: World, program: Program, calls: tuple[Exchange, ...], order: int, control: Control
-) -> tuple[str, bool]:
-    """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks."""
+) -> str:
+    """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks. Returns a hash."""
     job.check_alike(control)
     name = program.name
     own = json.dumps([rank_lists.encode(calls), world.job_comms.busy()])
@@ -167,14 +163,9 @@ def _agree(
     texts = [rank_lists.compared(theirs) for theirs in lists.values()]
     if len(set(texts)) == 1:
         agree_on_order(control, program, order)
-    return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16], len(set(texts)) > 1
+    return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _key(value: Any) -> Key:
     ranks, label = value
     return tuple(ranks), label
-
-
-def _kind(program: Program, asked: Any) -> Any:
-    """Of the arguments: structure, static ones, shapes, element types."""
-    return asked, tuple((str(a.dtype), a.shape) for a in program.traced.in_avals)

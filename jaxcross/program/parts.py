@@ -11,7 +11,7 @@ from jaxcross import _jax_compat as compat
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
-def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[str | None] | None:
+def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[str | None]:
     """How each operand of a layout or element-wise equation reaches one of its results.
 
     Args:
@@ -21,15 +21,8 @@ def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[s
 
     Returns:
         For each operand the part or the factor as text, empty if all of it does so unchanged, or None if it does not.
-        None for a scatter or a gather whose indices are not written in the code.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name.startswith("scatter") or name == "gather":
-        at = _constant(eqn.invars[1], makers)
-        if at is None:
-            return None
-        part = f"{at} of {eqn.invars[0].aval.shape}"
-        return [part, None] if name == "gather" else ["", None, part]
     ways: list[str | None] = [""] * len(eqn.invars)
     if name == "slice":
         ways[0] = _slice(params["start_indices"], params["limit_indices"], params["strides"], eqn.invars[0].aval.shape)
@@ -51,6 +44,20 @@ def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[s
             if isinstance(atom, compat.Literal):
                 ways[n] = f"{name} {n} {atom.val}"
     return ways
+
+
+def picks(eqn: Any) -> bool:
+    """Whether an equation of one result reads or writes elements by an index."""
+    return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
+
+
+def ways_by_index(eqn: Any, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
+    """The same for an equation that `picks`; None where the index is not written in the code."""
+    at = _constant(eqn.invars[1], makers)
+    if at is None:
+        return None
+    part = f"{at} of {eqn.invars[0].aval.shape}"
+    return [part, None] if eqn.primitive.name == "gather" else ["", None, part]
 
 
 def _slice(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] | None, shape: Sequence[int]) -> str:

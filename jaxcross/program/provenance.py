@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxcross import _jax_compat as compat
 from jaxcross.program.cheap import ARITHMETIC, EXACT
 from jaxcross.program.jaxprs import INLINED
-from jaxcross.program.parts import ways_through
+from jaxcross.program.parts import picks, ways_by_index, ways_through
 from jaxcross.program.trace import Traced
 
 # Layout and element-wise equations: an element of their result comes from single elements of their operands.
@@ -188,7 +188,7 @@ def _made(traced: Traced, eqn: Any, operands: Sequence[Mark], scope: Scope, insi
     around = mixed(name, *(m[:2] for m in operands), *(m[:2] for body in bodies for m in body))
     exact = mixed(name, *(m.exact for m in operands), *(m.exact for body in bodies for m in body))
     made = [_end(mixed(around, n), mixed(exact, n)) for n in count]
-    if _picks(eqn) and (ways := ways_through(eqn, scope.makers, 0)) is not None:
+    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
         placed = _along((o.placed, way) for o, way in zip(operands, ways, strict=True))
         return [made[0]._replace(placed=placed)]
     return made
@@ -260,17 +260,12 @@ def _read(traced: Traced, eqn: Any, scope: Scope, results: Sequence[Mark], insid
     around = mixed(name, *(m[:2] for m in (*operands, *results)))
     exact = mixed(name, *(m.exact for m in (*operands, *results)))
     read = [_end(mixed(around, n), mixed(exact, n)) for n in range(len(operands))]
-    if _picks(eqn) and (ways := ways_through(eqn, scope.makers, 0)) is not None:
+    if picks(eqn) and (ways := ways_by_index(eqn, scope.makers)) is not None:
         return [
             m if way is None else m._replace(placed=_along([(results[0].placed, way)]))
             for m, way in zip(read, ways, strict=True)
         ]
     return read
-
-
-def _picks(eqn: Any) -> bool:
-    """Whether an equation of one result reads or writes elements by an index."""
-    return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
 
 
 def _is_call(eqn: Any) -> bool:

@@ -24,17 +24,17 @@ class _Lent:
 
 @dataclass(slots=True)
 class JobComms:
-    """Which job has which communicator on this rank. Used by one thread at a time: the exchange lane's."""
+    """Which job has which communicator on this rank. The exchange lane alone writes, and threads of jobs read."""
 
     _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
 
     def of(self, job: Any) -> dict[Key, Any]:
         """The communicators that a job has."""
-        return {key: lent.comm for (key, _), lent in self._lent.items() if lent.job() is job}
+        return {key: lent.comm for (key, _), lent in list(self._lent.items()) if lent.job() is job}
 
     def busy(self) -> list[tuple[Key, int]]:
         """Those that jobs have which have not left on this rank."""
-        return [place for place, lent in self._lent.items() if (job := lent.job()) and not job.left.is_set()]
+        return [place for place, lent in list(self._lent.items()) if (job := lent.job()) and not job.left.is_set()]
 
     def lend(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
         """Gives a job communicator `number` of those with this key; made first if there is none."""

@@ -35,6 +35,7 @@ def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, s
         (2, "values_that_are_not_finite"),
         (2, "numbers_that_mpi_does_not_have"),
         (3, "conditionals_of_both_kinds"),
+        (2, "a_shorter_batch_where_calls_differ"),
         (4, "groups_with_steps_of_their_own"),
         (4, "a_chain_through_all_ranks"),
     ],

@@ -306,6 +306,30 @@ def numbers_that_mpi_does_not_have():
     np.testing.assert_array_equal(total, 2 * jnp.arange(4.0) + 1)
 
 
+def a_shorter_batch_where_calls_differ():
+    """On one rank alone, which goes on with the calls that were agreed."""
+
+    def step(state, batch):
+        state = state + jnp.mean(batch)
+        if rank == 0:
+            mpi4jax.send(state, 1, comm=comm)
+            return state
+        return state + mpi4jax.recv(state, 0, comm=comm)
+
+    def train(step):
+        state = jnp.zeros(3)
+        for n in range(6):
+            state = step(state, jnp.ones(3 if n == 3 and rank == 0 else 5) * 0.5)
+        return state
+
+    want = train(jax.jit(step))
+    np.testing.assert_array_equal(train(jaxcross.crossover(step, axes="r")), want)
+    crossed = jaxcross.crossover(step, axes="r")
+    jobs, text = run(job=lambda job: train(crossed))
+    assert not text, text
+    np.testing.assert_array_equal(jobs["job"].state, want)
+
+
 def conditionals_of_both_kinds():
     """A `cond` that calls mpi4jax and exchanges over a named axis is made as the host or all ranks decide."""
 
