@@ -102,21 +102,23 @@ _Strategies = Mapping[KeyPath, Collection[type[Any]]]
 def _strategies(state: Any) -> _Strategies:
     """The nodes of a tree that are states of strategies, and of which ones.
 
-    NNX makes dicts of them: in its states they are known by the names of all their fields. Other dicts are the user's.
+    NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields as well. Other
+    dicts are the user's.
     """
     kinds = {kind for fields in _APART for kind in fields}
     found: dict[KeyPath, set[type[Any]]] = {}
     for path, node in _nodes(state, tuple(kinds)):
         if _is(type(node), {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
             found[path] = {type(node)}
-    for start, part in _nodes(state, nnx.State) if (nnx := sys.modules.get("flax.nnx")) else ():
-        below: dict[KeyPath, set[str]] = {}
-        for path, _ in jax.tree_util.tree_leaves_with_path(part):
-            for depth, key in enumerate(path):
-                below.setdefault((*start, *path[:depth]), set()).add(_name(key))
-        for path, names in below.items():
-            if like := {kind for kind in kinds if _is(kind, names)}:
-                found.setdefault(path, like)
+    below: dict[KeyPath, set[str]] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        names = [_name(key) for key in path]
+        if "opt_state" in names:
+            for depth in range(names.index("opt_state") + 1, len(path)):
+                below.setdefault(path[:depth], set()).add(names[depth])
+    for path, fields in below.items():
+        if like := {kind for kind in kinds if _is(kind, fields)}:
+            found.setdefault(path, like)
     return found
 
 

@@ -138,10 +138,7 @@ class ReplicaChecks:
             return
         if self._restored:
             self.end = self._report(step if self._exchanged else self.batches)
-        try:
-            alone = not self._exchanged and how in ("ended", "stopped") and self._trains()
-        except Exception:  # a state that cannot be read; `end` says so
-            alone = False
+        alone = not self._exchanged and how in ("ended", "stopped") and self._trains()
         if alone:
             self._warn_of_no_exchange("came to its end", "has trained")
         self._start = None
@@ -218,7 +215,10 @@ class ReplicaChecks:
             return any(_floats(leaf) for leaf in jax.tree.leaves(state))
         if deleted(start) or deleted(state):
             return True
-        return None if state is start else not _same(start, state)
+        try:
+            return None if state is start else not _same(start, state)
+        except Exception:  # a state that cannot be read; `end` says so
+            return None
 
     def _warn_of_no_exchange(self, when: str, trains: str) -> None:
         if self._rank == 0:

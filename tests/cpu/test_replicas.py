@@ -97,12 +97,24 @@ def test_names_of_a_users_leaves_mean_nothing(own):
     assert own_leaves(state) == []
 
 
+def test_names_of_a_users_nnx_variables_mean_nothing():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.progress = nnx.List([nnx.Dict(round=nnx.Variable(jnp.ones(2)))])
+            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    model = Model()
+    state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]
+    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
 def test_states_of_strategies_in_one_another_and_in_nnx_are_known():
     tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
     state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     nnx_state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))[1]
-    for made, params in ((state, "['params']"), (nnx_state, "[0]")):
+    pure = nnx.to_pure_dict(nnx_state)
+    for made, params in ((state, "['params']"), (nnx_state, "[0]"), (pure, "[0]")):
         found = common_leaves(made)
         assert found and not any(path.startswith(params) for path in found)
         assert own_leaves(made) and all("residual" in path for path in own_leaves(made))
