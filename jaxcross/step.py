@@ -261,7 +261,7 @@ class Step:
                 self._notice_change(last, asked, kinds, args, kwargs)
             return Variant(
                 traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
-                told=self.told, units=self._units, pieces=self._pieces, leaves=tuple(leaves), world=world,
+                told=self.told, units=self._units, asked=asked, pieces=self._pieces, leaves=tuple(leaves), world=world,
             )  # fmt: skip
 
         node = self._roots.get(key, make)

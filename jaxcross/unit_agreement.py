@@ -36,22 +36,24 @@ Lists = Mapping[int, tuple[Exchange, ...]]
 class Units:
     """What was agreed of a step's programs that call mpi4jax. Shared by all variants of a step.
 
-    A rank agrees again where its own list changes, and not where its arguments alone do: a batch may be shorter on one
-    rank. Messages that change do so at both ends, so that all who exchange with one another come.
+    A rank agrees again where its own list changes, or what the step was called with except for shapes, such as a static
+    argument: that changes on all ranks. Not where shapes alone change, as a batch may be shorter on one rank. Messages
+    of other shapes change at both ends, so that all ranks that exchange with one another come.
 
     Attributes:
-        latest: This rank's list at the latest agreement outside a runner.
-        of_job: By job, the hash of all lists for each list of this rank that was agreed.
+        latest: What was agreed last outside a runner: what else than types the step was called with, and this rank's
+            list.
+        of_job: By job, the hash of all lists for each of these.
     """
 
-    latest: str | None = None
-    of_job: WeakKeyDictionary[runtime.JobContext, dict[str, str]] = field(default_factory=WeakKeyDictionary)
+    latest: tuple[Any, str] | None = None
+    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[Any, str], str]] = field(default_factory=WeakKeyDictionary)
 
-    def is_current(self, world: World, program: Program) -> bool:
+    def is_current(self, world: World, program: Program, asked: Any) -> bool:
         """Whether the latest agreement outside a runner holds for this program."""
-        return self.latest == rank_lists.compared(world.wire().calls(program))
+        return self.latest == (asked, rank_lists.compared(world.wire().calls(program)))
 
-    def agree_alone(self, world: World, program: Program) -> None:
+    def agree_alone(self, world: World, program: Program, asked: Any) -> None:
         """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
 
         Raises:
@@ -59,11 +61,11 @@ class Units:
         """
         calls = world.wire().calls(program)
         lists = _gathered(world, program, calls)
-        self.latest = rank_lists.compared(calls)
+        self.latest = asked, rank_lists.compared(calls)
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
 
-    def agree_in(self, job: runtime.JobContext, world: World, program: Program) -> Program:
+    def agree_in(self, job: runtime.JobContext, world: World, program: Program, asked: Any) -> Program:
         """The program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
 
         Raises:
@@ -71,7 +73,7 @@ class Units:
         """
         calls = world.wire().calls(program)
         agreed = self.of_job.setdefault(job, {})
-        mine = rank_lists.compared(calls)
+        mine = asked, rank_lists.compared(calls)
         digest = agreed.get(mine)
         if digest is None:
             new = " with these shapes: its messages must change on all ranks at the same step" if agreed else ""

@@ -51,6 +51,7 @@ class Variant:
         leaves: Arguments to try cuts on; dropped once one was chosen.
         world: Whose communicators and executables.
         units: What was agreed of programs that call mpi4jax. Shared by all variants of a step.
+        asked: What else than types told the step's variants apart: structure, static arguments, configuration.
         program: What the latest call ran; `default` before that.
         default: As `cut` says, under `"auto"` beside other jobs.
         compiled: By number of pieces; 0: `default`.
@@ -64,6 +65,7 @@ class Variant:
     leaves: tuple[Any, ...] | None
     world: World
     units: Units = field(default_factory=Units)
+    asked: Any = None
     children: Once = field(default_factory=Once)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
@@ -103,7 +105,7 @@ class Variant:
         def make() -> Variant:
             return Variant(
                 traced=self.traced.decide(index), cut=self.cut, bucket_bytes=self.bucket_bytes, told=self.told,
-                units=self.units, pieces=self.pieces, leaves=tuple(leaves), world=self.world,
+                units=self.units, asked=self.asked, pieces=self.pieces, leaves=tuple(leaves), world=self.world,
             )  # fmt: skip
 
         return self.children.get(index, make).choose(leaves)
@@ -111,7 +113,7 @@ class Variant:
     @property
     def is_current(self) -> bool:
         """Whether the ranks need not agree again on these types of arguments, if this rank exchanges as it did."""
-        return not self.is_unit or self.units.is_current(self.world, self.default)
+        return not self.is_unit or self.units.is_current(self.world, self.default, self.asked)
 
     def agree(self, call: int) -> None:
         """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
@@ -120,7 +122,7 @@ class Variant:
             ExchangeError: They are not; on every rank.
         """
         if self.is_unit:
-            self.units.agree_alone(self.world, self.default)
+            self.units.agree_alone(self.world, self.default, self.asked)
             return
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
         agree_alone(self.world, self.default, call, by_call=bool(self.traced.choices))
@@ -148,7 +150,7 @@ class Variant:
 
     def _unit_in(self, job: runtime.JobContext) -> Compiled:
         if (known := self.of_job.get(job)) is None:
-            program = self.units.agree_in(job, self.world, self.default)
+            program = self.units.agree_in(job, self.world, self.default, self.asked)
             with self._compiling(job, program.name):
                 known = self.of_job[job] = program.compile(self.kinds, cache=self.world.executables)
         return known
