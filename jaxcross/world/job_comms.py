@@ -30,11 +30,11 @@ class JobComms:
 
     def of(self, job: Any) -> dict[Key, Any]:
         """The communicators that a job has."""
-        return {key: lent.comm for (key, _), lent in list(self._lent.items()) if lent.job() is job}
+        return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
     def busy(self) -> list[tuple[Key, int]]:
         """Those that jobs have which have not left on this rank."""
-        return [place for place, lent in list(self._lent.items()) if (job := lent.job()) and not job.left.is_set()]
+        return [place for place, lent in self._lent.copy().items() if (job := lent.job()) and not job.left.is_set()]
 
     def lend(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
         """Gives a job communicator `number` of those with this key; made first if there is none."""

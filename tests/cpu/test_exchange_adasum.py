@@ -221,7 +221,7 @@ def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
             want = tree(delta)
             assert norm(updates[name][0] - want) <= 50 * EPS * norm(want)
             assert (updates[name] == updates[name][:1]).all()
-    jax.tree.map(np.testing.assert_array_equal, state[0], alone)
+    jax.tree.map(np.testing.assert_array_equal, state[0].per_rank, alone)
 
 
 def test_deltas_are_averaged_in_nodes_before_they_are_combined():
@@ -240,7 +240,7 @@ def test_deltas_are_averaged_in_nodes_before_they_are_combined():
             want = tree(np.asarray(delta, np.float64).mean(1))
             assert norm(updates[name][0, 0] - want) <= 50 * EPS * norm(want)
             assert (updates[name] == updates[name][:1, :1]).all()
-    jax.tree.map(np.testing.assert_array_equal, state[0], alone)
+    jax.tree.map(np.testing.assert_array_equal, state[0].per_rank, alone)
 
 
 def test_deltas_of_plain_sgd_are_raw_gradients():

@@ -104,7 +104,7 @@ def test_a_state_of_as_wide_parts_cannot_be_told():
 def test_each_rank_keeps_its_part_of_the_state():
     params = parameters()
     tx = parameter_server(optax.adam(0.1), "batch", ranks=4)
-    mu = tx.init(params)[0].mu
+    mu = tx.init(params).per_rank[0].mu
     assert jax.tree.map(lambda x: x.shape, mu) == {"w": (4,), "b": (1,), "s": (1,), "e": (0,)}
     inside = jax.vmap(lambda _: tx.init(params), axis_name="batch")(jnp.arange(4))
     assert_same(jax.tree.map(lambda x: x[0], inside), tx.init(params))
@@ -155,7 +155,7 @@ def test_state_that_starts_from_values_starts_in_the_step():
         tx.init(parameters())
     _, state = train(tx, parameters(), 1)
     flat = np.asarray(parameters()["w"]).reshape(RANKS, -1)
-    np.testing.assert_array_equal(state["w"], flat)
+    np.testing.assert_array_equal(state.per_rank["w"], flat)
 
 
 def test_messages_of_the_parameter_server():
