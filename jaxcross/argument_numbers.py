@@ -1,11 +1,16 @@
-"""Numbers of positional arguments, as `static_argnums` and `donate_argnums` have them."""
+"""Whole numbers among arguments, and the positions of arguments, as `static_argnums` and `donate_argnums` have them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether `value` is a whole number, of Python or NumPy; truth values are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def as_numbers(value: Any, name: str) -> tuple[int, ...]:
@@ -18,7 +23,7 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
         numbers = (value,) if isinstance(value, Integral) else tuple(value)
     except TypeError:
         numbers = (value,)
-    if any(isinstance(n, bool) or not isinstance(n, Integral) for n in numbers):
+    if not all(map(is_whole, numbers)):
         raise TypeError(
             f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a sequence of numbers,"
             " such as (0, 1)."

@@ -61,8 +61,8 @@ _STATISTICS = "batch_stats"
 
 def own_leaves(state: Any) -> list[str]:
     """Paths of the leaves that an exchange keeps for its rank."""
-    strategies = _strategies(state)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    strategies = _strategies(state, paths)
     return [keystr(path) for path in paths if _owned(path, strategies, _OWN)]
 
 
@@ -79,7 +79,7 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
             as `jax.tree_util.keystr` spells it.
     """
     found = jax.tree_util.tree_leaves_with_path(state)
-    strategies = _strategies(state)
+    strategies = _strategies(state, [path for path, _ in found])
     models = any(kind in _MODELS for kinds in strategies.values() for kind in kinds)
     names, statistics = {_STATISTICS, *except_}, _nnx_statistics(state)
 
@@ -99,7 +99,7 @@ def common_leaves(state: Any, except_: Collection[str] = ()) -> list[str]:
 _Strategies = Mapping[KeyPath, Collection[type[Any]]]
 
 
-def _strategies(state: Any) -> _Strategies:
+def _strategies(state: Any, paths: Collection[KeyPath]) -> _Strategies:
     """The nodes of a tree that are states of strategies, and of which ones.
 
     NNX makes dicts of them: below a key `opt_state` they are known by the names of all their fields as well. Other
@@ -111,7 +111,7 @@ def _strategies(state: Any) -> _Strategies:
         if _is(type(node), {name for name in node._fields if jax.tree.leaves(getattr(node, name))}):
             found[path] = {type(node)}
     below: dict[KeyPath, set[str]] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+    for path in paths:
         names = [_name(key) for key in path]
         if "opt_state" in names:
             for depth in range(names.index("opt_state") + 1, len(path)):

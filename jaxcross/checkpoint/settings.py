@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
+
+from jaxcross.argument_numbers import is_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Checkpoints:
         for name, value in (("every", self.every), ("keep", self.keep)):
             if value is None and name == "every":
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
+            if not is_whole(value):
                 raise TypeError(f"`{name}` of the checkpoints must be a whole number, got {value!r}.")
             if value < 1:
                 raise ValueError(f"`{name}` of the checkpoints must be at least 1, got {value}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 
 from jaxcross._jax_compat import Tracer
+from jaxcross.argument_numbers import is_whole
 from jaxcross.exchange import flat
 
 
@@ -38,7 +38,7 @@ def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
     Raises:
         ValueError: It is not.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+    if not is_whole(value) or value < least:
         raise ValueError(f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} on.")
     if int(value) > _LARGEST:
         raise ValueError(f"`{name}` of {what} must be at most {_LARGEST}, as counters have 32 bits, got {value}.")

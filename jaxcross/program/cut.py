@@ -8,12 +8,12 @@ docs/design.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import jax
 
 from jaxcross import _jax_compat as compat
+from jaxcross.argument_numbers import is_whole
 from jaxcross.program.assemble import assemble
 from jaxcross.program.cheap import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
@@ -63,7 +63,7 @@ def checked_cut(value: Any) -> Cut:
     """
     if isinstance(value, str) and value in ("whole", "auto"):
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f'cut must be "whole", "auto" or a positive number of exchange segments, not {value!r}')
     return int(value)
 
@@ -74,7 +74,7 @@ def checked_bytes(value: Any) -> int:
     Raises:
         ValueError: It is no number of bytes.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+    if not is_whole(value) or value < 0:
         raise ValueError(
             f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; at 0 no exchanges"
             " share buffers."

@@ -111,8 +111,8 @@ class Flattener:
             if inlined:
                 return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
-        if inside and not whole and name == "cond":
-            return self._cond(eqn, args)
+        if name == "cond" and any(holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside):
+            return self._cond(eqn, args, whole=whole)
         if (
             inside
             and not whole
@@ -127,10 +127,6 @@ class Flattener:
                 " custom derivatives and linear solvers, splits cond, unrolls short scans and keeps other loops whole."
                 " Move the exchange out of it."
             )
-        if name == "cond" and whole and any(holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside):
-            choice = self._choice(eqn, args[0])
-            if choice is not None:
-                return self._inline(eqn.params["branches"][choice], args[1:])
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def keep(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -253,23 +249,20 @@ class Flattener:
                     " one `shard_map`, with nothing before or after it."
                 )
 
-    def _cond(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def _cond(self, eqn: Any, args: list[Any], *, whole: bool) -> list[Any]:
+        """The branch that the host takes; where it cannot know, the `cond` split, or as it is if it calls mpi4jax."""
         index, *operands = args
         branches = list(eqn.params["branches"])
-        choice = self._choice(eqn, index)
-        if choice is not None:
-            return self._inline(branches[choice], operands)
-        return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
-
-    def _choice(self, eqn: Any, index: Any) -> int | None:
-        """Which branch of a `cond` is taken; None where the host cannot know."""
-        last = len(eqn.params["branches"]) - 1
         if isinstance(index, compat.Literal):
-            choice: int | None = int(index.val)
+            choice = int(index.val)
         else:
-            predicate = predicate_of(self, index, last + 1)
+            predicate = predicate_of(self, index, len(branches))
             choice = None if predicate is None else self.choose(predicate)
-        return None if choice is None else min(max(choice, 0), last)
+        if choice is not None:
+            return self._inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
+        if whole:
+            return lockstep.emit(self, eqn, args)
+        return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
 
     def exchanges(self, eqn: Any) -> bool:
         return self.wire.recognise(eqn, self.axes) is not None or any(

@@ -2,7 +2,8 @@
 
 The signature says that two exchanges are sums of three floats, not of which. Ranks that loop over names in different
 orders have equal signatures, and each would get values of the other exchange. A label is the same on all ranks that
-make the same exchange. It depends neither on the order of tracing nor on shapes, which may differ on one rank.
+make the same exchange. It does not depend on the order of tracing, nor, but for the last kind below, on shapes, which
+may differ on one rank.
 
 An exchange has up to four labels. They are hashes of
 

@@ -222,9 +222,7 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
-                mark = Mark(
-                    *_union((known, mark)), (known.exact + mark.exact) & _BITS, _smallest(known.placed, mark.placed)
-                )
+                mark = _merged((known, mark), (known.exact + mark.exact) & _BITS)
             scope.uses[atom] = mark
 
     for atom, mark in zip(scope.outputs, results, strict=False):
@@ -283,7 +281,11 @@ def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
     """The mark of a value that is one of several."""
     if len(marks) == 1:
         return marks[0]
-    return Mark(*_union(marks), mixed(name, *(m.exact for m in marks)), _along((m.placed, "") for m in marks))
+    return _merged(marks, mixed(name, *(m.exact for m in marks)))
+
+
+def _merged(marks: Sequence[Mark], exact: int) -> Mark:
+    return Mark(*_union(marks), exact, _along((m.placed, "") for m in marks))
 
 
 def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:

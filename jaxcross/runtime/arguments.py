@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
 from typing import Any
 
+from jaxcross.argument_numbers import is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.link import Link
@@ -57,7 +57,7 @@ def check_count(what: str, value: Any, *, least: float) -> None:
         TypeError: It is not a whole number.
         ValueError: It is smaller.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_whole(value):
         raise _wrong(what, "a whole number", value)
     if value < least:
         raise ValueError(f"{what} must be at least {least}, got {value}.")

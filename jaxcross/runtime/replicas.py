@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxcross.argument_numbers import is_whole
 from jaxcross.program.segments import hash_62
 from jaxcross.world.control import Control
 
@@ -54,8 +54,7 @@ class CheckReplicas:
     except_: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.every, Integral) and not isinstance(self.every, bool)
-        if self.every is not None and (not whole or self.every < 1):
+        if self.every is not None and (not is_whole(self.every) or self.every < 1):
             raise ValueError(
                 f"`check_replicas` is `{self.every!r}`: it is the number of steps from one comparison to the next, 1 or"
                 " more, or a `jaxcross.CheckReplicas`."

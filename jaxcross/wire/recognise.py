@@ -171,22 +171,21 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
     params = eqn.params
     if params.get("transpose"):
         return None  # The transpose of an all-reduce is the identity: nothing is sent.
-    comm = unwrap(params["comm"])
+    comm, op = unwrap(params["comm"]), eqn.primitive.name.removesuffix("_mpi")
+    source = compat.source_of(eqn, outside="mpi4jax/_src")
     if not comm:  # as `MPI.COMM_NULL` counts
         raise ExchangeError(
-            f"`mpi4jax.{eqn.primitive.name.removesuffix('_mpi')}` goes over `MPI.COMM_NULL`, at"
-            f" {compat.source_of(eqn, outside='mpi4jax/_src')}: this rank is not a member of that communicator (`Split`"
-            " gives it none for the color `MPI.UNDEFINED`), or it was freed. Make the call on members only."
+            f"`mpi4jax.{op}` goes over `MPI.COMM_NULL`, at {source}: this rank is not a member of that communicator"
+            " (`Split` gives it none for the color `MPI.UNDEFINED`), or it was freed. Make the call on members only."
         )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]
     if label := comm.Get_name():
         found.append(("comm", re.sub(r"\W", "_", label)))
     if "op" in params:
         found.append(("reduction", _reduction_name(unwrap(params["op"]))))
-    _check_numbers(eqn, size=len(found[0][1]))
+    _check_numbers(op, params, len(found[0][1]), source)
     if "root" in params:
         found.append(("root", int(params["root"])))
-    op = eqn.primitive.name.removesuffix("_mpi")
     found += _point_to_point(op, params)
     if op == "sendrecv":
         got = eqn.outvars[0].aval
@@ -199,12 +198,12 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
             dtype="uint8" if aval is None else str(aval.dtype),
             shape=(0,) if aval is None else tuple(aval.shape),
             params=tuple(found),
-            source=compat.source_of(eqn, outside="mpi4jax/_src"),
+            source=source,
         ),
     )
 
 
-def _check_numbers(eqn: Any, *, size: int) -> None:
+def _check_numbers(call: str, params: Mapping[str, Any], size: int, source: str) -> None:
     """Makes sure that a call names ranks of its communicator and tags that MPI has: MPI would end the whole job.
 
     Raises:
@@ -212,20 +211,18 @@ def _check_numbers(eqn: Any, *, size: int) -> None:
     """
     from mpi4py import MPI
 
-    call = eqn.primitive.name.removesuffix("_mpi")
-    where = compat.source_of(eqn, outside="mpi4jax/_src")
     others = {"dest": (MPI.PROC_NULL,), "source": (MPI.PROC_NULL, MPI.ANY_SOURCE)}
     for name in ("root", "dest", "source"):
-        number = int(eqn.params.get(name, 0))
+        number = int(params.get(name, 0))
         if not 0 <= number < size and number not in others.get(name, ()):
             raise ExchangeError(
                 f"`{name}` of `mpi4jax.{call}` must be a rank of its communicator, 0 to {size - 1}, got {number}, at"
-                f" {where}."
+                f" {source}."
             )
     for name in ("tag", "sendtag", "recvtag"):
-        tag = int(eqn.params.get(name, 0))
+        tag = int(params.get(name, 0))
         if tag < 0 and (tag != MPI.ANY_TAG or name == "sendtag" or call == "send"):
-            raise ExchangeError(f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {where}.")
+            raise ExchangeError(f"`{name}` of `mpi4jax.{call}` must be 0 or more, got {tag}, at {source}.")
 
 
 def _point_to_point(op: str, params: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
+
+from jaxcross.argument_numbers import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,7 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
     if not axes:
         raise ValueError("A mesh needs at least one axis.")
     for name, n in axes.items():
-        whole = isinstance(n, Integral) and not isinstance(n, bool)
-        if not isinstance(name, str) or not whole or (n < 1 and n != -1):
+        if not isinstance(name, str) or not is_whole(n) or (n < 1 and n != -1):
             raise ValueError(
                 f"Axis {name!r} has size {n!r}: a size is 1 or more, or -1 for what is left. Names are strings,"
                 " sizes are whole numbers."

@@ -10,11 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
+from jaxcross.argument_numbers import is_whole
 from jaxcross.errors import ExchangeError
 from jaxcross.wording import clause
 from jaxcross.world import pages, peers, pool
@@ -99,12 +100,12 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
 
 
 def _check_arguments(watchdog_s: Any, silence_s: Any, lanes: Any) -> None:
-    for name, value, least in (("watchdog_s", watchdog_s, "more than 0"), ("silence_s", silence_s, "0 or more")):
+    never = "0 or more, 0 for never"
+    for name, value, wanted in (("watchdog_s", watchdog_s, "more than 0"), ("silence_s", silence_s, never)):
         seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
-        if not (seconds > 0 or (seconds == 0 and name == "silence_s")):  # NaN is neither
-            never = ", 0 for never" * (name == "silence_s")
-            raise ValueError(f"`{name}` must be a number of seconds, {least}{never}, got {value!r}.")
-    if isinstance(lanes, bool) or not isinstance(lanes, Integral) or lanes < 1:
+        if not (seconds > 0 or (seconds == 0 and wanted == never)):  # NaN is neither
+            raise ValueError(f"`{name}` must be a number of seconds, {wanted}, got {value!r}.")
+    if not is_whole(lanes) or lanes < 1:
         raise ValueError(f"`lanes` must be a whole number of at least 1, got {lanes!r}.")
 
 

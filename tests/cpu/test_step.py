@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from script_text import RAISED
 
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.solo import OnlyThread
 from jaxcross.step import crossover, positions
 
-CHECKS = """
+CHECKS = (
+    RAISED
+    + """
 import threading, warnings
 import jax, jax.numpy as jnp, numpy as np
 import jaxcross
@@ -28,14 +31,6 @@ from jax import lax
 
 warnings.simplefilter("ignore")
 jaxcross.initialize()
-
-
-def raised(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def crossed(function, **options):
@@ -114,6 +109,7 @@ threads = [threading.Thread(target=lambda: [leaf(1.0, jnp.ones(4)) for _ in rang
 [t.join() for t in threads]
 print("end")
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,10 @@
 """Arguments of a step over MPI, as a script for `jax.jit` has them: shared, by name, of types without values."""
 
-SCRIPT = """
+from script_text import RAISED
+
+SCRIPT = (
+    RAISED
+    + """
 import warnings
 import jax, jax.numpy as jnp
 import jaxcross
@@ -8,14 +12,6 @@ from jax import lax
 
 warnings.simplefilter("ignore")
 world = jaxcross.initialize()
-
-
-def raised(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # a state that holds an array twice, as that array and as its buffer, and donates both
@@ -63,6 +59,7 @@ assert what.startswith("TypeError: `train_step` is called with a `jax.ShapeDtype
 assert call(state, jnp.zeros(3))["params"].tolist() == [7.0] * 3
 print("end")
 """
+)
 
 
 def test_arguments_as_jit_takes_them(mpirun) -> None:
