@@ -280,7 +280,7 @@ def test_a_job_that_fails_where_others_wait_for_it_leaves_alone(mpirun):
             ("talks", "ZeroDivisionError"),
             ("differs", "`raise` on rank 0, `skip` on"),
         ):
-            assert re.search(rf"rank {rank}: {job} failed: .*(rank|ranks 0,) 1 .*{why}", done.stdout), done.stdout
+            assert re.search(rf"rank {rank}: {job} failed: .*([Rr]ank|ranks 0,) 1 .*{why}", done.stdout), done.stdout
 
 
 AFTER_THE_COMMIT = """
