@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
+from jaxcross.errors import ExchangeError
 from jaxcross.program.jaxprs import INLINED
 from jaxcross.program.segments import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
@@ -129,19 +130,28 @@ def run_program(
 
     Returns:
         Flat results of each rank.
+
+    Raises:
+        ExchangeError: Ranks counted that they differ, as the step would raise on all of them.
     """
     axes = dict(program.axes)
     envs = [dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True)) for leaves in leaves_per_rank]
+    told: list[str | None] = []
     for segment in program.segments:
         args = [[env[v] for v in segment.inputs] for env in envs]
         if segment.kind == "compute" and compute is not None:
             results = compute(segment, axes, args)
         else:
             results = run_jaxpr(segment.jaxpr, axes, args)
+        for outs in results if segment.decisions else ():
+            counts = outs[-len(segment.decisions) :]
+            told += [d.differs(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
         for env, outs in zip(envs, results, strict=True):
             for v in segment.dies:
                 del env[v]
             env.update(zip(segment.outputs, outs[: len(segment.outputs)], strict=True))
+    if any(told):
+        raise ExchangeError(next(filter(None, told)))
     return [[env[v] for v in program.outputs] for env in envs]
 
 

@@ -1,8 +1,10 @@
-"""Do ranks take the same branch of a conditional that exchanges? They count it beside the exchange."""
+"""Do ranks take the same branch of a conditional that exchanges, and come to the end of loops inside loops? They count
+it beside the exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,31 @@ class Decision:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A loop with inner ones, of whose results a rank that is through with it may have to exchange something.
+
+    Attributes:
+        source: The user's line.
+        inner: The lines of the inner loops that such a rank may leave before their end. Ranks count who did.
+    """
+
+    source: str
+    inner: tuple[str, ...]
+
+    def differs(self, counts: Sequence[float]) -> str | None:
+        """What people are told where a rank did; `counts` holds how many."""
+        if not counts[0]:
+            return None
+        return (
+            f"ranks make different numbers of iterations of the loop at {self.source}, and {counts[0]:.0f} that"
+            f" {'is' if counts[0] == 1 else 'are'} through with it did not come to the end of an inner one, at"
+            f" {' or '.join(self.inner)}, on the values that the outer one ended with: not within as many iterations as"
+            " are tried where no other rank makes them. What it made would be exchanged, and would be no number that"
+            " `vmap` gives. Bound the inner loop's iterations, or let it end at once on the outer one's last values."
+        )
+
+
 def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
     """Emits, for each group of ranks that exchange in a conditional, a sum over it of who takes which branch.
 
@@ -77,13 +104,31 @@ def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any
             # it would make a vote.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
-        closed = jax.make_jaxpr(counted, axis_env=list(flat.axes.items()))(
-            jax.ShapeDtypeStruct(index.aval.shape, index.aval.dtype)
-        )
-        (var,) = flat.emit_for(eqn, closed, [index])
+        var = _emit(flat, eqn, counted, index)
         flat.decisions[var] = Decision(axes=axes, takers=tuple(takers), source=compat.source_of(eqn))
         counts[axes, groups] = var
     return counts
+
+
+def count_stopped(
+    flat: Flattener, eqn: Any, stopped: Any, counted: Sequence[Any], group: Group, inner: tuple[str, ...]
+) -> None:
+    """Emits a sum over the ranks that exchange in a loop, in a `group` or more, of `stopped`: 1 on a rank that has left
+    one of the `inner` loops, named by their lines, before its end. It is taken where what is `counted` is needed.
+    """
+    axes, groups = group
+    var = _emit(flat, eqn, lambda s: lax.psum(
+        lax.optimization_barrier(lax.reshape(lax.convert_element_type(s, jnp.float32), (1,))), axes,
+        axis_index_groups=groups), stopped)  # fmt: skip
+    flat.decisions[var] = Left(source=compat.source_of(eqn), inner=inner)
+    for v in counted:
+        flat.counters.setdefault(v, set()).add(var)
+
+
+def _emit(flat: Flattener, eqn: Any, function: Callable[..., Any], value: Any) -> Any:
+    aval = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+    (var,) = flat.emit_for(eqn, jax.make_jaxpr(function, axis_env=list(flat.axes.items()))(aval), [value])
+    return var
 
 
 def groups_of(flat: Flattener, eqn: Any) -> Iterator[Group]:

@@ -22,7 +22,7 @@ from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, predicate_of, split
-from jaxcross.program.decision import Decision
+from jaxcross.program.decision import Decision, Left
 from jaxcross.program.equality import Equality, Known
 from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
@@ -49,7 +49,9 @@ class Flattener:
     like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
-    decisions: dict[Any, Decision] = field(default_factory=dict)  # of conditionals, by the variable that counts ranks
+    decisions: dict[Any, Decision | Left] = field(
+        default_factory=dict
+    )  # of conditionals, by the variable that counts ranks
     counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
     present: set[Any] = field(default_factory=set)  # variables that are 0 on a rank that takes no part, else 1
     until: dict[Any, str] = field(default_factory=dict)  # by a loop's first result: what its iterations follow from

@@ -8,8 +8,9 @@ equal on all of them (`jaxcross.program.equality`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,19 +20,21 @@ from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
+from jaxcross.program import decision
 from jaxcross.program.equality import Equality, Known, fingerprint
 from jaxcross.program.jaxprs import INLINED, holds_exchange
 
 if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener
 
-FROZEN = 1_000
-"""Iterations after which a rank that is through with an outer loop no longer votes to continue an inner one. On the
-carry that it left the outer loop with, the inner one might never end: under `vmap` it would not. It goes on as long as
-other ranks do.
+FROZEN = 2_000
+"""Iterations after which a rank that is through with an outer loop no longer votes to continue an inner one, of whose
+result it is to exchange something. On the carry that it left the outer loop with, the inner one might never end: under
+`vmap` it would not. It goes on as long as other ranks do. Where they do not, the step fails. Halving a float64 until it
+is zero takes 1,075.
 """
 FROZEN_LOCAL = 1_000_000
-"""Iterations after which such a rank leaves an inner loop that exchanges nothing."""
+"""Iterations after which such a rank leaves an inner loop that exchanges nothing, and the step fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,13 @@ class Role:
         active: Whether they are kept; None: always.
         present: 0 on a rank that takes no part in the step, 1 elsewhere; None where every rank takes part.
         always: Whether all loops need a vote.
+        matters: Whether something is exchanged of these results also where they are not kept.
     """
 
     active: Any = None
     present: Any = None
     always: bool = False
+    matters: bool = False
 
 
 def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
@@ -60,14 +65,21 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
             flat.until[outs[0]] = fingerprint(equality.how)
         return outs
 
+    rewriter = _Rewriter(Equality(flat.axes, flat.wire))
+
     def rewritten(present: Any, *values: Any) -> Sequence[Any]:
         role = Role(present=present, always=flat.always)
-        return list(_Rewriter(Equality(flat.axes, flat.wire)).equation(eqn, list(values), known, role))
+        outs = rewriter.equation(eqn, list(values), known, role)
+        return [*outs, rewriter.stopped()] if rewriter.left else outs
 
     atoms, before = [flat.presence(), *args], len(flat.eqns)
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
     closed = jax.make_jaxpr(rewritten, axis_env=list(flat.axes.items()))(*types)
     outs = flat.inline(closed, atoms, flat.keep)
+    if rewriter.left:
+        *outs, stopped = outs
+        counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
+        decision.count_stopped(flat, eqn, stopped, counted, rewriter.over(eqn), tuple(rewriter.left))
     if equality.how:
         flat.until.update((e.outvars[0], fingerprint(equality.how)) for e in flat.eqns[before:] if flat.exchanges(e))
     return outs
@@ -108,11 +120,36 @@ def _calls_back(eqn: Any) -> bool:
     return any(not compat.is_named_axis_effect(e) for e in eqn.effects)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rewriter:
-    """Traces equations once more, with a vote in the loops that need one."""
+    """Traces equations once more, with a vote in the loops that need one.
+
+    Attributes:
+        left: The lines of inner loops that a rank may leave before their end although something is exchanged of what
+            they made.
+    """
 
     equality: Equality
+    left: dict[str, None] = field(default_factory=dict)
+    _stopped: list[Any] = field(default_factory=list)  # in what is being traced: whether this rank has left one so
+
+    def stopped(self) -> Any:
+        """1 if this rank has left such a loop in what was traced since the last call, else 0."""
+        stopped, self._stopped = self._stopped, []
+        return functools.reduce(lax.max, stopped, jnp.int32(0))
+
+    def _inside(self, jaxpr: Any, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
+        """The results of what is traced inside of an equation, and `stopped` of it."""
+        outer, self._stopped = self._stopped, []
+        outs = self.jaxpr(jaxpr, args, known, role)
+        stopped, self._stopped = self.stopped(), outer
+        return [*outs, stopped]
+
+    def _outside(self, outs: Sequence[Any]) -> list[Any]:
+        """The results alone, of an equation that ends with what `_inside` adds."""
+        *outs, stopped = outs
+        self._stopped.append(stopped)
+        return outs
 
     def jaxpr(self, jaxpr: Any, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
         inner, consts = compat.open_jaxpr(jaxpr)
@@ -120,12 +157,22 @@ class _Rewriter:
         rest = [*inner.constvars[len(consts) :], *inner.invars]
         env.update(zip(rest, args, strict=True))
         facts: dict[Any, Known] = dict(zip(rest, known, strict=True))
+        exchanged = self._exchanged(inner, role)
         for eqn in inner.eqns:
+            role = replace(role, matters=not exchanged.isdisjoint(eqn.outvars))
             values = [a.val if isinstance(a, compat.Literal) else env[a] for a in eqn.invars]
             about = [self.equality.read(facts, a) for a in eqn.invars]
             env.update(zip(eqn.outvars, self.equation(eqn, values, about, role), strict=True))
             facts.update(zip(eqn.outvars, self.equality.results(eqn, about), strict=True))
         return [a.val if isinstance(a, compat.Literal) else env[a] for a in inner.outvars]
+
+    def _exchanged(self, inner: Any, role: Role) -> set[Any]:
+        """The variables of a jaxpr of which something is exchanged, where this rank's results are not kept."""
+        found = {a for a in inner.outvars if role.matters and not isinstance(a, compat.Literal)}
+        for eqn in reversed(inner.eqns if role.active is not None else ()):
+            if not found.isdisjoint(eqn.outvars) or self.equality.exchanges(eqn):
+                found.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
+        return found
 
     def equation(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         name, inside = eqn.primitive.name, list(compat.sub_jaxprs(eqn))
@@ -153,41 +200,49 @@ class _Rewriter:
         carried, more = equality.carried(eqn, known)
         made, needed = equality.exchanges(eqn), equality.needed(eqn)
         votes = any(x.axes for x in made) and (role.always or not needed <= more.axes)
-        inner = replace(role, present=None, always=False) if votes else replace(role, present=None)
+        # What a rank computes inside is kept for a next iteration, unless it is through with all loops.
+        matters = role.active is not None and (role.matters or bool(made))
+        inner = replace(role, present=None, always=role.always and not votes, matters=matters)
         # Where ranks decide together, one that is through ends as the others do. How many calls of mpi4jax's each makes
         # is the step's affair.
         speaks = needed or any(not x.axes for x in made)
-        limited = role.active is not None and (votes or not (speaks or equality.together(eqn, more)))
+        leaves = role.active is not None and (votes or not (speaks or equality.together(eqn, more)))
+        limit = (FROZEN if votes else FROZEN_LOCAL) if leaves and role.matters else None
         if votes:
             _check_no_refs(eqn)
 
-        def goes_on(carry: Sequence[Any], active: Any) -> Any:
-            facts = [*known[:n], *carried]
-            (going,) = self.jaxpr(params["cond_jaxpr"], [*values[:n], *carry], facts, replace(inner, active=active))
-            return going
+        def goes_on(carry: Sequence[Any], active: Any) -> list[Any]:
+            facts, decides = [*known[:n], *carried], replace(inner, active=active, matters=True)
+            return self._inside(params["cond_jaxpr"], [*values[:n], *carry], facts, decides)
 
-        def cond(state: tuple[list[Any], Any, Any]) -> Any:
-            _, count, going = state
+        def cond(state: tuple[list[Any], Any, Any, Any]) -> Any:
+            _, count, _, going = state
             going = _any(going)
-            if limited:
-                within = lax.lt(count, jnp.int32(FROZEN if votes else FROZEN_LOCAL))
-                going = lax.bitwise_and(going, lax.bitwise_or(role.active, within))
+            if leaves:
+                kept = role.active if limit is None else lax.bitwise_or(role.active, lax.lt(count, jnp.int32(limit)))
+                going = lax.bitwise_and(going, kept)
             return self._vote(eqn, going, role) if votes else going
 
-        def body(state: tuple[list[Any], Any, Any]) -> tuple[list[Any], Any, Any]:
-            carry, count, going = state
+        def body(state: tuple[list[Any], Any, Any, Any]) -> tuple[list[Any], Any, Any, Any]:
+            carry, count, stopped, going = state
             active = _both(role.active, _any(going)) if votes else role.active
-            facts = [*known[n:m], *carried]
-            new = self.jaxpr(params["body_jaxpr"], [*values[n:m], *carry], facts, replace(inner, active=active))
+            facts, args = [*known[n:m], *carried], [*values[n:m], *carry]
+            *new, within = self._inside(params["body_jaxpr"], args, facts, replace(inner, active=active))
             if votes or jnp.ndim(going):
                 new = [x if y is x else lax.select_n(_like(x, going), x, y) for x, y in zip(carry, new, strict=True)]
-            count = lax.add(count, jnp.int32(1)) if limited else count
-            return new, count, goes_on(new, active)
+            going, decided = goes_on(new, active)
+            return new, lax.add(count, jnp.int32(1)), functools.reduce(lax.max, (stopped, within, decided)), going
 
-        init, zero = [jnp.asarray(v) for v in values[m:]], jnp.int32(0) if limited else ()
-        carry, _, going = lax.while_loop(cond, body, (init, zero, goes_on(init, role.active)))
-        # What this rank has not computed to its end must not pass for a number in a later exchange.
-        return [_nan_where(going, x) for x in carry] if limited else carry
+        init = [jnp.asarray(v) for v in values[m:]]
+        going, stopped = goes_on(init, role.active)
+        carry, count, stopped, going = lax.while_loop(cond, body, (init, jnp.int32(0), stopped, going))
+        if limit is not None:
+            self.left[compat.source_of(eqn)] = None
+            left = lax.bitwise_and(_any(going), lax.bitwise_not(role.active))
+            left = lax.bitwise_and(left, lax.ge(count, jnp.int32(limit)))
+            stopped = lax.max(stopped, lax.convert_element_type(left, jnp.int32))
+        self._stopped.append(stopped)
+        return carry
 
     def _vote(self, eqn: Any, going: Any, role: Role) -> Any:
         """Whether any rank goes on; none does where one takes no part in the step, which fails on all of them then."""
@@ -197,37 +252,43 @@ class _Rewriter:
         return lax.eq(self._max(eqn, going), jnp.int32(1))
 
     def _max(self, eqn: Any, value: Any) -> Any:
-        """The maximum over the ranks that exchange with one another in `eqn`."""
+        axes, groups = self.over(eqn)
+        return lax.pmax(value, axes, axis_index_groups=groups)
+
+    def over(self, eqn: Any) -> tuple[tuple[str, ...], Any]:
+        """The axes, and the groups along them, of the ranks that exchange with one another in `eqn`."""
         needed = self.equality.needed(eqn)
         made = [x for x in self.equality.exchanges(eqn) if x.axes]
         over = {(x.axes, dict(x.params).get("groups")) for x in made if not needed or needed & set(x.axes)}
         if len(over) == 1:
-            ((axes, groups),) = over
-        else:
-            named = {a for x in made for a in x.axes}
-            axes, groups = tuple(a for a in self.equality.sizes if a in (needed or named)), None
-        return lax.pmax(value, axes, axis_index_groups=groups)
+            return next(iter(over))
+        named = {a for x in made for a in x.axes}
+        return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
     def _scan(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         params, (n_consts, n_carry) = eqn.params, compat.scan_counts(eqn)
         carried, _ = self.equality.repeated(eqn, known)
         facts = [*known[:n_consts], *carried, *known[n_consts + n_carry :]]
+        inner = replace(role, matters=role.matters or bool(self.equality.exchanges(eqn)))
 
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.jaxpr(params["jaxpr"], [*values[:n_consts], *carry, *xs], facts, role)
-            return outs[:n_carry], outs[n_carry:]
+        def body(state: tuple[list[Any], Any], xs: list[Any]) -> tuple[tuple[list[Any], Any], list[Any]]:
+            carry, before = state
+            *outs, stopped = self._inside(params["jaxpr"], [*values[:n_consts], *carry, *xs], facts, inner)
+            return (outs[:n_carry], lax.max(before, stopped)), outs[n_carry:]
 
-        init, xs = values[n_consts:][:n_carry], values[n_consts + n_carry :]
-        carry, ys = lax.scan(body, init, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"])
+        init, xs = (values[n_consts:][:n_carry], jnp.int32(0)), values[n_consts + n_carry :]
+        (carry, stopped), ys = lax.scan(
+            body, init, xs, params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        self._stopped.append(stopped)
         return [*carry, *ys]
 
     def _cond(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
-        return lax.switch(
-            _index(eqn, values), [self._branch(b, known, role) for b in eqn.params["branches"]], *values[1:]
-        )
+        branches = [self._branch(b, known, role) for b in eqn.params["branches"]]
+        return self._outside(lax.switch(_index(eqn, values), branches, *values[1:]))
 
     def _branch(self, branch: Any, known: Sequence[Known], role: Role) -> Callable[..., list[Any]]:
-        return lambda *operands: self.jaxpr(branch, operands, known[1:], role)
+        return lambda *operands: self._inside(branch, operands, known[1:], role)
 
     def _parted(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         """A conditional at which ranks may part: each branch that exchanges is run by all of them if any takes it, as
@@ -242,15 +303,20 @@ class _Rewriter:
                 " decide it differently: their exchanges would be taken for one another's. Let all ranks decide alike,"
                 " as by `jax.lax.pmax(predicate, axis)`, or move the calls or the exchanges out of it."
             )
-        zeros = lambda *_: [lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars]  # noqa: E731
+        types = [*(v.aval for v in eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
+        zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in types]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(1)
-        outs = lax.switch(
-            index, [zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)], *operands
+        outs = self._outside(
+            lax.switch(
+                index,
+                [zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)],
+                *operands,
+            )
         )
         for place, (n, own) in enumerate(zip(takers, mine, strict=True)):
             branch = self._branch(branches[n], known, replace(role, active=_both(role.active, own)))
-            there = lax.cond(lax.index_in_dim(anyone, place, keepdims=False), branch, zeros, *operands)
+            there = self._outside(lax.cond(lax.index_in_dim(anyone, place, keepdims=False), branch, zeros, *operands))
             outs = [lax.select_n(own, x, y) for x, y in zip(outs, there, strict=True)]
         return outs
 
@@ -276,13 +342,6 @@ def _any(going: Any) -> Any:
 
 def _both(active: Any, going: Any) -> Any:
     return going if active is None else lax.bitwise_and(active, going)
-
-
-def _nan_where(mask: Any, x: Any) -> Any:
-    """NaN in the place of numbers, where there is one for their type."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return lax.select_n(jnp.broadcast_to(_like(x, mask), x.shape), x, lax.full_like(x, jnp.nan))
 
 
 def _like(x: Any, mask: Any) -> Any:

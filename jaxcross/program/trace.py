@@ -19,7 +19,7 @@ from jaxcross.errors import CutError
 from jaxcross.program.accepted import explain_failed_trace, lend_name
 from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
-from jaxcross.program.decision import Decision
+from jaxcross.program.decision import Decision, Left
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
@@ -64,7 +64,7 @@ class Traced:
     wire: Wire
     late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
-    decisions: Mapping[Any, Decision] = field(default_factory=dict)
+    decisions: Mapping[Any, Decision | Left] = field(default_factory=dict)
     present: frozenset[Any] = frozenset()
     until: Mapping[Any, str] = field(default_factory=dict)
     choices: tuple[int, ...] = ()

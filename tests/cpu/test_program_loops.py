@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from loops import TABLE, cut, loops, number, own, votes
 
-from jaxcross.errors import CutError
+from jaxcross.errors import CutError, ExchangeError
 from jaxcross.program import lockstep
 from jaxcross.program.lockstep import FROZEN
 from jaxcross.program.segments import Program
@@ -150,7 +150,7 @@ def test_mutable_array_from_outside_is_refused() -> None:
 
             return lax.fori_loop(0, n, write, c) + ref[...], None
 
-        return lax.scan(body, x, None, length=70)[0]
+        return lax.scan(body, x, None, length=2)[0]
 
     with pytest.raises(CutError, match=r"test_program_loops\.py.*mutable array from outside"):
         cut(step, jnp.int32(1), X)
@@ -171,7 +171,8 @@ def test_loop_in_a_conditional_ends_where_its_branch_is_not_taken() -> None:
         for mine, one in zip(got, want, strict=True):
             assert np.array_equal(mine[0], one)
     # And where ranks differ, which fails the step: nobody waits for the other one's loop.
-    run_program(program, [[own(0)], [-own(1)]])
+    with pytest.raises(ExchangeError, match="ranks decided the conditional .* differently"):
+        run_program(program, [[own(0)], [-own(1)]])
 
 
 def test_conditional_in_a_kept_loop_is_agreed() -> None:
@@ -237,20 +238,42 @@ def test_rank_that_is_through_contributes_as_long_as_others_continue(iterations:
     assert [*map(float, got)] == [*map(float, over_ranks(step, {"batch": 2})(args))]
 
 
-@pytest.mark.parametrize(("exchanges", "wanted"), [(True, np.nan), (False, np.nan), (None, 5002.0)])
-def test_inner_loop_that_is_not_finished_gives_no_number(monkeypatch: Any, exchanges: Any, wanted: float) -> None:
-    """The rank that is through needs 5,000 iterations and the other one two; their sum is in the other's result."""
-    monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 6000 if exchanges is None else 2000)
+def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
+    """The rank that is through needs `inner` iterations, the other one two; their sum is in the other's result."""
+    add = lambda x: x + (lax.psum(x + 1, "batch") > 0 if kind == "exchanges" else 1)  # noqa: E731
+    length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.zeros_like(inner))  # noqa: E731
 
-    def step(outer: Any, inner: Any) -> Any:
-        add = lambda x: x + (lax.psum(x, "batch") > 0 if exchanges else 1)  # noqa: E731
-        length = lambda: lax.while_loop(lambda x: x < inner, add, jnp.float32(0.5)) - 0.5  # noqa: E731
-        return lax.fori_loop(0, outer, lambda i, s: jnp.where(i == 0, 0, lax.psum(length(), "batch")), 0.0)
+    def told() -> Any:
+        if kind == "in a scan":
+            return lax.scan(lambda c, _: (c + lax.psum(length(), "batch"), None), jnp.zeros_like(inner), length=2)[0]
+        if kind == "in a cond":
+            return lax.psum(lax.cond(inner > 1, length, lambda: inner), "batch")
+        if kind == "hidden by a maximum":
+            return lax.pmax(jnp.minimum(length(), 3), "batch")
+        return lax.psum(length(), "batch")
 
-    args = [(jnp.int32(1), jnp.float32(5000)), (jnp.int32(2), jnp.float32(2))]
-    got = at_once(cut(step, *args[0]), args)
-    assert float(got[0]) == 0
-    np.testing.assert_equal(float(got[1]), wanted)
+    return lax.fori_loop(0, outer, lambda i, s: jnp.where(i == 0, 0, told()), jnp.zeros_like(inner))
+
+
+KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum"]
+
+
+@pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inner_loop_that_is_not_finished_is_an_error_on_every_rank(monkeypatch: Any, kind: str, number: Any) -> None:
+    monkeypatch.setattr(lockstep, "FROZEN", 50)
+    monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 50)
+    step = lambda outer, inner: left_early(outer, inner, kind=kind)  # noqa: E731
+    for needed in (50, 51):
+        args = [(jnp.int32(1), number(needed)), (jnp.int32(2), number(2))]
+        program = cut(step, *args[0])
+        if needed == 50:
+            got = run_program(program, [list(a) for a in args])
+            assert [float(g) for (g,) in got] == [*map(float, over_ranks(step, {"batch": 2})(args))]
+        else:
+            with pytest.raises(ExchangeError, match="1 that is through with it did not come to the end") as raised:
+                run_program(program, [list(a) for a in args])
+            assert str(raised.value).count("test_program_loops.py") == 2
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -17,6 +17,7 @@ from loops import TABLE, own
 from mpi4py import MPI
 
 import jaxcross
+from jaxcross.program import lockstep
 from jaxcross.testing_wire import over_ranks
 
 WORLD = jaxcross.initialize(watchdog_s=60)
@@ -158,6 +159,32 @@ def callbacks():
     assert seen == ([0, 1, 10, 11] if RANK % 2 else [0]), seen
 
 
+def an_inner_loop_that_no_rank_ends():
+    """A rank that is through needs more iterations than are tried: the job fails on all ranks, and another goes on."""
+    lockstep.FROZEN = 200  # for the length of a test
+
+    @jaxcross.crossover(axes="batch")
+    def step(outer, inner, s):
+        length = lambda: lax.while_loop(lambda n: n < inner, lambda n: n + lax.pmax(1, "batch"), 0)  # noqa: E731
+        return lax.fori_loop(0, outer, lambda i, c: c + lax.psum(length(), "batch"), s)
+
+    long, short = [jnp.int32(1), jnp.int32(201)], [jnp.int32(2), jnp.int32(20)]
+    mine = lambda slow: long if slow and RANK == 0 else short  # noqa: E731
+
+    def fn(job, slow):
+        state = job.restore(jnp.int32(0))
+        for _ in range(3):
+            state = step(*mine(slow and job.step == 1), state)
+        return state
+
+    runner = jaxcross.Runner(WORLD)
+    runner.add("slow", fn, slow=True)
+    good = runner.add("good", fn, slow=False)
+    with pytest.raises(jaxcross.JobError, match="`slow`.* did not come to the end of an inner one"):
+        runner.run()
+    assert int(good.state) == 3 * 2 * 20 * P
+
+
 def own_numbers_in_the_code():
     """Refused on all ranks, where as an argument it is voted on."""
     bound = 3 + RANK
@@ -186,7 +213,8 @@ def with_calls_of_mpi4jax():
 
 CASES = [
     rows, callbacks, each_rank_makes_its_own_number_of_iterations, crossover_equals_alone,
-    a_rank_that_fails_ends_the_loop_of_the_others, own_numbers_in_the_code, with_calls_of_mpi4jax,
+    a_rank_that_fails_ends_the_loop_of_the_others, an_inner_loop_that_no_rank_ends, own_numbers_in_the_code,
+    with_calls_of_mpi4jax,
     a_branch_that_no_rank_takes,  # the last one: a step fails halfway, after which this process exchanges no more
 ]  # fmt: skip
 for case in CASES:
