@@ -147,9 +147,8 @@ class _Rewriter:
 
     def _outside(self, outs: Sequence[Any]) -> list[Any]:
         """The results alone, of an equation that ends with what `_inside` adds."""
-        *outs, stopped = outs
-        self._stopped.append(stopped)
-        return outs
+        self._stopped.append(outs[-1])
+        return [*outs[:-1]]
 
     def jaxpr(self, jaxpr: Any, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
         inner, consts = compat.open_jaxpr(jaxpr)
@@ -168,8 +167,10 @@ class _Rewriter:
 
     def _exchanged(self, inner: Any, role: Role) -> set[Any]:
         """The variables of a jaxpr of which something is exchanged, where this rank's results are not kept."""
+        if role.active is None:
+            return set()
         found = {a for a in inner.outvars if role.matters and not isinstance(a, compat.Literal)}
-        for eqn in reversed(inner.eqns if role.active is not None else ()):
+        for eqn in reversed(inner.eqns):
             if not found.isdisjoint(eqn.outvars) or self.equality.exchanges(eqn):
                 found.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
         return found
@@ -236,7 +237,7 @@ class _Rewriter:
         init = [jnp.asarray(v) for v in values[m:]]
         going, stopped = goes_on(init, role.active)
         carry, count, stopped, going = lax.while_loop(cond, body, (init, jnp.int32(0), stopped, going))
-        if limit is not None:
+        if limit is not None and role.active is not None:
             self.left[compat.source_of(eqn)] = None
             left = lax.bitwise_and(_any(going), lax.bitwise_not(role.active))
             left = lax.bitwise_and(left, lax.ge(count, jnp.int32(limit)))
