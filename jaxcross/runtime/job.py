@@ -115,6 +115,8 @@ class JobContext(JobLife):
         )  # fmt: skip
         self._streams += 1
         self._feeds.append(feed)
+        if self._resumption is not None:
+            self._resumption.begun(feed)
         return self._measured(feed)
 
     def _stray_loop(self) -> bool:
