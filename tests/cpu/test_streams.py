@@ -135,7 +135,7 @@ def test_a_job_that_goes_on_at_the_end_of_a_loop_is_not_saved_in_the_next(tmp_pa
     assert any("its last state is not saved: its function trains in several loops" in text for text in resumes(caplog))
 
 
-def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path):
+def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
         for batch, other in zip(job.batches(data, steps), job.batches(itertools.count(1.0)), strict=False):
@@ -147,6 +147,7 @@ def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path):
     train(2, tmp_path, names="a", fn=fn, steps=3)
     for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
         same(mine["a"][0], theirs["a"][0])
+    assert not resumes(caplog)  # that a batch was used, for instance, and nothing exchanged
 
 
 @pytest.mark.parametrize("evaluates_first", [False, True])
