@@ -210,8 +210,8 @@ class JobContext(JobLife):
         lanes writes. The state may be donated afterwards.
 
         Raises:
-            JobError: With checkpoints, on every rank: `state` is not like the one that was restored, a restart would not
-                know where to go on in the data (training goes through one loop and one function), or a disk failed.
+            JobError: With checkpoints, on every rank: `state` is not like the one that was restored, a disk failed, or
+                a restart would not know where to go on in the data (training goes through one loop and one function).
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state
