@@ -118,6 +118,14 @@ def unlike(wanted: Mapping[str, Form], found: Mapping[str, Form]) -> str | None:
     return None if more is None else f"it has a leaf `{more or 'state'}`, for which there is no place"
 
 
+def narrowed(found: Mapping[str, Form]) -> str | None:
+    """The first array of `found` that JAX would make narrower here, in words: 64 bits need its own setting."""
+    for path, form in found.items():
+        if form.kind == "jax" and jax.dtypes.canonicalize_dtype(np.dtype(form.dtype)) != np.dtype(form.dtype):
+            return f"its leaf `{path or 'state'}` is {form}, which JAX has only with `jax_enable_x64`"
+    return None
+
+
 def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray]) -> Any:
     """The state with the structure of `target`; its arrays lie where those of `target` do."""
     leaves = [_leaf(forms[path], arrays[path], like) for path, like in _paths(target)]

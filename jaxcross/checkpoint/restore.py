@@ -14,7 +14,7 @@ import numpy as np
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.choice import choose, to_offer
 from jaxcross.checkpoint.folders import ABSENT, Folders
-from jaxcross.checkpoint.leaves import Form, digest, snapshot, unlike
+from jaxcross.checkpoint.leaves import Form, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint.own import own_leaves
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
@@ -127,7 +127,7 @@ def find(
         name = whole[-1]
         first = parse(talk.gather(together, "its leaves", to_text(parts[name]) if world.rank == 0 else "")[0])
         part = _part_here(first, parts.get(name), world)
-        differs = unlike(wanted, part.forms) or ""
+        differs = unlike(wanted, part.forms) or narrowed(part.forms) or ""
         talk.check(
             _other_shapes(f"{folders.path / name}", saved_on=first.ranks, ranks=world.size),
             talk.gather(together, "its shapes", differs),

@@ -25,6 +25,7 @@ class _Row:
     last_end_ns: int | None = None
     period_ns: float | None = None
     loss: float | None = None
+    loss_step: int = -1
     status: str = "waiting"
     latest: int = 0
     printed: int = -1
@@ -35,7 +36,11 @@ class _Row:
         return "" if self.period_ns is None else f"{seconds(self.period_ns / 1e9)}/step"
 
     def loss_text(self) -> str:
-        return "" if self.loss is None else f"loss {number(self.loss)}"
+        if self.loss is None:
+            return ""
+        # It is read back once it is computed: perhaps later than the next step begins, or before this one is counted.
+        of = "" if self.loss_step in (-1, self.done) else f" of step {self.loss_step}"
+        return f"loss {number(self.loss)}{of}"
 
 
 class _Patient:
@@ -133,7 +138,7 @@ class LiveView(Instrument):
         with self._lock:
             row = self._rows.setdefault(job, _Row(None))
             if kind == "loss" and isinstance(value, int | float):
-                row.loss = float(value)
+                row.loss, row.loss_step = float(value), step
                 self._show(job, row)
             elif kind == "status":
                 row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one

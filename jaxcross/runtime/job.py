@@ -115,6 +115,8 @@ class JobContext(JobLife):
         )  # fmt: skip
         self._streams += 1
         self._feeds.append(feed)
+        if self._resumption is not None:
+            self._resumption.begun(feed)
         return self._measured(feed)
 
     def _stray_loop(self) -> bool:
@@ -131,9 +133,11 @@ class JobContext(JobLife):
         return True
 
     def _measured(self, feed: Feed) -> Iterator[Any]:
+        used = False
         try:
             while not self._stray_loop():
-                self.replicas.next_batch(self.together)
+                if used:  # else it may be the second of two that are read side by side
+                    self.replicas.next_batch(self.together)
                 start_ns = time.monotonic_ns()
                 batch = next(feed, _END)
                 if batch is _END:
@@ -143,6 +147,7 @@ class JobContext(JobLife):
                 if self.examples_per_step is None:
                     self.examples_per_step, self.unit = _examples(batch, self._world.size)
                 yield batch
+                used = True
         finally:
             feed.close()
 
@@ -205,7 +210,8 @@ class JobContext(JobLife):
         lanes writes. The state may be donated afterwards.
 
         Raises:
-            JobError: With checkpoints, on every rank: `state` is not like the one that was restored, or a disk failed.
+            JobError: With checkpoints, on every rank: `state` is not like the one that was restored, a disk failed, or
+                a restart would not know where to go on in the data (training goes through one loop and one function).
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state

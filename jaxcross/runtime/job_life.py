@@ -144,12 +144,16 @@ class JobLife:
                 self._refuse_to_skip(compiled)
             execution.watch()
         leads = self._calls.leads(compiled)
+        if leads and self._resumption is not None:
+            self._kept.used(flat_inputs)
         outputs = driver.call(self._number, outline, execution, self._nonfinite, in_step=leads)
         trains = self._calls.trains(compiled)
         if trains:
             self.step += 1
-            if self._resumption is not None:
-                self._resumption.stepped(self._feeds)
+        if self._resumption is not None and outline.is_step:
+            self._resumption.called(
+                compiled.program.name, self._feeds, trains=trains, state=self._kept.state, results=outputs
+            )
         self._kept.committed(outputs, self.step)
         if trains:
             together = partial(driver.together, self._number)
@@ -310,7 +314,14 @@ class JobLife:
         """Why the state cannot be resumed from, if so."""
         if self.steps_made and self._calls.training is None:
             return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-        return "" if self._kept.step == self.step else "its function neither returned nor saved its latest state"
+        if self._kept.step != self.step:
+            return "its function neither returned nor saved its latest state"
+        if self._kept.is_guess:
+            return (
+                "its function changes what its step returns before the next one, and has not said what it makes of the "
+                "latest: assign that to `job.state` in each step"
+            )
+        return "" if self._resumption is None else self._resumption.unfit
 
     def _save_last(self, together: Together) -> None:
         if self._resumption is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,12 +20,17 @@ class Kept:
 
     Attributes:
         state: What the job restored, saved or returned.
+        is_guess: Whether `state` is a step's results, and the function of the job is known to change those before the
+            next step: what it was about to make of them is not known.
     """
 
-    __slots__ = ("_results", "_results_step", "_state_step", "state")
+    __slots__ = ("_changed", "_part", "_results", "_results_step", "_state_step", "is_guess", "state")
 
     def __init__(self) -> None:
         self.state: Any = None
+        self.is_guess = False
+        self._changed = False
+        self._part: int | None = None  # of a step's results, the one that is like the state; -1: all of them
         self._state_step = 0
         self._results: Any = None
         self._results_step = 0
@@ -36,7 +42,18 @@ class Kept:
 
     def give(self, state: Any, step: int) -> None:
         """The job's function says: this is the state after `step` steps."""
-        self.state, self._state_step = state, step
+        self.state, self._state_step, self.is_guess = state, step, False
+
+    def used(self, arguments: Sequence[Any]) -> None:
+        """Notes whether the next step is given what the latest one left, or what the function has made of it."""
+        if self._changed or self._results is None or self._state_step == self._results_step:
+            return
+        given = set(map(id, arguments))
+        if self._part is None:
+            found = matching(self.state, self._results)
+            self._part = -1 if found is self._results else [id(part) for part in self._results].index(id(found))
+        left = self._results if self._part < 0 else self._results[self._part]
+        self._changed = any(id(leaf) not in given for leaf in jax.tree.leaves(left) if isinstance(leaf, jax.Array))
 
     def committed(self, results: Any, step: int) -> None:
         """A call came through on all ranks; `step` counts those of the training step so far."""
@@ -56,7 +73,10 @@ class Kept:
 
     def settle(self) -> None:
         """The job ended early: makes `state` the one of the last committed step, if its function did not do so."""
-        self.give(*self.latest())
+        state, step = self.latest()
+        guess = self._changed and state is not self.state
+        self.give(state, step)
+        self.is_guess = guess
 
     def release(self) -> None:
         """Lets go of the step's results."""
@@ -71,6 +91,13 @@ def matching(state: Any, results: Any) -> Any:
         alike = [part for part in results if form(part) == form(state)]
         return alike[0] if len(alike) == 1 else results
     return results
+
+
+def holds_state(state: Any, results: Any) -> bool:
+    """Whether a function's results are made like `state` or hold a part that is."""
+    structure = jax.tree.structure(state)
+    parts = results if isinstance(results, tuple) and jax.tree.structure(results) != structure else (results,)
+    return any(jax.tree.structure(part) == structure and form(part) == form(state) for part in parts)
 
 
 def own_copy(state: Any) -> Any:

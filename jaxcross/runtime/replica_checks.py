@@ -109,7 +109,7 @@ class ReplicaChecks:
         """
         if self._ranks == 1 or self._exchanged:
             return
-        if self.batches == 1 and not self._looked:
+        if not self._looked:
             self._looked = True
             trains = self._trains()
             if trains is not False:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxcross.checkpoint.keeper import Keeper, Progress
 from jaxcross.checkpoint.talk import Together
 from jaxcross.runtime.feed import Feed
+from jaxcross.runtime.kept import holds_state
 from jaxcross.runtime.place import START, Place
 
 
@@ -31,6 +32,10 @@ class Resumption:
         self.first_step = 0
         self._ahead: list[Place] = []  # where the next loops begin
         self._places: tuple[Place, ...] = ()
+        self._trained: list[tuple[Feed, int]] = []  # the loops in which the latest step was, and their batches by then
+        self._several = False
+        self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
+        self._uncounted = ""  # what is wrong with another function that trains
 
     def restore(self, target: Any, together: Together, *, local: bool = False) -> Any:
         """The state of the newest checkpoint, or None. Waits for all ranks; see `Keeper.restore`."""
@@ -60,9 +65,50 @@ class Resumption:
         """Where the job's next loop over batches begins."""
         return self._ahead.pop(0) if self._ahead else START
 
-    def stepped(self, feeds: Iterable[Feed]) -> None:
-        """A step of training is committed on all ranks."""
-        self._places = tuple(feed.place for feed in feeds if not feed.closed)
+    def begun(self, feed: Feed) -> None:
+        """A loop over batches begins, at `next_place`."""
+        if feed.place != START:  # an earlier run trained in it
+            self._trained.append((feed, feed.place.taken))
+
+    def called(self, name: str, feeds: Iterable[Feed], *, trains: bool, state: Any, results: Any) -> None:
+        """A function with exchanges has come through on all ranks.
+
+        Args:
+            name: The function's.
+            feeds: The job's loops over batches.
+            trains: Whether the call is a step of the job.
+            state: Made like the job's state.
+            results: What the function returned.
+        """
+        reading = [(feed, feed.place.taken) for feed in feeds if not feed.closed]
+        if trains:
+            self._several = self._several or any(feed.closed for feed, _ in self._trained)
+            self._trained = reading
+            self._places = tuple(feed.place for feed, _ in reading)
+            self._step = self._step or (name, holds_state(state, results))
+        assert self._step is not None
+        counted, counted_trains = self._step
+        if trains:
+            self._uncounted = self._uncounted if not counted_trains else ""
+            return
+        # It trains on other batches than the latest step, or in place of a step that only evaluates.
+        elsewhere = any(feed.place.taken != taken for feed, taken in self._trained) or (reading and not self._trained)
+        if (elsewhere or not counted_trains) and holds_state(state, results):
+            self._uncounted = (
+                f"`{name}` trains, but steps are the calls of `{counted}`, the first function with exchanges that the "
+                "job called: a restart would take the wrong batches. Train by one function, with a static argument for "
+                "what differs, and evaluate after its first step"
+            )
+
+    @property
+    def unfit(self) -> str:
+        """Why a restart would not know where to go on in the data, if so."""
+        if self._several:
+            return (
+                "its function trains in several loops over `job.batches`, one after the other or one inside another, "
+                "and a restart could not tell them apart: take all batches from one loop"
+            )
+        return self._uncounted
 
     def save(self, state: Any, step: int, together: Together, *, unfit: str) -> list[dict[str, str]] | None:
         """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `Keeper.save`."""

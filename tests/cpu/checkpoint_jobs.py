@@ -22,13 +22,13 @@ def init(world, *, own):
     return {"w": np.arange(3.0), **({"residual": np.full(2, float(world.rank))} if own else {})}
 
 
-def make_step(world, name="step"):
+def make_step(world, name="step", result=lambda new: new):
     def compute(segment, values):
         state, x = values
         if segment == 0:
             return x * (1.0 + state["w"].sum() / 1024)
         new = {"w": state["w"] / 2 + x}
-        return new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {})
+        return result(new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {}))
 
     compiled = FakeCompiled(plain_program(name), world, compute)
     return lambda state, batch: current_job().call(compiled, [state, batch])

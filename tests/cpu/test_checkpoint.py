@@ -3,11 +3,13 @@
 import itertools
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
 
+import jaxcross
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.exchange.top_k import TopKState
@@ -232,6 +234,76 @@ def test_the_plain_loop_saves_by_itself(tmp_path):
 def make_step_with_metrics(world):
     step = make_step(world)
     return lambda state, batch: (step(state, batch), {})
+
+
+@pytest.mark.parametrize("first", [{"n": 0}, {"n": jnp.int32(0)}], ids=["number", "array"])
+def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
+    """A counter would lose its upper half, and a parameter half of its digits."""
+
+    def work(world, x64, first, *, refused=False):
+        def fn(job):
+            with jax.enable_x64(x64):
+                state = job.restore(first)
+                step = make_step(world)
+                for batch in job.batches(batches(world), 2):
+                    step(init(world, own=False), batch)
+                return {"n": state["n"] + jnp.asarray(2**40)} if x64 else state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        if refused:
+            with pytest.raises(JobError, match=r"`\['n'\]` is int64\[\], which JAX has only with `jax_enable_x64`"):
+                runner.run()
+        else:
+            runner.run()
+        return job.state
+
+    with jax.enable_x64(True):
+        wide = {"n": jnp.int64(0)}
+    run_ranks(2, lambda world: work(world, True, wide))
+    run_ranks(2, lambda world: work(world, False, first, refused=True))
+    for state in run_ranks(2, lambda world: work(world, True, wide)):
+        assert int(state["n"]) == 2**41
+
+
+def test_a_state_that_is_changed_between_steps_is_saved_as_given(tmp_path, caplog):
+    """A step's results are not what the next one is given: when a job fails, the changed ones are lost."""
+
+    @jaxcross.crossover(axes="batch")
+    def step(state, x):
+        return {"w": state["w"] / 2 + jax.lax.pmean(x, "batch"), "average": state["average"]}, {}
+
+    def fn(job, after, tells):
+        state = job.restore({"w": jnp.zeros(2), "average": jnp.zeros(2)})
+        for x in job.batches([jnp.float32(n) for n in range(8)]):
+            if job.step == after:
+                raise BrokenError
+            state, _ = step(state, x)
+            state = {"w": state["w"], "average": state["average"] / 2 + state["w"]}
+            if tells:
+                job.state = state
+            if job.step == 3:
+                job.save(state)
+        return state
+
+    def run(folder, after, *, tells):
+        runner = Runner(jaxcross.initialize(), checkpoints=folder and Checkpoints(folder))
+        job = runner.add("a", fn, after=after, tells=tells)
+        if after is None:
+            runner.run()
+        else:
+            with pytest.raises(JobError, match="BrokenError"):
+                runner.run()
+        return {name: np.asarray(leaf) for name, leaf in job.state.items()}
+
+    whole = run(None, None, tells=False)
+    for tells, step_saved in ((True, 5), (False, 3)):
+        folder = tmp_path / str(tells)
+        run(folder, 5, tells=tells)
+        assert [int(saved.name[:12]) for saved in sorted((folder / "a").glob("0*/"))][-1] == step_saved
+        same(run(folder, None, tells=tells), whole)
+    (text,) = resumes(caplog)
+    assert "changes what its step returns before the next one" in text
 
 
 def test_spans_errors_and_reports_count_from_where_the_job_goes_on(tmp_path):

@@ -111,3 +111,31 @@ def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
     assert isinstance(copy["host"], np.ndarray)
     assert copy["n"] == 3
     assert copy["weak"].aval == mine["weak"].aval
+
+
+@pytest.mark.parametrize("donates", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, donates):
+    kept, one, two = Kept(), state(1.0), state(2.0)
+    kept.give(state(0.0), 0)
+    kept.used([jnp.ones(3), *kept.state.values()])
+    kept.committed((one, jnp.float32(0)), 1)
+    kept.used([jnp.ones(3), *({"w": one["w"] + 1, "b": one["b"]} if changes else one).values()])
+    if donates:
+        delete(one)
+    kept.committed((two, jnp.float32(0)), 2)
+    kept.settle()
+    assert kept.state is two
+    assert kept.is_guess == changes
+
+
+def test_results_whose_change_the_function_has_given_are_no_guess():
+    kept = Kept()
+    kept.give(state(0.0), 0)
+    for step in (1, 2):
+        kept.used(list(kept.state.values()))
+        kept.committed((state(step), None), step)
+        kept.give(state(7.0 + step), step)
+    kept.settle()
+    assert not kept.is_guess
+    assert kept.state["b"] == 9

@@ -4,8 +4,9 @@ import itertools
 import threading
 
 import pytest
-from checkpoint_jobs import batches, init, make_step, same, train
+from checkpoint_jobs import batches, init, make_step, resumes, same, train
 
+from jaxcross.errors import JobError
 from jaxcross.runner import Runner
 from jaxcross.runtime.feed import Feed
 from jaxcross.testing import run_ranks
@@ -96,26 +97,94 @@ def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
         assert mine["a"][1] == theirs["a"][1] == 8
 
 
-def test_a_job_goes_on_inside_a_loop_behind_others_that_are_over(tmp_path):
-    """Two loops are open as it fails: the first two that are begun after the restart go on there."""
+@pytest.mark.parametrize("form", ["one after the other", "one in another"])
+def test_a_job_that_trains_in_several_loops_is_not_saved(form, tmp_path):
+    """A restart would go on with the first loop that the function begins, where the one that was open stood."""
 
-    def fn(job, world, data, breaks):
+    def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
-        seen = []
-        for batch in job.batches(itertools.count(1.0), 4):
-            for inner in job.batches(itertools.count(10.0), 5):
-                seen.append((batch, inner))
-                state = step(state, inner)
-                job.log([batch, inner])
+        outer = [1.0, 2.0] if form == "one after the other" else job.batches([1.0, 2.0])
+        for n, _ in enumerate(outer):
+            for batch in job.batches(data, 3):
+                state = step(state, batch)
+                if n == 1:
+                    with pytest.raises(JobError, match="cannot save this state.*trains in several loops over"):
+                        job.save(state)
+            if n == 0:
                 job.save(state)
-                if job.step == breaks:
-                    next(job.batches(data))
-            loops(job, 0)
         return state
 
-    logged = [[n, 10.0 + k] for n in (1.0, 2.0, 3.0, 4.0) for k in range(5)]
-    train(2, tmp_path, names="a", fn=fn, breaks=8, after=0)
-    for rank in train(2, tmp_path, names="a", fn=fn, breaks=None):
-        # Behind batch 3 of the second inner loop, and the second outer batch, which was taken.
-        assert list(rank["a"][2].values()) == [[3.0, 13.0], [3.0, 14.0], *logged[15:]]
-        assert rank["a"][1] == 8 + 2 + 5
+    for ranks in train(2, tmp_path, names="a", fn=fn):
+        assert ranks["a"][1] == 6
+    assert [folder.name[:12] for folder in (tmp_path / "a").glob("0*/")] == ["000000000003"]
+
+
+def test_a_job_that_goes_on_at_the_end_of_a_loop_is_not_saved_in_the_next(tmp_path, caplog):
+    """As where a function takes the epochs that are done from `job.step`: one is lost, and not in silence."""
+
+    def fn(job, world, data, epochs=2):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for _ in range(job.step // 3, epochs):
+            for batch in job.batches(batches(world), 3):
+                state = step(state, batch)
+        return state
+
+    train(2, tmp_path, names="a", fn=fn, epochs=1)
+    assert not resumes(caplog)
+    train(2, tmp_path, names="a", fn=fn, epochs=3)
+    assert any("its last state is not saved: its function trains in several loops" in text for text in resumes(caplog))
+
+
+def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
+    def fn(job, world, data, steps):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for batch, other in zip(job.batches(data, steps), job.batches(itertools.count(1.0)), strict=False):
+            state = step(state, batch + other)
+            job.save(state)
+        return state
+
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    train(2, tmp_path, names="a", fn=fn, steps=3)
+    for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+    assert not resumes(caplog)  # that a batch was used, for instance, and nothing exchanged
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_training_by_a_function_whose_calls_are_no_steps_is_not_saved(evaluates_first, tmp_path):
+    """The batches that it takes are not counted, so that a restart would take them again."""
+
+    def fn(job, world, data):
+        warm_up, step = make_step(world, "warm_up"), make_step(world)
+        evaluate = make_step(world, "evaluate", result=lambda new: new["w"].sum())
+        state = job.restore(init(world, own=False))
+        if evaluates_first:
+            evaluate(state, 0.0)
+        for n, batch in enumerate(job.batches(data, 4)):
+            state = (warm_up if n < 2 else step)(state, batch)
+            if n < 2 and not evaluates_first:
+                evaluate(state, batch)
+                job.save(state)
+                continue
+            first = "evaluate" if evaluates_first else "warm_up"
+            with pytest.raises(JobError, match=f"trains, but steps are the calls of `{first}`"):
+                job.save(state)
+        return state
+
+    for ranks in train(2, tmp_path, names="a", fn=fn):
+        assert ranks["a"][3] is None
+
+
+def test_two_functions_that_train_on_one_batch_can_be_saved(tmp_path):
+    def fn(job, world, data, steps):
+        one, other = make_step(world, "one"), make_step(world, "other")
+        state = job.restore(init(world, own=False))
+        for batch in job.batches(data, steps):
+            state = other(one(state, batch), batch)
+            job.save(state)
+        return state
+
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    train(2, tmp_path, names="a", fn=fn, steps=3)
+    for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])

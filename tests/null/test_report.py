@@ -265,6 +265,33 @@ def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
     assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
 
 
+def test_the_live_view_shows_no_loss_as_another_step_s():
+    live, out = view()
+    with live:
+        live.note(job="a", kind="status", step=0, value="resumes after step 1")
+        live.note(job="a", kind="loss", step=2, value=0.5)  # before the first span says where it goes on
+        live.span(span("compute", "a", 2, 0, 1))
+        live.span(span("compute", "a", 3, 1, 2))
+        live.note(job="a", kind="status", step=2, value="rests")
+        live.note(job="a", kind="loss", step=3, value=0.25)
+        live.note(job="a", kind="done", step=3)
+    assert out.getvalue().splitlines() == [
+        "a: resumes after step 1",
+        "a: step 2/3, loss 0.500",
+        "a: step 2/3, loss 0.500, rests",
+        "a: step 3/3, loss 0.250, done",
+    ]
+    live, out = view()
+    with live:
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, step, step + 1))
+            live.note(job="a", kind="loss", step=1, value=0.5)
+    assert out.getvalue().splitlines()[1:] == [
+        "a: step 1/3, loss 0.500",
+        "a: step 2/3, 1.00 s/step, loss 0.500 of step 1",
+    ]
+
+
 def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():
     out = io.StringIO()
     with LiveView({"a": None}, console=Console(file=out, width=100)) as live:
