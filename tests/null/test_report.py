@@ -252,7 +252,6 @@ def test_the_live_view_prints_lines_without_a_terminal():
         # the next step's first segment may end before this one's exchange
         ([1, 2, 3, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),
         ([4, 5], ["step 4/5", "step 5/5"]),  # it resumed after step 3
-        ([1, 2, 3, 5, 6], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # 4 is an evaluation
     ],
 )
 def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
@@ -263,6 +262,30 @@ def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
         live.span(replace(span("compute", "a", 9, 9, 10), in_step=False))
         live.note(job="a", kind="done")
     assert [line.removeprefix("a: ").partition(",")[0] for line in out.getvalue().splitlines()] == lines
+
+
+@pytest.mark.parametrize("ends", [("done", "ended"), ("status", "disk full")])
+def test_the_live_view_shows_another_run_of_a_job_from_its_beginning(ends):
+    live, out = view()
+    with live:
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, step, step + 1))
+        live.note(job="a", kind="loss", step=3, value=0.5)
+        live.note(job="a", kind=ends[0], step=3, value=ends[1])
+        live.note(job="a", kind="loss", step=3, value=0.25)  # read back late: of the run that is over
+        live.span(span("input", "a", 0, 60, 61))
+        for step in (1, 2):
+            live.span(span("compute", "a", step, 60 + step, 61 + step))
+        live.note(job="a", kind="done", step=2)
+    again = out.getvalue().splitlines()[-3:]
+    assert again == ["a: has data, traces and compiles its first step", "a: step 1/3", "a: step 2/3, done"]
+
+
+def test_a_loss_says_that_the_first_step_is_made():
+    live, out = view()
+    with live:
+        live.note(job="a", kind="loss", step=1, value=0.5)
+    assert out.getvalue() == "a: loss 0.500\n"
 
 
 def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():
