@@ -223,14 +223,18 @@ def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, spa
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
     in_round = next((s for s in part.stretches if name in s.steps), None)
     made = {step for step, _ in part.timeline.step_ends.get(name, ())}
-    exchanges = [s for s in spans if s.kind == "collective" and s.job == name and s.in_step and s.step in made]
+    exchanges = [s for s in spans if s.kind == "collective" and s.job == name]
+    others = [s for s in exchanges if not s.in_step]
+    calls = len({s.number for s in others})
     return JobAccount(
         facts=facts,
         period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9 if stretch else 0.0,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,
         exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
         hidden_share=_hidden(ranks.values(), [name]),
-        bytes_per_step=_ratio(sum(s.nbytes for s in exchanges), len(made)),
+        bytes_per_step=_ratio(sum(s.nbytes for s in exchanges if s.in_step and s.step in made), len(made)),
+        other_calls=calls,
+        bytes_per_other_call=_ratio(sum(s.nbytes for s in others), calls),
         steps_per_round=in_round.steps[name] / in_round.rounds if in_round else 0.0,
     )
 

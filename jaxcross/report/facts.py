@@ -71,6 +71,8 @@ class JobAccount:
         hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
         bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run; none of evaluations.
         steps_per_round: Steps of it in a round: 1 where all jobs made equally many, 0 if it has no part in the round.
+        other_calls: Calls with exchanges that are none of its steps, as evaluations.
+        bytes_per_other_call: Bytes that one rank hands to the wire in one of those.
     """
 
     facts: JobFacts
@@ -80,6 +82,8 @@ class JobAccount:
     hidden_share: float
     bytes_per_step: float
     steps_per_round: float
+    other_calls: int = 0
+    bytes_per_other_call: float = 0.0
 
     @property
     def steps_per_s(self) -> float | None:

@@ -625,6 +625,28 @@ def test_logs_are_read_back_in_order():
     assert run_ranks(1, work) == [[(1, {"loss": 1.0}), (2, {"loss": 2.0}), (3, {"loss": 3.0})]]
 
 
+def test_examples_of_a_step_are_the_mean_of_its_batches():
+    """Neither the first batch nor those of an evaluation decide; what the job sets does."""
+
+    def work(world):
+        runner = Runner(world)
+        evaluate = make_step(world, "evaluate")
+
+        def fn(job, step, own):
+            for batch in job.batches([np.ones((n, 2), np.float32) for n in (2, 4, 3)]):
+                step(0.0, batch)
+                if own:
+                    job.examples_per_step = 10.0
+            for batch in job.batches([np.ones((50, 2), np.float32)]):
+                evaluate(0.0, batch)
+
+        for own in (False, True):
+            runner.add(f"{own}", fn, step=make_step(world), own=own)
+        return [job.examples_per_step for job in runner.run().jobs]
+
+    assert run_ranks(2, work) == [[6.0, 10.0]] * 2
+
+
 def test_what_was_logged_may_be_donated_or_overwritten():
     def train(job):
         step = jax.jit(lambda state, x: {"n": state["n"] + 1, "w": state["w"] @ x}, donate_argnums=0)

@@ -203,6 +203,15 @@ def test_every_arrow_starts_in_a_compute_slice_and_ends_at_its_exchange():
         assert [maker["args"][k] for k in ("job", "step")] == [exchange["args"][k] for k in ("job", "step")]
 
 
+def test_a_part_of_a_step_behind_the_last_is_named_so():
+    from jaxcross.report.chrome import trace_events
+
+    spans = tuple(span("compute", "a", step, step, step + 1) for step in (4, 5, 6))
+    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)})
+    steps = [e["name"] for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
+    assert steps == ["step 4", "step 5", "step 6, which does not count"]
+
+
 def test_slices_of_a_job_track_do_not_overlap():
     from jaxcross.report.chrome import trace_events
 
