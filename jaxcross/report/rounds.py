@@ -70,12 +70,24 @@ class Stretch:
 
 
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
-    """Sets of at least two jobs that were in steady state at one moment, largest first, then the longest together."""
+    """Sets of at least two jobs that were in steady state at one moment, largest first, then the longest together. Of
+    each also those without its slowest jobs: next to one that makes no whole step the others may make many.
+    """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})
     lengths: Counter[tuple[str, ...]] = Counter()
     for low, high in pairwise(moments):
         lengths[tuple(job for job, (begin, end) in reach.items() if begin <= low and high <= end)] += high - low
+    for members, length in tuple(lengths.items()):
+        low, high = (
+            max((reach[job][0] for job in members), default=0),
+            min((reach[job][1] for job in members), default=0),
+        )
+        made = {job: sum(low <= end <= high for end in _ends(timeline, job)) for job in members}
+        rest = list(members)
+        while len(rest) > 2:
+            rest.remove(min(rest, key=lambda job: made[job]))
+            lengths[tuple(rest)] = max(lengths[tuple(rest)], length)
     return sorted((s for s in lengths if len(s) > 1), key=lambda s: (-len(s), -lengths[s]))
 
 

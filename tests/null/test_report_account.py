@@ -381,6 +381,17 @@ def test_one_step_that_ends_among_many_short_ones_is_no_round():
     assert account(spans, [JobFacts(name="a", steps=4), JobFacts(name="b", steps=11)], {0: 240 * S}).period_s is None
 
 
+def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
+    """c's second step takes as long as all steps of a and b."""
+    spans = [
+        *crossed(8, begin=10),
+        *(piece("collective", "c", n, *at) for n, at in enumerate(((0, 9), (9, 40), (40, 41)))),
+    ]
+    result = account(spans, [*facts("a", "b", steps=8), JobFacts(name="c", steps=3)], {0: 50 * S})
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+    assert result.period_s == 2.0
+
+
 def test_idle_votes_beside_work_on_the_host_cost_nothing():
     """Compiling for 3 s; meanwhile nothing is ready, and the exchange lane votes all the time."""
     spans = [
