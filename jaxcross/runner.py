@@ -375,7 +375,7 @@ class Runner:
             return None
 
         def note(text: str) -> None:
-            self._listeners.note(job=job.name, kind="status", step=job.step, value=text)
+            self._listeners.note(job=job.name, kind="status", value=text)
 
         return Resumption(session.keeper(job.name, note), job.cuts, session.every)
 

@@ -12,7 +12,7 @@ at a time, so it cannot have worked longer than the round lasted: no round is sh
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -131,17 +131,16 @@ def account(
     spans = numbered_votes(in_lane_order(spans))
     shortest = shortest_exchanges(spans)
     of_rank: dict[int, list[Span]] = defaultdict(list)
-    nbytes: Counter[tuple[int, str]] = Counter()
     for span in spans:
         of_rank[span.rank].append(span)
-        nbytes[span.rank, span.job] += span.nbytes if span.kind == "collective" and span.in_step else 0
     names = [job.name for job in jobs]
     made = {job.name: job.steps for job in jobs}
     timelines = {r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]}
     ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
     decisive = max(measured, key=lambda rank: measured[rank].limit[0], default=min(ranks))
-    part, wall = ranks[decisive], wall_ns.get(decisive, 0)
+    part, wall = ranks[decisive], max(wall_ns.values(), default=0)
+    crossed = [job for stretch in part.stretches for job in stretch.steps]
     steady = union(own.window for own in part.own.values())
     bound, limit, lost = None, "", {}
     # A step with a parameter server is one stretch from its begin to its end, so the round would be its own bound.
@@ -151,18 +150,18 @@ def account(
         lost = part.lost()
         lost["imbalance"] = measured[decisive].limit[0] - bound
     return Account(
-        jobs=tuple(_job_account(job, ranks, decisive, nbytes[decisive, job.name]) for job in jobs),
+        jobs=tuple(_job_account(job, ranks, decisive, of_rank[decisive]) for job in jobs),
         period_s=part.period / 1e9 if measured else None,
         bound_s=bound / 1e9 if bound is not None else None,
         limit=limit,
         lost_s={cause: max(length, 0.0) / 1e9 for cause, length in lost.items()},
-        hidden_share=_hidden(ranks.values(), names),
+        hidden_share=_hidden(ranks.values(), crossed or names),
         rounds=min((stretch.rounds for stretch in part.stretches), default=0.0),
         in_turn=in_turn,
         steady_share=_ratio(sum(s.window[1] - s.window[0] for s in part.stretches), wall),
         shared_share=_ratio(at_work_together(_at_work(of_rank[decisive])), wall),
         start_up_s=max(0, wall - measure(steady)) / 1e9,
-        wall_s=max(wall_ns.values(), default=0) / 1e9,
+        wall_s=wall / 1e9,
     )
 
 
@@ -196,18 +195,19 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
     left = subtract([stretch.window], busy)
     if limit == "chain":
         late = subtract(late, working)
-    voting = late if limit != "compute" else []  # ready work that waited for a vote to end
+    voting = late if limit != "compute" else []  # ready work that waited for the exchange lane, which makes no exchange
     causes = [
+        ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
         ("peer", intersect(timeline.vote_peer, voting)),
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
         # last: a vote or the preparation of a batch costs nothing while something else holds the lane up
+        ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
         ("input", timeline.input),
-        ("host", timeline.host),
         ("other", [stretch.window]),
     ]
     lengths = dict.fromkeys(LOSSES, 0)
@@ -217,18 +217,24 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
     return lengths
 
 
-def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, nbytes: int) -> JobAccount:
+def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobAccount:
     name, part = facts.name, ranks[decisive]
     stretch = part.measured(name)
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
     in_round = next((s for s in part.stretches if name in s.steps), None)
+    made = {step for step, _ in part.timeline.step_ends.get(name, ())}
+    exchanges = [s for s in spans if s.kind == "collective" and s.job == name]
+    others = [s for s in exchanges if not s.in_step]
+    calls = len({s.number for s in others})
     return JobAccount(
         facts=facts,
         period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9 if stretch else 0.0,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,
         exchange_s=_mean(exchange for _, exchange in costs) / 1e9,
         hidden_share=_hidden(ranks.values(), [name]),
-        bytes_per_step=_ratio(nbytes, len(part.timeline.step_ends.get(name, ()))),
+        bytes_per_step=_ratio(sum(s.nbytes for s in exchanges if s.in_step and s.step in made), len(made)),
+        other_calls=calls,
+        bytes_per_other_call=_ratio(sum(s.nbytes for s in others), calls),
         steps_per_round=in_round.steps[name] / in_round.rounds if in_round else 0.0,
     )
 

@@ -47,7 +47,8 @@ def trace_events(report: Report) -> dict[str, Any]:
             events += _track(rank, track, f"job {job}")
         for _, lane, name in (lane for lane in lanes if lane[0] == rank):
             events += _track(rank, lane, name)
-    for piece in _nested([*_steps(spans, tracks), *(_piece(span, tracks, origin) for span in spans)]):
+    last = {job.name: job.last_step for job in report.jobs}
+    for piece in _nested([*_steps(spans, tracks, last), *(_piece(span, tracks, origin) for span in spans)]):
         events.append({**piece.event, "ts": _us(piece.start_ns, origin), "dur": (piece.end_ns - piece.start_ns) / 1e3})
     events += _arrows(spans, origin)
     return {
@@ -103,11 +104,11 @@ def _piece(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     return _Slice(span.start_ns, span.end_ns, event)
 
 
-def _steps(spans: tuple[Span, ...], tracks: dict[str, int]) -> list[_Slice]:
+def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
     """A job's steps on its own track, from the first segment's begin to the last one's end.
 
     The begin is moved to the end of the step before where the first compute segment started earlier (it needs no
-    agreement, so it may): steps follow one another.
+    agreement, so it may): steps follow one another. Behind a job's last step there may be a part of one that failed.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -120,7 +121,8 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int]) -> list[_Slice]:
         for step, (start, end) in sorted(steps.items()):
             start = max(start, cursor)
             cursor = max(end, start)
-            event = {"ph": "X", "name": f"step {step}", "cat": "step", "pid": rank, "tid": tracks[job]}
+            name = f"step {step}" if step <= last.get(job, step) else f"step {step}, which does not count"
+            event = {"ph": "X", "name": name, "cat": "step", "pid": rank, "tid": tracks[job]}
             slices.append(_Slice(start, cursor, {**event, "args": {"job": job, "step": step}}))
     return slices
 
@@ -154,10 +156,10 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
     computes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "compute" and span.end_ns > span.start_ns:
-            computes[span.rank, span.job, span.step].append(span)
+            computes[span.rank, span.job, span.number].append(span)
     events: list[dict[str, Any]] = []
     for number, span in enumerate(s for s in spans if s.kind == "collective"):
-        maker = _maker(span, computes[span.rank, span.job, span.step])
+        maker = _maker(span, computes[span.rank, span.job, span.number])
         if maker is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}

@@ -99,7 +99,7 @@ class Comparison:
         if self.most is not None and self.ratio is not None and self.ratio > self.most * (1 + 1e-9):
             return (
                 f"{self.ratio:.2f} times as fast is more than the {self.most:.2f} times that overlap can gain here: "
-                "the machine was busy in one of the runs"
+                f"the rest is what {self.names[0]} lost between its steps, or a busy machine"
             )
         return ""
 

@@ -12,7 +12,7 @@ LOSSES = {
     "votes": "agreeing on the next steps",
     "order": "the lane's next work hung on the other lane or on another job",
     "input": "a job waited for its next batch",
-    "host": "a job was compiling, or in work of its own on the host",
+    "host": "a job was compiling, saving, or in other work on the host",
     "other": "not explained by the spans",
 }
 """The named parts of `period - bound`, in the order in which they are shown."""
@@ -71,6 +71,8 @@ class JobAccount:
         hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
         bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run; none of evaluations.
         steps_per_round: Steps of it in a round: 1 where all jobs made equally many, 0 if it has no part in the round.
+        other_calls: Calls with exchanges that are none of its steps, as evaluations.
+        bytes_per_other_call: Bytes that one rank hands to the wire in one of those.
     """
 
     facts: JobFacts
@@ -80,14 +82,19 @@ class JobAccount:
     hidden_share: float
     bytes_per_step: float
     steps_per_round: float
+    other_calls: int = 0
+    bytes_per_other_call: float = 0.0
 
     @property
-    def steps_per_s(self) -> float:
-        return 1 / self.period_s if self.period_s else 0.0
+    def steps_per_s(self) -> float | None:
+        """None if it did not make two steps."""
+        return 1 / self.period_s if self.period_s else None
 
     @property
     def examples_per_s(self) -> float | None:
-        return None if self.facts.examples_per_step is None else self.facts.examples_per_step * self.steps_per_s
+        """None also where it is not known how many are in a step."""
+        per_step = self.facts.examples_per_step
+        return per_step / self.period_s if self.period_s and per_step is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

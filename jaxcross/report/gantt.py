@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,10 @@ QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK, FAINT = "#222222", "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
+LINE_CHARACTERS = 160
+"""Of a line of the legend: more would leave the picture."""
+MARK_CHARACTERS = 7
+"""What a mark in it takes of those."""
 EDGED = 8
 """Pixels from which a bar is wide enough for an edge and a pattern: below, the edge would be all that is seen of it."""
 MOST_BARS = 300
@@ -61,7 +65,8 @@ def draw(
         name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
     heights = [len(r) * 0.34 + 0.55 for r in rows]
-    total = sum(heights) + 1.75
+    second = 0.22 if _is_long(colours) else 0.0  # for a second line of the legend
+    total = sum(heights) + 1.75 + second
     figure = Figure(figsize=(13, total), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -76,13 +81,13 @@ def draw(
     axes[-1].set_xlabel(f"seconds since {since}", color=INK)
     axes[-1].set_xlim(0, shown_s * 1.005)
     figure.subplots_adjust(
-        left=0.105, right=0.985, top=1 - 1.0 / total, bottom=0.55 / total, hspace=0.55 / min(heights)
+        left=0.105, right=0.985, top=1 - (1.0 + second) / total, bottom=0.55 / total, hspace=0.55 / min(heights)
     )
     headline = textwrap.fill(headline or _headline(report, compare), 92)
     size = 14 if len(headline) < 80 else 9.5  # a reason is longer than a number
     figure.text(0.105, 1 - 0.12 / total, _as_written(headline), fontsize=size, weight="bold", color=INK, va="top")
     figure.text(0.985, 1 - 0.15 / total, _as_written(report.link), fontsize=10, color=INK, va="top", ha="right")
-    _legend(figure, colours, rows, 1 - 0.42 / total)
+    _legend(figure, colours, rows, 1 - 0.42 / total, second / total)
     figure.savefig(path)
     return path
 
@@ -139,13 +144,15 @@ def _run_begin(report: Report) -> int:
 
 
 def _steady_begin(report: Report) -> int:
-    """When the jobs were in steady state, of jobs one after the other the first: compiling would fill the picture.
+    """When the jobs of the round were in steady state, of jobs one after the other the first: compiling would fill the
+    picture.
 
     That is the latest end of a first step; of what has none, the begin of the first step.
     """
     rank = next(iter(report.ranks), 0)
     timeline = Timeline.of(rank, report.spans, {})
-    firsts = [ends[0][1] for ends in timeline.step_ends.values() if len(ends) > 1]
+    crossed = {job.facts.name for job in report.rounds.crossed}
+    firsts = [ends[0][1] for job, ends in timeline.step_ends.items() if len(ends) > 1 and job in (crossed or {job})]
     if firsts:
         return min(firsts) if report.rounds.period_s is None or report.rounds.in_turn else max(firsts)
     work = [s.start_ns for s in report.spans if s.kind in ("compute", "collective")]
@@ -156,11 +163,10 @@ def _since(runs: Sequence[Report]) -> str:
     """What began where pictures of these runs do."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
-    return (
-        "the first step"
-        if len(runs) == 1 and not any(j.period_s for j in runs[0].rounds.jobs)
-        else "a first step ended"
-    )
+    if any(job.period_s for run in runs for job in run.rounds.jobs):
+        return "a first step ended"
+    works = all(any(s.kind in ("compute", "collective") for s in run.spans) for run in runs)
+    return "the first step" if works else "the run began"
 
 
 def _length_s(report: Report, begin: int) -> float:
@@ -239,16 +245,31 @@ def _pale(colour: str) -> str:
     return "#" + "".join(f"{255 - (255 - c) // 4:02X}" for c in channels)
 
 
-def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float) -> None:
+def _middle_cut(name: str, longest: int) -> str:
+    """A name with its begin and its end: a job's settings often stand last."""
+    return name if len(name) <= longest else f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
+
+
+def _is_long(names: Iterable[str]) -> bool:
+    """Whether names leave no place for the kinds of work on their line of the legend."""
+    return sum(len(name) + MARK_CHARACTERS for name in names) > LINE_CHARACTERS // 2
+
+
+def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: float, second: float) -> None:
+    """Draws names and kinds of work; with `second`, kinds on a line so far below."""
     from matplotlib.patches import Patch
 
     kinds = {s.kind for panel in rows for _, _, spans in panel for s in spans}
     named = list(colours.items())[:MOST_NAMES]
-    handles = [Patch(label=_as_written(name), facecolor=colour) for name, colour in named]
+    room = LINE_CHARACTERS // (len(named) + 1) - MARK_CHARACTERS
+    handles = [Patch(label=_as_written(_middle_cut(name, room)), facecolor=colour) for name, colour in named]
+    if len(named) < len(colours):
+        handles.append(Patch(label=f"and {len(colours) - len(named)} more", facecolor="none"))
     words = {"compute": "compute", "collective": "exchange", "compile": "compiling"}
     words |= {"input": "waiting for a batch", "vote": "vote"}
-    handles += [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.098, top), ncols=len(handles), frameon=False,
-        fontsize=9, handlelength=2.2, columnspacing=1.6, borderaxespad=0.0,
-    )  # fmt: skip
+    shown = [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]
+    for line, at in ((handles, top), (shown, top - second)) if second else ((handles + shown, top),):
+        figure.legend(
+            handles=line, loc="upper left", bbox_to_anchor=(0.098, at), ncols=len(line), frameon=False,
+            fontsize=9, handlelength=2.2, columnspacing=1.6, borderaxespad=0.0,
+        )  # fmt: skip

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from jaxcross.report.units import number, seconds
 from jaxcross.runtime.events import Instrument, Span
 
+_FIRST = "has data, traces and compiles its first step"
+
 
 @dataclass(slots=True)
 class _Row:
@@ -30,7 +32,15 @@ class _Row:
     latest: int = 0
     printed: int = -1
     begun: bool = False
+    over: bool = False
     task: TaskID | None = None
+
+    def begin_again(self) -> None:
+        """Another run of the job begins: what is known is that of the one before."""
+        self.done, self.latest, self.printed = 0, 0, -1
+        self.last_end_ns = self.period_ns = self.loss = None
+        self.begun = self.over = False
+        self.status = "waiting"
 
     def pace(self) -> str:
         return "" if self.period_ns is None else f"{seconds(self.period_ns / 1e9)}/step"
@@ -115,21 +125,22 @@ class LiveView(Instrument):
             return
         with self._lock:
             row = self._rows.setdefault(span.job, _Row(None))
+            if row.over and span.step < row.done:
+                row.begin_again()
             if span.kind == "compile":
                 self._state(span.job, row, f"compiled in {seconds((span.end_ns - span.start_ns) / 1e9)}")
                 return
             if span.kind == "input":
                 if not row.begun and not row.done:
                     row.begun = True  # the second batch may come before the first step ends
-                    self._state(span.job, row, "has data, traces and compiles its first step")
+                    self._state(span.job, row, _FIRST)
                 return
-            # A new number is a new step, the first one counts those of earlier runs. The next step's computation may
-            # end before this one's exchange; an evaluation has a number, too.
-            if row.latest and span.step > row.latest:
+            # Work for a step says that the one before is made, perhaps in an earlier run. The next step's computation
+            # may end before this one's exchange.
+            begun, row.latest = row.latest, max(row.latest, span.step)
+            row.done = max(row.latest - 1, 0)
+            if begun and row.latest > begun:
                 self._stepped(span.job, row, span.start_ns)
-            elif not row.latest:
-                row.done = max(span.step - 1, 0)
-            row.latest = max(row.latest, span.step)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         """Takes a remark: `loss` with a number, `status` with a text, `done`."""
@@ -137,19 +148,22 @@ class LiveView(Instrument):
             return
         with self._lock:
             row = self._rows.setdefault(job, _Row(None))
+            if row.over and kind == "status":
+                row.begin_again()
             if kind == "loss" and isinstance(value, int | float):
                 row.loss, row.loss_step = float(value), step
+                row.status = "" if row.status in ("waiting", _FIRST) else row.status
                 self._show(job, row)
             elif kind == "status":
                 row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one
+                row.over = step >= 0  # or it only begins, at a step of an earlier run
                 self._state(job, row, str(value))
             elif kind == "done":
                 row.done = max(row.done + (row.latest > 0), step)
-                row.latest, row.last_end_ns, row.begun = 0, None, False  # another run of the job may begin again
+                row.over = True
                 self._state(job, row, "done")
 
     def _stepped(self, job: str, row: _Row, now_ns: int) -> None:
-        row.done += 1
         if row.last_end_ns is not None:
             length = now_ns - row.last_end_ns
             row.period_ns = length if row.period_ns is None else 0.7 * row.period_ns + 0.3 * length

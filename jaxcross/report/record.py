@@ -59,7 +59,7 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
     for span in spans:
         if span.kind == "collective" and span.label != PARAMETER_SERVER:
-            of_rank = ends[span.job, span.step, span.segment]
+            of_rank = ends[span.job, span.number, span.segment]
             of_rank[span.rank] = max(span.end_ns, of_rank.get(span.rank, span.end_ns))
     offsets = dict.fromkeys(ranks, 0)
     for rank in ranks[1:]:

@@ -163,6 +163,7 @@ class Report:
                     "exchange_s": job.exchange_s,
                     "hidden_share": job.hidden_share,
                     "bytes_per_step": job.bytes_per_step,
+                    "other_calls": job.other_calls,
                     "final_loss": job.facts.final_loss,
                     "metrics": dict(job.facts.metrics),
                     "left": job.facts.how,

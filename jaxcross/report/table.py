@@ -140,6 +140,11 @@ def _footnotes(report: Report) -> list[str]:
             lines.append(f"{job.name}: {job.skipped} of {job.steps} steps kept the state, for values not finite.")
         if job.why:
             lines.append(first_line(job.why))
+    lines += [
+        f"{job.facts.name}: its steps are the calls of the first function that exchanges, not counted are "
+        f"{job.other_calls} of others."
+        for job in rounds.jobs if job.other_calls and job.bytes_per_other_call > job.bytes_per_step
+    ]  # fmt: skip
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines

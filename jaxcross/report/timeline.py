@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxcross.report.intervals import Interval, intersect, union
-from jaxcross.runtime.events import PARAMETER_SERVER, Span
+from jaxcross.runtime.events import PARAMETER_SERVER, TOGETHER, Span
 
 ExchangeKey = tuple[str, int, int]
-"""Job, step, segment: names one collective segment on every rank."""
+"""Job, number of the call, segment: names one collective segment on every rank."""
 
 
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -56,7 +56,7 @@ def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
         if span.kind in ("collective", "vote") and span.label != PARAMETER_SERVER:
-            on_rank[(span.job, span.step, span.segment), span.rank] += span.end_ns - span.start_ns
+            on_rank[(span.job, span.number, span.segment), span.rank] += span.end_ns - span.start_ns
     shortest: dict[ExchangeKey, int] = {}
     for (key, _), length in on_rank.items():
         shortest[key] = min(length, shortest.get(key, length))
@@ -77,7 +77,8 @@ class Timeline:
         exchange_lanes: The same of `transfer` and the exchange lanes.
         peer: When an exchange waited for another rank.
         vote: When the exchange lane voted, after the last rank had arrived.
-        vote_peer: When a vote waited for another rank.
+        vote_peer: When a vote, or what a job does on all ranks at once, waited for another rank.
+        together: When the exchange lane did what a job does on all ranks at once, after the last one had arrived.
         input: When a job waited for its next batch.
         host: When a job compiled, or was in work on the host that it measures.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
@@ -96,6 +97,7 @@ class Timeline:
     peer: list[Interval]
     vote: list[Interval]
     vote_peer: list[Interval]
+    together: list[Interval]
     input: list[Interval]
     host: list[Interval]
     late_compute: list[Interval]
@@ -113,11 +115,12 @@ class Timeline:
         peer: list[Interval] = []
         vote: list[Interval] = []
         vote_peer: list[Interval] = []
+        together: list[Interval] = []
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind == "vote":
                 arrived = _arrival(span, shortest)
-                vote.append((arrived, span.end_ns))
+                (together if span.label == TOGETHER else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
             if span.kind not in ("compute", "collective"):
                 continue
@@ -144,8 +147,9 @@ class Timeline:
             peer=union(peer),
             vote=union(vote),
             vote_peer=union(vote_peer),
+            together=union(together),
             input=union((s.start_ns, s.end_ns) for s in own if s.kind == "input"),
-            host=union((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")),
+            host=union([*((s.start_ns, s.end_ns) for s in own if s.kind in ("compile", "host")), *together]),
             late_compute=_late(s for s in own if s.kind == "compute"),
             late_exchange=_late(s for s in own if s.kind == "collective"),
             step_ends={job: tuple(sorted(steps.items())) for job, steps in ends.items()},
@@ -164,7 +168,7 @@ class Timeline:
 
 def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
     """When the last rank had arrived at this exchange or vote."""
-    length = shortest.get((span.job, span.step, span.segment), span.end_ns - span.start_ns)
+    length = shortest.get((span.job, span.number, span.segment), span.end_ns - span.start_ns)
     return max(span.start_ns, span.end_ns - length)
 
 

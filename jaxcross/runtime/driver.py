@@ -277,11 +277,11 @@ class Driver:
         seat.calls += 1
         seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns(), nonfinite, in_step)
         try:
-            answer = self._ask(seat, m.StepCalled(job, outline))
+            answer = self._ask(seat, m.StepCalled(job, outline, in_step))
         finally:
             seat.call = None
         assert isinstance(answer, m.StepReturned)
-        seat.skipped += answer.skipped
+        seat.skipped += answer.skipped and in_step
         return execution.outputs()
 
     def want_batch(self, job: int, stream: int, index: int) -> bool:
@@ -354,7 +354,8 @@ class Driver:
         what: str = call.outline.kinds[segment]
         if segment in call.outline.after_commit:
             what += f", after the commit: this rank lacks state {instruction.step}"
-        text = f"in step {instruction.step}, segment {segment} ({what}): {describe(error)}"
+        where = "in step" if call.in_step else "in a call after step"
+        text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
         return m.SegmentFailed(job, instruction.call, segment, text, ejects)
 
     def news(self) -> str:

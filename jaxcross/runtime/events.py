@@ -9,6 +9,9 @@ from typing import Literal
 PARAMETER_SERVER = "parameter server"
 """Label of the spans of a job's exchange with parameter servers: it meets no other rank's."""
 
+TOGETHER = "together"
+"""Label of the spans of what a job does on all ranks at once on the exchange lane, as saving or `job.together`."""
+
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 
@@ -19,7 +22,8 @@ class Span:
     Attributes:
         rank: The rank that measured it.
         job: Name of the job, or "" for what belongs to no job (a vote).
-        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first step.
+        step: Step of the job, counted from 1: step n makes state n. 0 for work before the first step. For a call that
+            is no step, the step before it.
         segment: Index of the segment in its program, -1 for none.
         kind: What was done. `input` is the preparation of a batch, `host` a job's own work.
         lane: Number of the lane of that kind.
@@ -28,7 +32,8 @@ class Span:
         ready_ns: When its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
         label: Free text; an exchange held back by an emulated link is labelled `emulated`.
-        in_step: False for a call that is none of the job's steps, as an evaluation. It has a number all the same.
+        in_step: False for a call that is none of the job's steps, as an evaluation.
+        others: Such calls of the job until now, this one included, of those that exchange.
     """
 
     rank: int
@@ -43,6 +48,12 @@ class Span:
     nbytes: int = 0
     label: str = ""
     in_step: bool = True
+    others: int = 0
+
+    @property
+    def number(self) -> int:
+        """Tells the calls of a job apart, and is the same on all ranks for one that exchanges."""
+        return self.step + self.others
 
 
 class Instrument:

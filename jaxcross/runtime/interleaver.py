@@ -81,7 +81,7 @@ class Interleaver:
         """How many steps a job that has not left has made here: committed ones, and those behind them that exchanged
         nothing.
         """
-        return self.agreed.jobs[job].step + self._jobs[job].ahead
+        return self.agreed.jobs[job].step + self._jobs[job].ahead - self._jobs[job].others
 
     def news(self) -> str:
         """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
@@ -231,7 +231,7 @@ class Interleaver:
         if mine.call is not None or mine.waits:
             raise InternalError(f"job {job} called a step before its last call returned")
         mine.calls += 1
-        mine.call = LocalCall(number=mine.calls, outline=outline)
+        mine.call = LocalCall(number=mine.calls, outline=outline, counts=event.counts)
         text = f"called step {self.step(job) + 1}\n{outline.text}"
         point = None
         if outline.collectives:
@@ -268,7 +268,7 @@ class Interleaver:
     def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.agreed.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        self._out.append(m.JobFinished(job, how, shared.step, texts, asked=shared.stop))
+        self._out.append(m.JobFinished(job, how, shared.step - mine.others, texts, asked=shared.stop))
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]
@@ -282,6 +282,7 @@ class Interleaver:
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
             mine.ahead += mine.call.outline.local_step
+            mine.others += mine.call.outline.local_step and not mine.call.counts
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
@@ -302,10 +303,16 @@ class Interleaver:
             assert call is not None
             call.issue(segment)
             self._compute.on_device.add((job, call.number, segment))
-            # Work without exchanges happens between two steps; the others make the next one.
-            step = self.step(job) + (1 if call.outline.is_step and not call.committed else 0)
-            self._out.append(m.Dispatch(job, call.number, step, segment))
+            step, others = self._place(job, call)
+            self._out.append(m.Dispatch(job, call.number, step, segment, others))
             self._note_ready(job)
+
+    def _place(self, job: int, call: LocalCall) -> tuple[int, int]:
+        """The step that this call makes, or after which it is made, and the calls that count as none until then."""
+        step, others = self.step(job), self._jobs[job].others
+        if call.committed or not call.outline.is_step:  # work without exchanges happens between two steps
+            return step, others
+        return (step + 1, others) if call.counts else (step, others + 1)
 
     # The exchange lane.
 
@@ -328,7 +335,8 @@ class Interleaver:
             zero = mine.failed is not None
             if not zero and not all(need in call.dispatched or need in call.exchanged for need in needs):
                 return
-            instruction = m.RunExchange(slot.job, call.number, self.step(slot.job) + 1, slot.segment, zero)
+            step, others = self._place(slot.job, call)
+            instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, others)
         elif slot.kind == "vote":
             urgent = not slot.lazy or self._voice.urgent or (slot.job >= 0 and self._jobs[slot.job].has_news())
             if not (urgent or patience_over):
@@ -374,6 +382,8 @@ class Interleaver:
 
     def _follow(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call
+        if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
+            self._jobs[job].others += 1
         if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # here all ranks have made the same steps
             self.agreed.jobs[job].step += self._jobs[job].ahead
             self._jobs[job].ahead = 0

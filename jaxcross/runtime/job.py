@@ -38,8 +38,8 @@ class JobContext(JobLife):
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
             between ranks.
         history: `(step, metrics)` of each `log` that was read back, in order.
-        examples_per_step: Examples that all ranks together use in a step: the leading dimension of the first array of
-            a batch, times the ranks. Set it where that is not so.
+        examples_per_step: Examples that all ranks together use in a step, the mean of its steps: the leading dimension
+            of the first array of a batch, times the ranks. Set it where that is not so.
         unit: What reports call an example: `images` if that array has a height, a width and 1, 3 or 4 channels, else
             `examples`. Set it together with `examples_per_step`.
         how: How it left: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
@@ -144,8 +144,10 @@ class JobContext(JobLife):
                     return
                 self._measured_since(start_ns, "input")
                 self.replicas.batches += 1
+                self._in_batch, unit = _examples(batch, self._world.size)
                 if self.examples_per_step is None:
-                    self.examples_per_step, self.unit = _examples(batch, self._world.size)
+                    self.examples_per_step, self.unit = self._in_batch, unit
+                    self._mean_examples = self.examples_per_step
                 yield batch
                 used = True
         finally:

@@ -46,6 +46,9 @@ class JobLife:
         self.history = self._metrics.history
         self.examples_per_step: float | None = None
         self.unit = "examples"
+        self._in_batch: float | None = None  # examples of the latest batch
+        self._mean_examples: float | None = None  # what `examples_per_step` is, unless the job has set it
+        self._examples, self._counted_steps = 0.0, 0
         self.error: Exception | None = None
         self.unread: Exception | None = None  # of reading back what it logged, here; all ranks hear of it after the run
         self.how: str | None = None
@@ -150,6 +153,7 @@ class JobLife:
         trains = self._calls.trains(compiled)
         if trains:
             self.step += 1
+            self._count_examples()
         if self._resumption is not None and outline.is_step:
             self._resumption.called(
                 compiled.program.name, self._feeds, trains=trains, state=self._kept.state, results=outputs
@@ -159,6 +163,14 @@ class JobLife:
             together = partial(driver.together, self._number)
             self.replicas.stepped(self.step, local=outline.local_step, together=together)
         return outputs
+
+    def _count_examples(self) -> None:
+        """Of a step with the latest batch; what the job sets itself stays."""
+        if self._in_batch is None or self.examples_per_step != self._mean_examples:
+            return
+        self._examples += self._in_batch
+        self._counted_steps += 1
+        self.examples_per_step = self._mean_examples = self._examples / self._counted_steps
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError if the job's steps could not be skipped; what exchanges nothing need not be."""
@@ -180,6 +192,7 @@ class JobLife:
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
         """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
         self.step += 1
+        self._count_examples()
         parts: tuple[tuple[SpanKind, int, int, int, int], ...] = (
             ("compute", 1 + self._number, start_ns, pushed_ns, 0),  # no lane orders what the job's thread does
             ("collective", 1 + self._number, pushed_ns, end_ns, nbytes),

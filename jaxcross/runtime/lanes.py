@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.errors import ExchangeError
 from jaxcross.runtime import messages as m
-from jaxcross.runtime.events import Span, SpanKind
+from jaxcross.runtime.events import TOGETHER, Span, SpanKind
 from jaxcross.runtime.meeting import meet
 from jaxcross.runtime.vote import Verdict
 from jaxcross.world.slices import ask_for_short_slices
@@ -128,7 +128,7 @@ class ComputeLane:
                 Span(
                     rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
                     start_ns=start_ns, end_ns=end_ns, ready_ns=call.ready_ns(d.segment, start_ns),
-                    in_step=call.in_step,
+                    in_step=call.in_step, others=d.others,
                 )
             )  # fmt: skip
             free_ns = end_ns
@@ -208,7 +208,7 @@ class ExchangeLane:
         call.ends_ns[segment] = end_ns
         ready_ns = call.ready_ns(segment, start_ns)
         self._span(
-            "collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label, in_step=call.in_step
+            "collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label, call.in_step, x.others
         )
         if not zero and (what := execution.divided(segment)) is not None:
             driver.post(driver.segment_failed(x, call, ExchangeError(what)))
@@ -240,7 +240,7 @@ class ExchangeLane:
                     event = m.NewsGathered(tuple(world.control.allgather_text(driver.news())))
             case m.RunSync(number):
                 seat = driver.seats[number]
-                job, label = seat.name, "together"
+                job, label = seat.name, TOGETHER
                 assert seat.sync is not None
                 with world.watching(job=job, step=0, segment=-1, what="restore or the like"):
                     try:
@@ -265,12 +265,12 @@ class ExchangeLane:
 
     def _span(
         self, kind: SpanKind, start_ns: int, end_ns: int, ready_ns: int, job: str, step: int, segment: int, nbytes: int,
-        label: str, in_step: bool = True,
+        label: str, in_step: bool = True, others: int = 0,
     ) -> None:  # fmt: skip
         self._driver.listeners.span(
             Span(
                 rank=self._driver.world.rank, job=job, step=step, segment=segment, kind=kind, lane=0,
                 start_ns=start_ns, end_ns=end_ns, ready_ns=ready_ns, nbytes=nbytes, label=label,
-                in_step=in_step,
+                in_step=in_step, others=others,
             )
         )  # fmt: skip

@@ -45,6 +45,7 @@ class LocalCall:
 
     number: int
     outline: Outline
+    counts: bool = True  # as a step of the job
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
     exchanged: set[int] = field(default_factory=set)
@@ -101,6 +102,7 @@ class LocalJob:
 
     started: bool = False
     ahead: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
+    others: int = 0  # calls that were made like steps and do not count as such, as evaluations
     call: LocalCall | None = None
     calls: int = 0
     waits: bool = False  # the thread waits for an answer

@@ -63,10 +63,11 @@ class TextSubmitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCalled(Event):
-    """A job's thread called a step; answered by `StepReturned` or `Raised`."""
+    """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not count as a step."""
 
     job: int
     outline: Outline
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,23 +250,29 @@ class TextHeard(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed."""
+    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed. `others`: see
+    `Span`.
+    """
 
     job: int
     call: int
     step: int
     segment: int
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunExchange(Instruction):
-    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs. `zero`: with zeros, at once."""
+    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs. `zero`: with zeros, at once.
+    `others`: see `Span`.
+    """
 
     job: int
     call: int
     step: int
     segment: int
     zero: bool
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """The Gantt chart: it is drawn, with and without a comparison, without a display."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxcross.report import JobFacts, Report
@@ -89,6 +91,12 @@ def test_the_chart_begins_at_the_steady_state():
     crossed, sequential = make(True, "crossover"), make(False, "sequential")
     # the latest end of a first step; of jobs one after the other, the first job's
     assert (_steady_begin(crossed), _steady_begin(sequential)) == (3 * S, 2 * S)
+    # of a job that comes later and has no part in the round it does not wait
+    late = [replace(s, job="late") for s in make(True, "x", names="a", steps=2).spans]
+    later = [replace(s, start_ns=s.start_ns + 13 * S, end_ns=s.end_ns + 13 * S) for s in late]
+    three = replace(crossed, spans=(*crossed.spans, *later), jobs=(*crossed.jobs, JobFacts(name="late", steps=2)))
+    assert [job.facts.name for job in three.rounds.crossed] == ["a", "b"]
+    assert _steady_begin(three) == 3 * S
     apart = make(False, "round-robin")
     assert apart.rounds.period_s is None
     assert _steady_begin(apart) == 2 * S
@@ -102,6 +110,31 @@ def test_a_run_without_a_round_is_not_said_to_be_in_steady_state():
     assert _since([apart]) == "a first step ended"
     assert _since([make(True, "crossover")]) == "the jobs were in steady state"
     assert _headline(make(True, "x", steps=1), None) == "x: no steady state"
+    assert _since([make(True, "x", steps=1)]) == "the first step"
+    assert _since([make(True, "x", steps=0)]) == "the run began"
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 5, 9])
+def test_the_legend_is_within_the_picture(tmp_path, monkeypatch, jobs):
+    from matplotlib.figure import Figure
+
+    boxes, legend = [], Figure.legend
+
+    def watched(figure, **options):
+        made = legend(figure, **options)
+        boxes.append((made.get_window_extent(), figure.bbox.width, [text.get_text() for text in made.get_texts()]))
+        return made
+
+    monkeypatch.setattr(Figure, "legend", watched)
+    names = [f"a job with a name that is long, {n}" + " and longer" * (jobs == 1) * 19 for n in range(jobs)]
+    report = make(True, "x", names=names)
+    rest = [replace(report.spans[0], kind=kind) for kind in ("compile", "input", "vote")]
+    replace(report, spans=(*report.spans, *rest)).to_gantt(tmp_path / "x.png")
+    assert all(box.x1 <= width for box, width, _ in boxes)
+    assert len(boxes) == (1 if jobs == 2 else 2)
+    texts = boxes[0][2]
+    assert texts[0].startswith("a job") and len(set(texts)) == len(texts)
+    assert ("and 4 more" in texts) == (jobs == 9)
 
 
 def test_a_window_is_drawn_as_asked(tmp_path):

@@ -546,6 +546,53 @@ def test_evaluation_with_exchanges_is_no_step():
     assert run_ranks(2, work) == [(2, 2)] * 2
 
 
+def test_steps_have_their_numbers_beside_evaluations():
+    """Errors, notes and spans count what `job.step` does, though all calls exchange."""
+
+    def work(world):
+        log = SpanLog()
+        runner = Runner(world, instruments=[log])
+        evaluate = make_step(world, "evaluate")
+
+        def fn(job, step):
+            for batch in job.batches([1.0, 2.0, 3.0, 4.0]):
+                if job.step == 3:
+                    raise ValueError("boom")
+                step(0.0, batch)
+                evaluate(1.0, evaluate(1.0, 2.0))
+
+        runner.add("a", fn, step=make_step(world))
+        with pytest.raises(JobError, match="after step 3: ValueError: boom. Every rank leaves the job after step 3,"):
+            runner.run()
+        exchanges = [(s.step, s.others, s.in_step) for s in log.spans if s.kind == "collective"]
+        return exchanges, [step for _, kind, step, _ in log.notes if kind == "status"]
+
+    calls = [(step, 2 * step - 2 + n, n == 0) for step in (1, 2, 3) for n in range(3)]
+    assert run_ranks(2, work) == [(calls, [3])] * 2
+
+
+def test_an_evaluation_that_fails_is_not_called_a_step():
+    def work(world):
+        runner = Runner(world)
+
+        def fn(job, step, evaluate):
+            for batch in job.batches([1.0, 2.0, 3.0, 4.0]):
+                step(0.0, batch)
+                evaluate(1.0, float(job.step))
+
+        def fails(values):
+            if values[-1] == 2.0:
+                raise ValueError("boom")
+            return add(0, values)
+
+        evaluate = make_step(world, "evaluate", compute=lambda segment, values: fails(values))
+        runner.add("a", fn, step=make_step(world), evaluate=evaluate)
+        with pytest.raises(JobError, match=r"in a call after step 2, segment 0 .*leaves the job after step 2,"):
+            runner.run()
+
+    run_ranks(2, work)
+
+
 def test_nested_loops_over_batches():
     def work(world):
         runner = Runner(world)
@@ -576,6 +623,28 @@ def test_logs_are_read_back_in_order():
         return job.history
 
     assert run_ranks(1, work) == [[(1, {"loss": 1.0}), (2, {"loss": 2.0}), (3, {"loss": 3.0})]]
+
+
+def test_examples_of_a_step_are_the_mean_of_its_batches():
+    """Neither the first batch nor those of an evaluation decide; what the job sets does."""
+
+    def work(world):
+        runner = Runner(world)
+        evaluate = make_step(world, "evaluate")
+
+        def fn(job, step, own):
+            for batch in job.batches([np.ones((n, 2), np.float32) for n in (2, 4, 3)]):
+                step(0.0, batch)
+                if own:
+                    job.examples_per_step = 10.0
+            for batch in job.batches([np.ones((50, 2), np.float32)]):
+                evaluate(0.0, batch)
+
+        for own in (False, True):
+            runner.add(f"{own}", fn, step=make_step(world), own=own)
+        return [job.examples_per_step for job in runner.run().jobs]
+
+    assert run_ranks(2, work) == [[6.0, 10.0]] * 2
 
 
 def test_what_was_logged_may_be_donated_or_overwritten():

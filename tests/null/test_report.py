@@ -203,6 +203,15 @@ def test_every_arrow_starts_in_a_compute_slice_and_ends_at_its_exchange():
         assert [maker["args"][k] for k in ("job", "step")] == [exchange["args"][k] for k in ("job", "step")]
 
 
+def test_a_part_of_a_step_behind_the_last_is_named_so():
+    from jaxcross.report.chrome import trace_events
+
+    spans = tuple(span("compute", "a", step, step, step + 1) for step in (4, 5, 6))
+    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)})
+    steps = [e["name"] for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
+    assert steps == ["step 4", "step 5", "step 6, which does not count"]
+
+
 def test_slices_of_a_job_track_do_not_overlap():
     from jaxcross.report.chrome import trace_events
 
@@ -252,7 +261,6 @@ def test_the_live_view_prints_lines_without_a_terminal():
         # the next step's first segment may end before this one's exchange
         ([1, 2, 3, 2, 3, 4, 5], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),
         ([4, 5], ["step 4/5", "step 5/5"]),  # it resumed after step 3
-        ([1, 2, 3, 5, 6], ["step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5"]),  # 4 is an evaluation
     ],
 )
 def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
@@ -268,17 +276,17 @@ def test_the_live_view_counts_steps_by_their_numbers(steps, lines):
 def test_the_live_view_shows_no_loss_as_another_step_s():
     live, out = view()
     with live:
-        live.note(job="a", kind="status", step=0, value="resumes after step 1")
+        live.note(job="a", kind="status", value="resumes after step 1")
         live.note(job="a", kind="loss", step=2, value=0.5)  # before the first span says where it goes on
         live.span(span("compute", "a", 2, 0, 1))
         live.span(span("compute", "a", 3, 1, 2))
-        live.note(job="a", kind="status", step=2, value="rests")
+        live.note(job="a", kind="status", value="paused")
         live.note(job="a", kind="loss", step=3, value=0.25)
         live.note(job="a", kind="done", step=3)
     assert out.getvalue().splitlines() == [
         "a: resumes after step 1",
         "a: step 2/3, loss 0.500",
-        "a: step 2/3, loss 0.500, rests",
+        "a: step 2/3, loss 0.500, paused",
         "a: step 3/3, loss 0.250, done",
     ]
     live, out = view()
@@ -290,6 +298,30 @@ def test_the_live_view_shows_no_loss_as_another_step_s():
         "a: step 1/3, loss 0.500",
         "a: step 2/3, 1.00 s/step, loss 0.500 of step 1",
     ]
+
+
+@pytest.mark.parametrize("ends", [("done", "ended"), ("status", "disk full")])
+def test_the_live_view_shows_another_run_of_a_job_from_its_beginning(ends):
+    live, out = view()
+    with live:
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, step, step + 1))
+        live.note(job="a", kind="loss", step=3, value=0.5)
+        live.note(job="a", kind=ends[0], step=3, value=ends[1])
+        live.note(job="a", kind="loss", step=3, value=0.25)  # read back late: of the run that is over
+        live.span(span("input", "a", 0, 60, 61))
+        for step in (1, 2):
+            live.span(span("compute", "a", step, 60 + step, 61 + step))
+        live.note(job="a", kind="done", step=2)
+    again = out.getvalue().splitlines()[-3:]
+    assert again == ["a: has data, traces and compiles its first step", "a: step 1/3", "a: step 2/3, done"]
+
+
+def test_a_loss_says_that_the_first_step_is_made():
+    live, out = view()
+    with live:
+        live.note(job="a", kind="loss", step=1, value=0.5)
+    assert out.getvalue() == "a: loss 0.500 of step 1\n"
 
 
 def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():

@@ -9,7 +9,7 @@ from jaxcross.report.compare import Comparison
 from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
 from jaxcross.report.report import Report
-from jaxcross.runtime.events import PARAMETER_SERVER, Span
+from jaxcross.runtime.events import PARAMETER_SERVER, TOGETHER, Span
 
 S = 1_000_000_000
 
@@ -352,6 +352,73 @@ def test_a_step_that_does_not_count_is_none():
     spans = [*alone("a", 5, nbytes=64), piece("compute", "a", 5, 10, 10.5)]
     result = account(spans, facts("a", how="stopped"), {0: 11 * S})
     assert (result.period_s, result.rounds, result.jobs[0].bytes_per_step) == (2.0, 4, 64)
+
+
+def test_a_step_that_failed_hands_over_no_bytes():
+    spans = alone("a", 6, nbytes=64)
+    (job,) = account(spans, facts("a", how="ejected"), {0: 12 * S}).jobs
+    assert job.bytes_per_step == 64
+
+
+def test_the_hidden_share_of_all_is_that_of_the_jobs_in_the_round():
+    """c exchanges alone, before: it has no row of numbers, and no part in the last row."""
+    spans = [*alone("c", 4, exchange=9), *crossed(8, begin=60)]
+    result = account(spans, facts("a", "b", "c", steps=8), {0: 90 * S})
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+    assert result.hidden_share == 1.0
+
+
+def test_steps_that_end_at_one_time_are_no_steady_state():
+    spans = [piece("compute", "a", step, 1, 1) for step in (1, 2)]
+    result = account(spans, facts("a", steps=2), {0: 2 * S})
+    assert (result.period_s, result.rounds) == (None, 0)
+
+
+def test_one_step_that_ends_among_many_short_ones_is_no_round():
+    """While a makes two steps of 60 s, b makes ten of 6 s and ends."""
+    spans = [piece("collective", "a", n, 60 * n, 60 * n + 60) for n in range(4)]
+    spans += [piece("compute", "b", n, 61 + 6 * n, 67 + 6 * n) for n in range(11)]
+    assert account(spans, [JobFacts(name="a", steps=4), JobFacts(name="b", steps=11)], {0: 240 * S}).period_s is None
+
+
+def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
+    """c's second step takes as long as all steps of a and b."""
+    spans = [
+        *crossed(8, begin=10),
+        *(piece("collective", "c", n, *at) for n, at in enumerate(((0, 9), (9, 40), (40, 41)))),
+    ]
+    result = account(spans, [*facts("a", "b", steps=8), JobFacts(name="c", steps=3)], {0: 50 * S})
+    assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
+    assert result.period_s == 2.0
+
+
+def test_idle_votes_beside_work_on_the_host_cost_nothing():
+    """Compiling for 3 s; meanwhile nothing is ready, and the exchange lane votes all the time."""
+    spans = [
+        *alone("a", 3),
+        piece("compile", "a", 3, 6, 9),
+        *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9)),
+    ]
+    spans += [piece("vote", "", 0, 6 + n, 7 + n) for n in range(3)]
+    lost = account(spans, facts("a", steps=6), {0: 15 * S}).lost_s
+    assert (lost["host"], lost["votes"]) == (pytest.approx(3 / 5), 0)
+
+
+@pytest.mark.parametrize("ready", [6, 9])
+def test_what_a_job_does_on_all_ranks_at_once_is_no_vote(ready):
+    """Saving for 3 s on the exchange lane, whether or not an exchange is ready and waits for it."""
+    spans = [*alone("a", 3), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9, compute=0))]
+    spans = [replace(s, ready_ns=ready * S) if s.start_ns == 9 * S and s.kind == "collective" else s for s in spans]
+    spans.append(replace(piece("vote", "a", 0, 6, 9), label=TOGETHER))
+    lost = account(spans, facts("a", steps=6), {0: 15 * S}).lost_s
+    assert (lost["host"], lost["votes"], lost["peer"]) == (pytest.approx(3 / 5), 0, 0)
+
+
+def test_measured_time_and_the_rest_are_the_run():
+    """Ranks leave one after the other."""
+    result = account(crossed(5), facts("a", "b"), {0: 12 * S, 1: 15 * S})
+    assert result.wall_s == 15.0
+    assert result.start_up_s == 15.0 - 9.0  # the first steps of a and b end after 2 and 3 s, the last after 10 and 11
 
 
 def test_turns_with_rounds_of_other_jobs_are_not_averaged():
