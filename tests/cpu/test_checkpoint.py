@@ -315,7 +315,7 @@ def test_spans_errors_and_reports_count_from_where_the_job_goes_on(tmp_path):
         job = runner.add("a", loop, world=world, data=itertools.islice(batches(world), 9), every=100)
         report = runner.run()
         assert job.step == 9
-        assert ("a", "status", 0, "resumes after step 5") in log.notes
+        assert ("a", "status", -1, "resumes after step 5") in log.notes
         assert ("a", "done", 9, "ended") in log.notes
         assert [(f.steps, f.first_step, f.last_step) for f in report.jobs] == [(4, 5, 9)]
         assert "4 (6 to 9)" in str(report)

@@ -109,7 +109,7 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
         runner = Runner(world)
         runner.add("a", lambda job: list(job.batches(data, steps)))
         other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
-        with pytest.raises(JobError, match=f"^Job `a` failed on ranks 0, 1 after step 0: {message}"):
+        with pytest.raises(JobError, match=f"^Job `a` failed on (ranks 0, 1|rank [01]) after step 0: {message}"):
             runner.run()
         return other.how
 
