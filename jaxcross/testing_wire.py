@@ -224,16 +224,12 @@ def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> 
 def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
-    if len(set(taken)) == 1:
-        return _evaluate(branches[taken[0]], meshes, [v[1:] for v in values])
-    # Ranks part: each goes its own way, which an exchange inside would not survive.
-    return [_alone(branches[t], mesh, v[1:]) for t, mesh, v in zip(taken, meshes, values, strict=True)]
-
-
-def _alone(jaxpr: Any, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
-    if any(recognise(e, mesh.sizes) is not None for e in compat.open_jaxpr(jaxpr)[0].eqns):
-        raise ValueError("ranks take different branches of a `cond` that holds an exchange: under MPI they would hang")
-    return _evaluate(jaxpr, [mesh], [args])[0]
+    results: dict[int, list[Any]] = {}
+    for way in sorted(set(taken)):  # an exchange that counts on ranks that go another way fails
+        places = [p for p, t in enumerate(taken) if t == way]
+        outs = _evaluate(branches[way], [meshes[p] for p in places], [values[p][1:] for p in places])
+        results.update(zip(places, outs, strict=True))
+    return [results[p] for p in range(len(values))]
 
 
 def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
