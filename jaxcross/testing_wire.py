@@ -262,13 +262,15 @@ def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Seq
     while True:  # those that are through leave: an exchange that still counts on them fails
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
-        places = [p for p, (goes_on,) in zip(places, more, strict=True) if goes_on]
+        going = {p: jnp.asarray(goes_on) for p, (goes_on,) in zip(places, more, strict=True) if jnp.any(goes_on)}
+        places = [*going]
         if not places:
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        for p, new in zip(places, outs, strict=True):
-            carry[p] = list(new)
+        for p, new in zip(places, outs, strict=True):  # the elements of an inner `vmap` that are through stay
+            masks = [jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim)) for x in new]
+            carry[p] = [jnp.where(m, x, y) if m.ndim else x for m, x, y in zip(masks, new, carry[p], strict=True)]
 
 
 def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
