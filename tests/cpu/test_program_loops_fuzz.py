@@ -147,7 +147,7 @@ def agrees(seed: int) -> set[str]:
     program = trace(step, calls[0][0], axes=recipe.sizes, wire=LocalRanks()).cut().verify()
     try:
         wanted = [*map(over_ranks(step, recipe.sizes), calls)]
-    except (NotImplementedError, AssertionError):  # JAX has no rule for a gather inside two `vmap`s
+    except (NotImplementedError, AssertionError, TypeError):  # JAX fails at some exchanges inside two `vmap`s
         return {"no oracle"}
     for args, want in zip(calls, wanted, strict=True):
         try:
