@@ -15,7 +15,7 @@ from jax import lax
 from jaxcross.errors import ExchangeError
 from jaxcross.program import lockstep
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing_wire import LocalRanks, decide, over_ranks, run_program
 
 Value = Callable[[list[Any]], Any]  # of all earlier values
 KINDS = (
@@ -144,14 +144,14 @@ def agrees(seed: int) -> set[str]:
     recipe = Recipe(seed)
     step, ranks, came = recipe.step(), int(np.prod([*recipe.sizes.values()])), set()
     calls = [[(jnp.int32(t), jnp.asarray([1, 2, 3 + 2 * r, 5 * r], jnp.int32)) for r in range(ranks)] for t in range(2)]
-    program = trace(step, calls[0][0], axes=recipe.sizes, wire=LocalRanks()).cut().verify()
+    traced = trace(step, calls[0][0], axes=recipe.sizes, wire=LocalRanks())
     try:
         wanted = [*map(over_ranks(step, recipe.sizes), calls)]
     except (NotImplementedError, AssertionError, TypeError):  # JAX fails at some exchanges inside two `vmap`s
         return {"no oracle"}
     for args, want in zip(calls, wanted, strict=True):
         try:
-            got = run_program(program, [list(a) for a in args])
+            got = run_program(decide(traced, args[0]).cut().verify(), [list(a) for a in args])
         except ExchangeError as error:
             came.add("left" if "did not come to the end" in str(error) else "differently")
             continue
