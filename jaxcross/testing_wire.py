@@ -224,16 +224,12 @@ def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> 
 def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
-    if len(set(taken)) == 1:
-        return _evaluate(branches[taken[0]], meshes, [v[1:] for v in values])
-    # Ranks part: each goes its own way, which an exchange inside would not survive.
-    return [_alone(branches[t], mesh, v[1:]) for t, mesh, v in zip(taken, meshes, values, strict=True)]
-
-
-def _alone(jaxpr: Any, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
-    if any(recognise(e, mesh.sizes) is not None for e in compat.open_jaxpr(jaxpr)[0].eqns):
-        raise ValueError("ranks take different branches of a `cond` that holds an exchange: under MPI they would hang")
-    return _evaluate(jaxpr, [mesh], [args])[0]
+    results: dict[int, list[Any]] = {}
+    for way in sorted(set(taken)):  # an exchange that counts on ranks that go another way fails
+        places = [p for p, t in enumerate(taken) if t == way]
+        outs = _evaluate(branches[way], [meshes[p] for p in places], [values[p][1:] for p in places])
+        results.update(zip(places, outs, strict=True))
+    return [results[p] for p in range(len(values))]
 
 
 def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
@@ -266,13 +262,15 @@ def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Seq
     while True:  # those that are through leave: an exchange that still counts on them fails
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
-        places = [p for p, (goes_on,) in zip(places, more, strict=True) if goes_on]
+        going = {p: jnp.asarray(goes_on) for p, (goes_on,) in zip(places, more, strict=True) if jnp.any(goes_on)}
+        places = [*going]
         if not places:
             return carry
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
-        for p, new in zip(places, outs, strict=True):
-            carry[p] = list(new)
+        for p, new in zip(places, outs, strict=True):  # the elements of an inner `vmap` that are through stay
+            masks = [jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim)) for x in new]
+            carry[p] = [jnp.where(m, x, y) if m.ndim else x for m, x, y in zip(masks, new, carry[p], strict=True)]
 
 
 def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:

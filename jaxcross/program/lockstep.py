@@ -208,7 +208,9 @@ class _Rewriter:
         # is the step's affair.
         speaks = needed or any(not x.axes for x in made)
         leaves = role.active is not None and (votes or not (speaks or equality.together(eqn, more)))
-        limit = (FROZEN if votes else FROZEN_LOCAL) if leaves and role.matters else None
+        # An exchange in the predicate reads the carries of all ranks: while one goes on, another may resume.
+        resumes = holds_exchange(params["cond_jaxpr"], equality.sizes, equality.wire)
+        limit = (FROZEN if votes else FROZEN_LOCAL) if leaves and (role.matters or resumes) else None
         if votes:
             _check_no_refs(eqn)
 

@@ -224,6 +224,12 @@ def mapped_inside(t: Any, x: Any) -> Any:
     return jax.vmap(one)(number(t) + jnp.arange(3) % 2, x)
 
 
+def mapped_equal(_: Any, x: Any) -> Any:
+    """Its elements end by themselves, as they do on every rank."""
+    one = lambda n: lax.fori_loop(0, n, lambda i, c: c + lax.psum(c % 5 + i, "batch"), x)  # noqa: E731
+    return jax.vmap(one)(jnp.arange(4))
+
+
 def in_gradient(t: Any, x: Any) -> Any:
     """Forward mode through the loop."""
     step = lambda v: lax.fori_loop(0, number(t), lambda i, c: c + lax.psum(c * v, "batch"), v)  # noqa: E731
@@ -307,6 +313,7 @@ TABLE = {
     "equal loop inside": Row(step=equal_inside),
     "cond inside": Row(step=cond_inside, votes=2),
     "vmap inside": Row(step=mapped_inside),
+    "vmap inside, equal counts": Row(step=mapped_equal, votes=0),
     "forward mode": Row(step=in_gradient),
     "lbfgs": Row(step=lbfgs, votes=-1, rtol=1e-4, calls=1),
     "backtracking": Row(step=backtracking, votes=-1, rtol=1e-4, calls=1),

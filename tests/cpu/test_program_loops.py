@@ -110,6 +110,21 @@ def test_rank_that_is_through_does_not_keep_an_inner_loop_going() -> None:
         assert [float(r[2]) for r in got] == [2 + 3 * extra, 6 + 7 * extra]
 
 
+@pytest.mark.parametrize("start", range(4))
+def test_rank_that_is_through_makes_others_resume_an_inner_loop(start: int) -> None:
+    """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on again."""
+
+    def step(outer: Any, x: Any) -> Any:
+        index = lax.axis_index("batch")
+        more = lambda c: (lax.psum(c[1], "batch") % 3 != index) & (c[0] < 6)  # noqa: E731
+        inner = lambda x: lax.while_loop(more, lambda c: (c[0] + 1, c[1] + 1 + index), (0, x))  # noqa: E731
+        return lax.fori_loop(0, outer, lambda _, c: (c[0] + inner(c[1])[0], c[1] + 1), (0, x))
+
+    args = [(jnp.int32(1 + 2 * r), jnp.int32(start + r)) for r in range(2)]
+    got = run_program(cut(step, *args[0]), [list(a) for a in args])
+    assert [*map(tuple, got)] == over_ranks(step, {"batch": 2})(args)
+
+
 def test_callback_is_made_by_ranks_that_are_not_through() -> None:
     seen: list[Any] = []
 
