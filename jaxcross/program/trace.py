@@ -88,7 +88,13 @@ class Traced:
         return jax.block_until_ready(tuple(self._own[id(x)][1] for x in self.consts))
 
     def cut(self, cut: Any = "whole", **options: Any) -> Program:
-        """The step as a program; see `jaxcross.program.cut.cut`."""
+        """The step as a program; see `jaxcross.program.cut.cut`.
+
+        Raises:
+            CutError: The host is to decide a `cond` first, or `cut` cannot be had.
+        """
+        if self.undecided is not None:
+            raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
         from jaxcross.program.cut import cut as cut_traced
 
         return cut_traced(self, cut=cut, **options)

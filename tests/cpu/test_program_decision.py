@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxcross.errors import CutError
 from jaxcross.program.decision import Decision
 from jaxcross.program.trace import trace
 from jaxcross.testing_wire import LocalRanks
@@ -117,3 +118,12 @@ def test_what_is_said() -> None:
     )
     both = Decision(axes=("row",), takers=(0, 1), source="here").differs([1.0, 3.0])
     assert "1 took branch 0, which exchanges, and 3 took branch 1, which exchanges." in str(both)
+
+
+def test_what_the_host_is_to_decide_is_not_cut():
+    def by_counter(n, x):
+        return lax.cond(n % 2 == 0, lambda v: lax.psum(v, "batch"), lambda v: v, x)
+
+    traced = trace(by_counter, (jnp.int32(0), X), axes={"batch": 2}, wire=LocalRanks())
+    with pytest.raises(CutError, match="the host decides a conditional at each step"):
+        traced.cut()
