@@ -79,7 +79,7 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
     if rewriter.left:
         *outs, stopped = outs
         counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
-        decision.count_stopped(flat, eqn, stopped, counted, rewriter.over(eqn), tuple(rewriter.left))
+        decision.count_stopped(flat, eqn, stopped, counted, (rewriter.over(eqn)[0], None), tuple(rewriter.left))
     if equality.how:
         flat.until.update((e.outvars[0], fingerprint(equality.how)) for e in flat.eqns[before:] if flat.exchanges(e))
     return outs

@@ -16,6 +16,7 @@ from jaxcross.report.units import number, seconds
 from jaxcross.runtime.events import Instrument, Span
 
 _FIRST = "has data, traces and compiles its first step"
+_BEGINNINGS = ("joined", "resumes after")  # of what is said of a job
 
 
 @dataclass(slots=True)
@@ -148,7 +149,8 @@ class LiveView(Instrument):
             return
         with self._lock:
             row = self._rows.setdefault(job, _Row(None))
-            if row.over and kind == "status":
+            begins = kind == "status" and str(value).startswith(_BEGINNINGS)
+            if row.over and begins:
                 row.begin_again()
             if kind == "loss" and isinstance(value, int | float):
                 row.loss, row.loss_step = float(value), step
@@ -156,8 +158,10 @@ class LiveView(Instrument):
                 self._show(job, row)
             elif kind == "status":
                 row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one
-                row.over = step >= 0  # or it only begins, at a step of an earlier run
-                self._state(job, row, str(value))
+                # What is said of a job that has left, as that its state is not saved, does not hide why it left.
+                text = f"{row.status}; {value}" if row.over else str(value)
+                row.over = row.over or step >= 0
+                self._state(job, row, text)
             elif kind == "done":
                 row.done = max(row.done + (row.latest > 0), step)
                 row.over = True

@@ -268,7 +268,9 @@ class Interleaver:
     def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.agreed.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        self._out.append(m.JobFinished(job, how, shared.step - mine.others, texts, asked=shared.stop))
+        self._out.append(
+            m.JobFinished(job, how, shared.step - mine.others + mine.others_ahead, texts, asked=shared.stop)
+        )
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]
@@ -282,7 +284,8 @@ class Interleaver:
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
             mine.ahead += mine.call.outline.local_step
-            mine.others += mine.call.outline.local_step and not mine.call.counts
+            local = mine.call.outline.local_step and not mine.call.counts
+            mine.others, mine.others_ahead = mine.others + local, mine.others_ahead + local
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
@@ -386,7 +389,7 @@ class Interleaver:
             self._jobs[job].others += 1
         if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # here all ranks have made the same steps
             self.agreed.jobs[job].step += self._jobs[job].ahead
-            self._jobs[job].ahead = 0
+            self._jobs[job].ahead = self._jobs[job].others_ahead = 0
         if outcome.kind == "admitted":
             assert call is not None
             call.admitted = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,14 @@ class Kept:
             next step: what it was about to make of them is not known.
     """
 
-    __slots__ = ("_changed", "_part", "_results", "_results_step", "_state_step", "is_guess", "state")
+    __slots__ = ("_changed", "_made", "_part", "_results", "_results_step", "_state_step", "is_guess", "state")
 
     def __init__(self) -> None:
         self.state: Any = None
         self.is_guess = False
         self._changed = False
-        self._part: int | None = None  # of a step's results, the one that is like the state; -1: all of them
+        self._made = jax.tree.structure(None)  # the structure of results of which `_part` tells
+        self._part: int | None = None  # of a step's results, the one that is like the state; -1: all; None: not known
         self._state_step = 0
         self._results: Any = None
         self._results_step = 0
@@ -48,12 +50,19 @@ class Kept:
         """Notes whether the next step is given what the latest one left, or what the function has made of it."""
         if self._changed or self._results is None or self._state_step == self._results_step:
             return
-        given = set(map(id, arguments))
+        if (made := jax.tree.structure(self._results)) != self._made:
+            self._made, self._part = made, self._part_like_state()
         if self._part is None:
-            found = matching(self.state, self._results)
-            self._part = -1 if found is self._results else [id(part) for part in self._results].index(id(found))
+            return
+        given = set(map(id, arguments))
         left = self._results if self._part < 0 else self._results[self._part]
         self._changed = any(id(leaf) not in given for leaf in jax.tree.leaves(left) if isinstance(leaf, jax.Array))
+
+    def _part_like_state(self) -> int | None:
+        found = matching(self.state, self._results)
+        if form(found) != form(self.state):
+            return None
+        return -1 if found is self._results else [id(part) for part in self._results].index(id(found))
 
     def committed(self, results: Any, step: int) -> None:
         """A call came through on all ranks; `step` counts those of the training step so far."""
@@ -94,10 +103,9 @@ def matching(state: Any, results: Any) -> Any:
 
 
 def holds_state(state: Any, results: Any) -> bool:
-    """Whether a function's results are made like `state` or hold a part that is."""
-    structure = jax.tree.structure(state)
-    parts = results if isinstance(results, tuple) and jax.tree.structure(results) != structure else (results,)
-    return any(jax.tree.structure(part) == structure and form(part) == form(state) for part in parts)
+    """Whether a function's results hold an array for each one of `state`, as a step's do, in whatever order."""
+    wanted, found = (Counter(map(_kind, jax.tree.leaves(tree))) for tree in (state, results))
+    return wanted <= found
 
 
 def own_copy(state: Any) -> Any:

@@ -103,6 +103,7 @@ class LocalJob:
     started: bool = False
     ahead: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
     others: int = 0  # calls that were made like steps and do not count as such, as evaluations
+    others_ahead: int = 0  # those of them that are in `ahead`
     call: LocalCall | None = None
     calls: int = 0
     waits: bool = False  # the thread waits for an answer

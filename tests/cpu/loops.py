@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing_wire import LocalRanks, decide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ class Row:
 
 
 def cut(step: Any, *args: Any, axes: Any = None) -> Program:
-    return trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks()).cut().verify()
+    traced = trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks())
+    return decide(traced, jax.tree.leaves(args)).cut().verify()
 
 
 def votes(program: Program) -> list[str]:

@@ -1,10 +1,11 @@
 """Which state a job is left with."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.runtime.kept import Kept, matching, own_copy
+from jaxcross.runtime.kept import Kept, holds_state, matching, own_copy
 
 
 def state(value):
@@ -139,3 +140,32 @@ def test_results_whose_change_the_function_has_given_are_no_guess():
     kept.settle()
     assert not kept.is_guess
     assert kept.state["b"] == 9
+
+
+@pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
+def test_results_of_another_make_are_looked_at_anew(later):
+    """A static argument may change what a step returns, and another function may be given what the step left."""
+    kept, state = Kept(), {"w": jnp.ones(3)}
+    kept.give(state, 0)
+    for step, results in enumerate(((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1):
+        kept.used(jax.tree.leaves(state))
+        kept.committed(results, step)
+    kept.used(jax.tree.leaves(state))
+    kept.settle()
+    assert not kept.is_guess
+
+
+def test_a_state_in_parts_is_not_taken_for_a_changed_one():
+    kept, state = Kept(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    kept.give(state, 0)
+    for step in (1, 2):
+        kept.used(jax.tree.leaves(state))
+        kept.committed((*state, jnp.float32(1)), step)
+    kept.settle()
+    assert not kept.is_guess
+
+
+def test_what_holds_a_state():
+    state = ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    assert holds_state(state, state) and holds_state(state, (*state, jnp.float32(1)))
+    assert not holds_state(state, (jnp.ones(3), jnp.float32(1)))

@@ -317,6 +317,21 @@ def test_the_live_view_shows_another_run_of_a_job_from_its_beginning(ends):
     assert again == ["a: has data, traces and compiles its first step", "a: step 1/3", "a: step 2/3, done"]
 
 
+def test_what_is_said_of_a_job_that_left_does_not_hide_why():
+    live, out = view()
+    with live:
+        for step in (1, 2, 3):
+            live.span(span("compute", "a", step, step, step + 1))
+        live.note(job="a", kind="status", step=2, value="disk full")
+        live.note(job="a", kind="status", value="its last state is not saved: no room")
+        live.note(job="a", kind="status", value="joined")
+    assert [line.removeprefix("a: ") for line in out.getvalue().splitlines()[-3:]] == [
+        "step 2/3, 1.00 s/step, disk full",
+        "step 2/3, 1.00 s/step, disk full; its last state is not saved: no room",
+        "joined",
+    ]
+
+
 def test_a_loss_says_that_the_first_step_is_made():
     live, out = view()
     with live:
