@@ -1,4 +1,11 @@
-"""The errors that a caller can act on. Bad arguments raise Python's own `TypeError` and `ValueError`."""
+"""The errors that a caller can act on, and texts of other origin as parts of their sentences. Pure.
+
+Bad arguments raise Python's own `TypeError` and `ValueError`.
+"""
+
+from __future__ import annotations
+
+_CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
 
 
 class CutError(Exception):
@@ -15,3 +22,32 @@ class JobError(Exception):
 
 class InternalError(Exception):
     """jaxcross broke a promise to itself. Please report it."""
+
+
+def clause(text: str) -> str:
+    """`text` without white space and full stops at its end, so that a sentence may go on or end behind it."""
+    return text.rstrip(" \t\r\n.")
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty; where brackets close in a later one, an ellipsis and those brackets."""
+    line, _, rest = text.strip().partition("\n")
+    return line.rstrip() + _closed(line) if rest else line
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text` if it has at most `longest` characters, else that many, an ellipsis, and the brackets that are open."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest].rstrip()}{_closed(text[:longest]) or ' ...'}"
+
+
+def _closed(text: str) -> str:
+    """An ellipsis and what closes the brackets and backticks that `text` leaves open; empty if it leaves none open."""
+    open_: list[str] = []
+    for character in text:
+        if open_ and character == open_[-1]:
+            open_.pop()
+        elif character in _CLOSING and "`" not in open_:  # what stands in backticks is code, or part of a name
+            open_.append(_CLOSING[character])
+    return f" ...{''.join(reversed(open_))}" if open_ else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import shortened
 from jaxcross.report import Report
 from jaxcross.runner import Runner
 from jaxcross.runtime.arguments import check_loop
@@ -16,7 +17,6 @@ from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.seat import Initial, NonFinite, check_choice
-from jaxcross.wording import shortened
 from jaxcross.world import World
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
-from jaxcross.errors import JobError
+from jaxcross.errors import JobError, clause
 from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime import arguments
@@ -33,7 +33,6 @@ from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.threads import JobThread, runner_active
-from jaxcross.wording import clause
 from jaxcross.world import World, current
 from jaxcross.world.abort import TERMINATED
 from jaxcross.world.interrupts import held_back

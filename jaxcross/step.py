@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import nnx
+from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
-from jaxcross.argument_numbers import as_numbers, by_position, positions
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
 from jaxcross.program.accepted import check_step

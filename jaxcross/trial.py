@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
+from jaxcross.errors import clause, first_line
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.explain import describe
 from jaxcross.solo import run_execution
-from jaxcross.wording import clause, first_line
 from jaxcross.world import World
 from jaxcross.world.control import Control
 

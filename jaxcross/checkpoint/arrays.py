@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcross.checkpoint.leaves import Form
+from jaxcross._pytree import Form
 from jaxcross.checkpoint.part import UnusableError
 
 # Of the types of one byte, those that tensorstore has a name for; of others, the bytes are stored.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxcross._pytree import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
-from jaxcross.checkpoint.leaves import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint.part import Part, Saved
 from jaxcross.checkpoint.restore import UNREADABLE, Found, KeeperWorld, find
 from jaxcross.checkpoint.talk import Talk, Together

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcross.checkpoint.leaves import KINDS, Form, numeric
+from jaxcross._pytree import KINDS, Form, numeric
 
 FORMAT = 1
 MAX_BYTES = 64 * 2**20  # of a part's text: half a million leaves

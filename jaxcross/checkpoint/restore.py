@@ -11,15 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxcross._pytree import Form, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.choice import choose, to_offer
 from jaxcross.checkpoint.folders import ABSENT, Folders
-from jaxcross.checkpoint.leaves import Form, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint.own import own_leaves
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.checkpoint.talk import Talk, Together
-from jaxcross.errors import JobError
-from jaxcross.wording import clause, first_line
+from jaxcross.errors import JobError, clause, first_line
 
 UNREADABLE = (
     "has checkpoints that cannot be read now, which says nothing against them: none was deleted. Start again once the "

@@ -19,8 +19,7 @@ from jaxcross.checkpoint.restore import KeeperWorld
 from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.talk import Talk
 from jaxcross.checkpoint.writer import Writer
-from jaxcross.errors import JobError
-from jaxcross.wording import clause
+from jaxcross.errors import JobError, clause
 
 _log = logging.getLogger("jaxcross")
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxcross.argument_numbers import is_whole
+from jaxcross._arguments import is_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxcross.errors import JobError
-from jaxcross.wording import clause
+from jaxcross.errors import JobError, clause
 
 _log = logging.getLogger("jaxcross")
 Together = Callable[[str, Callable[[Any], Any]], Any]

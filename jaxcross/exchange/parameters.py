@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
-from jaxcross.argument_numbers import is_whole
 from jaxcross.exchange import flat
 
 

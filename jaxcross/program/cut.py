@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jaxcross import _jax_compat as compat
-from jaxcross.argument_numbers import is_whole
+from jaxcross._arguments import is_whole
 from jaxcross.program.assemble import assemble
 from jaxcross.program.cheap import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables

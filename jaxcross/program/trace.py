@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.errors import CutError
+from jaxcross.errors import CutError, clause
 from jaxcross.program.accepted import explain_failed_trace, lend_name
 from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
@@ -25,7 +25,6 @@ from jaxcross.program.jaxprs import holds_shard_map
 from jaxcross.program.segments import Program, Wire
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
-from jaxcross.wording import clause
 
 if TYPE_CHECKING:
     from jaxcross.program.labels import Labelled

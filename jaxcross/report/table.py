@@ -10,9 +10,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxcross.errors import first_line
 from jaxcross.report.facts import BRIEF, LOSSES, Account, JobAccount
 from jaxcross.report.units import number, seconds, share
-from jaxcross.wording import first_line
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report

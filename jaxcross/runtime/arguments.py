@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxcross.argument_numbers import is_whole
+from jaxcross._arguments import is_whole
 from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import clause, shortened
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import Policy
-from jaxcross.wording import clause, shortened
 
 
 def check_world(world: Any) -> None:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxcross.errors import JobError
-from jaxcross.wording import clause
+from jaxcross.errors import JobError, clause
 
 MOST_BYTES = 64 * 1024  # of one submission; a text that all ranks gather
 _DEEPEST = 50  # what every rank can read, wherever its stack stands

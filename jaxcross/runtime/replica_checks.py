@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross.checkpoint.leaves import digests, on_host
+from jaxcross._pytree import digests, on_host
 from jaxcross.checkpoint.own import common_leaves
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import ExchangeError

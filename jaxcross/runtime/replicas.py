@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxcross.argument_numbers import is_whole
+from jaxcross._arguments import is_whole
 from jaxcross.program.segments import hash_62
 from jaxcross.world.control import Control
 

@@ -9,16 +9,7 @@ from jaxcross.tensor.layers import Dense, Embedding, LayerNorm, RMSNorm, paramet
 from jaxcross.tensor.loss import cross_entropy
 from jaxcross.tensor.mesh import Mesh
 from jaxcross.tensor.optimize import clip_by_global_norm, global_norm
-from jaxcross.tensor.shards import (
-    check_replicas,
-    gather,
-    init,
-    partition,
-    replica_spread,
-    shard,
-    state_specs,
-    unshard,
-)
+from jaxcross.tensor.shards import check_replicas, gather, init, partition, replica_spread, shard, state_specs, unshard
 from jaxcross.tensor.summa import ab, abt, atb
 from jaxcross.tensor.transformer import MLP, Attention, Block, Transformer
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from jaxcross.wording import clause, first_line, shortened
+from jaxcross.errors import clause, first_line, shortened
 from jaxcross.world.tracebacks import ends_run, trim
 
 # mpirun ends the others at once; this is for an MPI that is itself stuck.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross.checkpoint.leaves import forms_of, rebuild
+from jaxcross._pytree import forms_of, rebuild
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from jaxcross.errors import clause, first_line
 from jaxcross.program.compile import ExecutableCache
-from jaxcross.wording import clause, first_line
 from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
 from jaxcross.world.flight import FlightRecorder

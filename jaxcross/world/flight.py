@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import final
 
-from jaxcross.wording import shortened
+from jaxcross.errors import shortened
 from jaxcross.world.peers import Place
 from jaxcross.world.standing import Activity
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxcross.argument_numbers import is_whole
+from jaxcross._arguments import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

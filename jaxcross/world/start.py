@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.argument_numbers import is_whole
-from jaxcross.errors import ExchangeError
-from jaxcross.wording import clause
+from jaxcross._arguments import is_whole
+from jaxcross.errors import ExchangeError, clause
 from jaxcross.world import pages, peers, pool
 from jaxcross.world.abort import Ending, abort_everywhere, install_hooks, on_abort
 from jaxcross.world.control import MpiControl

@@ -13,7 +13,8 @@ from checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcross.checkpoint import Checkpoints, Session, arrays, leaves
+from jaxcross import _pytree
+from jaxcross.checkpoint import Checkpoints, Session, arrays
 from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.part import Part, Saved, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
@@ -395,7 +396,7 @@ def test_settings_may_be_numpys():
 
 # What a stranger might write.
 
-FORM = leaves.Form(kind="numpy", dtype="float32", shape=(2, 3))
+FORM = _pytree.Form(kind="numpy", dtype="float32", shape=(2, 3))
 PART_0 = Part(
     job="a", step=3, rank=0, ranks=2, leaves={"['w']": Saved(form=FORM, digest="d", common=True)},
     files={"manifest.ocdbt": (3, "d")}, places=((3, None), (2, '{"value": 1}')), cuts={"x": 4},
@@ -457,7 +458,7 @@ def test_a_forged_part_is_refused_or_means_something_of_the_right_types(data):
     if part is not None:
         for saved in part.leaves.values():
             assert all(0 <= size < 2**48 for size in saved.form.shape)
-            assert leaves.numeric(np.dtype(saved.form.dtype))
+            assert _pytree.numeric(np.dtype(saved.form.dtype))
 
 
 def test_texts_that_are_too_deep_or_too_long_are_no_parts(tmp_path):
@@ -474,9 +475,9 @@ def test_texts_that_are_too_deep_or_too_long_are_no_parts(tmp_path):
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (leaves.Form(kind="numpy", dtype="float32", shape=(2**40,)), r"holds `x` as float32\[3\]"),
-        (leaves.Form(kind="numpy", dtype="int32", shape=(3,)), r"holds `x` as float32\[3\]"),
-        (leaves.Form(kind="numpy", dtype="float32", shape=()), r"holds `x` as float32\[3\]"),
+        (_pytree.Form(kind="numpy", dtype="float32", shape=(2**40,)), r"holds `x` as float32\[3\]"),
+        (_pytree.Form(kind="numpy", dtype="int32", shape=(3,)), r"holds `x` as float32\[3\]"),
+        (_pytree.Form(kind="numpy", dtype="float32", shape=()), r"holds `x` as float32\[3\]"),
     ],
 )
 def test_sizes_are_compared_before_memory_is_taken(form, said, tmp_path):

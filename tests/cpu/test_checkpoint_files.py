@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from jaxcross import exchange
-from jaxcross.checkpoint import arrays, leaves
+from jaxcross import _pytree, exchange
+from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.own import own_leaves
 
 
@@ -83,15 +83,15 @@ def identical(a, b):
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_a_state_comes_back_as_it_was(make, tmp_path):
     state = make()
-    taken = leaves.snapshot(state)
+    taken = _pytree.snapshot(state)
     forms = {path: leaf.form for path, leaf in taken.items()}
     arrays.write(tmp_path / "state", {path: leaf.array for path, leaf in taken.items()})
     read = arrays.read(tmp_path / "state", forms)
-    assert {path: leaves.digest(forms[path], array) for path, array in read.items()} == {
+    assert {path: _pytree.digest(forms[path], array) for path, array in read.items()} == {
         path: leaf.digest for path, leaf in taken.items()
     }
-    assert leaves.unlike(leaves.forms_of(state), forms) is None
-    identical(leaves.rebuild(jax.tree.map(lambda x: x, state), forms, read), state)
+    assert _pytree.unlike(_pytree.forms_of(state), forms) is None
+    identical(_pytree.rebuild(jax.tree.map(lambda x: x, state), forms, read), state)
 
 
 EXCHANGES = {
@@ -152,7 +152,7 @@ TYPES = [
 def test_every_element_type_comes_back(tmp_path):
     dtypes = {name: np.dtype(name) for name in TYPES}
     state = {name: np.array([0, 1, 1, 0]).astype(dtype) for name, dtype in dtypes.items()}
-    taken = leaves.snapshot(state)
+    taken = _pytree.snapshot(state)
     arrays.write(tmp_path / "state", {path: leaf.array for path, leaf in taken.items()})
     forms = {path: leaf.form for path, leaf in taken.items()}
-    identical(leaves.rebuild(state, forms, arrays.read(tmp_path / "state", forms)), state)
+    identical(_pytree.rebuild(state, forms, arrays.read(tmp_path / "state", forms)), state)

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 import jaxcross
 from jaxcross import exchange
-from jaxcross.checkpoint.leaves import digests
+from jaxcross._pytree import digests
 from jaxcross.checkpoint.own import common_leaves, own_leaves
 from jaxcross.report import JobFacts, Report
 from jaxcross.runner import Runner

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.wording import clause, first_line, shortened
+from jaxcross.errors import clause, first_line, shortened
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 
