@@ -2,7 +2,7 @@
 
     python benchmarks/model_check.py [--json FILE] [--smoke]
 
-Each case is explored to its end by `jaxcross.runtime.model_check`: every move of every thread in every order, on real
+Each case is explored to its end by `explore`: every move of every thread in every order, on real
 interleavers. It stops with the moves that lead there if a rule is broken, ranks meet in different slots, a rank comes
 to a stand or a thread is left behind; and if a case ends in another way than it must. states: of one rank; meetings:
 sets of states in which ranks meet at a slot of the exchange lane; joint: states of all ranks together that these stand
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from explore import explore
+from model_case import Case, Script
 from workloads import parser, write_json
 
 from jaxcross.runtime import messages as m
-from jaxcross.runtime.model_case import Case, Script
-from jaxcross.runtime.model_check import explore
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync

@@ -14,7 +14,7 @@ import optax
 from jaxcross import exchange
 from jaxcross.exchange.auto import trace_update
 from jaxcross.program.cut import cut
-from jaxcross.testing_wire import decide
+from jaxcross.testing import decide
 from jaxcross.wire.bytes import wire_bytes
 
 AXIS = "batch"

@@ -1,288 +1,321 @@
-"""The test kit: ranks as threads of one process, a clock by hand, programs without a compiler, the simulator.
+"""Exchanges without MPI: all ranks of a step in one process, in lock step, and the `vmap` oracle they are held against.
 
-Nothing here needs MPI, and what runs on it is the real runner, driver and interleaver.
+Nothing here waits or communicates. `LocalRanks` stands wherever a `Wire` is asked for; `run_program` and `run_jaxpr`
+evaluate one equation at a time and never compile two together, so that two orders of one computation can be compared
+bit for bit.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.segments import Aval, Exchange, Program, Segment
-from jaxcross.runtime.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
+from jaxcross.program.jaxprs import INLINED
+from jaxcross.program.segments import Exchange, Program, Segment
+from jaxcross.program.trace import Traced
+from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
+from jaxcross.world.mesh import Mesh, make_mesh
 
-__all__ = [
-    "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",
-    "Simulation", "Step", "Sync", "Think", "plain_program", "run_ranks",
-]  # fmt: skip
-
-
-class ManualClock:
-    """A clock that moves when told to."""
-
-    def __init__(self, now_ns: int = 0) -> None:
-        self.now_ns = now_ns
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def advance(self, seconds: float) -> None:
-        self.now_ns += round(seconds * 1e9)
+_CALLS = INLINED | {"shard_map"}
+_NO_OPS = LOCAL | {"pcast"}
 
 
-class _Table:
-    """Where ranks that are threads meet."""
+@final
+class LocalRanks:
+    """A `Wire` whose ranks all live in this process.
 
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
-
-
-class FakeControl:
-    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in different ones
-    get an error.
-    """
-
-    def __init__(self, rank: int, table: _Table) -> None:
-        self.rank, self.size, self._table = rank, len(table.values), table
-        self.votes = 0
-
-    @staticmethod
-    def group(size: int) -> list[FakeControl]:
-        """One control a rank, joined."""
-        table = _Table(size)
-        return [FakeControl(rank, table) for rank in range(size)]
-
-    def meet(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Waits for all ranks; raises if they have come for different things."""
-        table = self._table
-        table.values[self.rank] = (what, value)
-        table.barrier.wait(60)
-        met = list(table.values)
-        table.barrier.wait(60)
-        if len({name for name, _ in met}) > 1:
-            raise ExchangeError(f"ranks met for different things: {[name for name, _ in met]}")
-        return [v for _, v in met]
-
-    def leave(self) -> None:
-        """Whoever waits for this rank gets an error."""
-        self._table.barrier.abort()
-
-    def allreduce_min(self, values: np.ndarray) -> np.ndarray:
-        self.votes += 1
-        return np.min(np.stack(self.meet("min", np.array(values))), axis=0)
-
-    def allgather_text(self, text: str) -> list[str]:
-        return self.meet("text", text)
-
-
-class Aborted(BaseException):
-    """A `FakeWorld` was told to abort."""
-
-
-class FakeMailbox:
-    """`jaxcross.world.mailbox.Mailbox` between threads, from every rank's box."""
-
-    def __init__(self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]) -> None:
-        self.rank, self.size, self._boxes = rank, len(boxes), boxes
-        self.closed = False
-
-    def send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        self._boxes[rank].put((self.rank, tag, message))
-
-    def receive(self) -> tuple[int, int, np.ndarray] | None:
-        try:
-            return self._boxes[self.rank].get_nowait()
-        except Empty:
-            return None
-
-    def sent(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Unwatched(nullcontext[None]):
-    """A wait that nobody watches."""
-
-    def renew(self) -> None:
-        """Nobody counts its time."""
-
-
-class FakeWorld:
-    """What a runner needs of a world, for one of several ranks that are threads."""
-
-    def __init__(self, control: FakeControl) -> None:
-        self.control, self.rank, self.size = control, control.rank, control.size
-        self.vendor, self.pool_size = "threads", 1
-        self.watched: list[tuple[str, int, int, str]] = []
-        from jaxcross.world import flight, peers  # the world needs JAX, and much of this kit does not
-
-        self.flight = flight.FlightRecorder([peers.here()] * self.size, self.rank)
-
-    def mailbox(self) -> FakeMailbox:
-        """Messages between all ranks, apart from all others. Waits for all ranks."""
-        return FakeMailbox(self.rank, self.control.meet("mailbox", SimpleQueue()))
-
-    def watching(
-        self,
-        *,
-        job: str,
-        step: int,
-        segment: int,
-        what: str,
-        awaited: Any = None,  # noqa: ARG002
-        own: bool = False,  # noqa: ARG002
-    ) -> Unwatched:
-        self.watched.append((job, step, segment, what))
-        return Unwatched()
-
-    def abort(self, message: str, *, code: int = 1) -> NoReturn:  # noqa: ARG002
-        self.control.leave()
-        raise Aborted(message)
-
-    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
-        states = self.control.meet("state", state)
-        if mode == "check" and any(repr(other) != repr(states[0]) for other in states):
-            raise ExchangeError("The state differs between ranks")
-        return states[0]
-
-
-def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
-    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of them did."""
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
-
-    def main(world: FakeWorld) -> None:
-        try:
-            results[world.rank] = work(world)
-        except BaseException as error:
-            errors[world.rank] = error
-            world.control.leave()
-
-    threads = [
-        threading.Thread(target=main, args=(FakeWorld(control),), name=f"rank-{control.rank}", daemon=True)
-        for control in FakeControl.group(size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if stuck := [thread.name for thread in threads if thread.is_alive()]:
-        raise TimeoutError(f"{stuck} did not end")
-    # A rank that was left alone at the barrier is not the culprit.
-    raised = [error for error in errors if error is not None]
-    for error in sorted(raised, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
-    return results
-
-
-def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()) -> Program:
-    """compute, exchange, ..., compute: a program of scalars that passes one value along, and the step's input to its
-    end. `exchanges=0` is a single compute segment.
-    """
-    aval = Aval(shape=shape, dtype="float32")
-    segments: list[Segment] = []
-    value, count = 0, 2  # value 0 is the state, value 1 the batch
-    for n in range(exchanges):
-        reads = (0, 1) if n == 0 else (value,)
-        segments.append(
-            Segment(
-                index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=() if n == 0 else (value,)
-            )
-        )
-        exchange = Exchange(op="psum", axes=("batch",), dtype="float32", shape=shape)
-        segments.append(
-            Segment(
-                index=len(segments), kind="collective", inputs=(count,), outputs=(count + 1,), dies=(count,),
-                exchanges=(exchange,),
-            )
-        )  # fmt: skip
-        value, count = count + 1, count + 2
-    reads = (0, value) if exchanges else (0, 1)
-    dies = (value,) if exchanges else ()
-    segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=dies))
-    return Program(
-        name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
-        segments=tuple(segments),
-    ).verify()  # fmt: skip
-
-
-class FakeCompiled:
-    """Runs a program with a Python function a compute segment; exchanges are sums over a `FakeWorld`'s ranks.
+    Its compiled form (`lower`) computes what one rank gets if every other rank sends what it sends.
 
     Args:
-        program: What is to be run.
-        world: This rank.
-        compute: Called with (segment, inputs); returns the segment's only output, or raises.
+        rank: Whose results `lower` gives.
     """
 
-    def __init__(self, program: Program, world: FakeWorld, compute: Callable[[int, Sequence[Any]], Any]) -> None:
-        self.program, self.world, self.compute = program, world, compute
+    __slots__ = ("_rank",)
 
-    def execution(self, inputs: Sequence[Any]) -> FakeExecution:
-        return FakeExecution(self, inputs)
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+
+    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        """The equation's exchanges over `axes`, or None, as the real wire sees them."""
+        return recognise(eqn, axes)
+
+    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+        """A function that JAX can compile: `jaxpr` for this rank, its peers holding the same operands."""
+        function = vmapped(jaxpr_as_fun(jaxpr), axes, in_axes=None)
+        coords = tuple(self.coords(axes).values())
+        return lambda *args: [x[coords] for x in function(*args)]
+
+    def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """This rank's index along each axis."""
+        mesh = make_mesh(axes, rank=self._rank, size=math.prod(axes.values()))
+        return dict(zip(mesh.names, mesh.coords, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LocalRanks) and self._rank == other._rank
+
+    def __hash__(self) -> int:
+        return hash(self._rank)
 
 
-class FakeExecution:
-    """One step in flight of a `FakeCompiled`."""
+def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0) -> Callable[..., Any]:
+    """`function` under one `jax.vmap` an axis, outermost axis first."""
+    for name, size in reversed(list(axes.items())):
+        function = jax.vmap(function, in_axes=in_axes, axis_name=name, axis_size=size)
+    return function
 
-    def __init__(self, compiled: FakeCompiled, inputs: Sequence[Any]) -> None:
-        self._compiled = compiled
-        self._env: dict[int, Any] = dict(zip(compiled.program.inputs, inputs, strict=True))
-        self._watches = False
 
-    def run(self, index: int) -> None:
-        segment = self._compiled.program.segments[index]
-        values = [self._env[v] for v in segment.inputs]
-        if segment.kind == "compute":
-            result = self._compiled.compute(index, values)
+def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
+    """What JAX itself says of a step on P ranks: one nested `vmap` over all of them, compiled.
+
+    Args:
+        step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by `vmap`).
+        axes: Axis name -> size, row-major over ranks.
+        args_per_rank: Positional arguments of each rank, in rank order.
+
+    Returns:
+        The step's result on each rank, as NumPy arrays.
+    """
+    return over_ranks(step, axes)(args_per_rank)
+
+
+def over_ranks(step: Callable[..., Any], axes: Mapping[str, int]) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
+    """`vmap_oracle` for many calls: compiled once for equal shapes."""
+    sizes = tuple(axes.values())
+    compiled = jax.jit(vmapped(step, axes))
+
+    def grid(*parts: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(parts[0]), jax.dtypes.prng_key):
+            return jnp.stack(parts).reshape(*sizes, *parts[0].shape)
+        return np.stack([np.asarray(jnp.asarray(p)) for p in parts]).reshape(*sizes, *np.shape(parts[0]))
+
+    def one(x: Any, place: tuple[Any, ...]) -> Any:
+        return x[place] if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)[place]
+
+    def call(args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        out = compiled(*jax.tree.map(grid, *args_per_rank))
+        places = [np.unravel_index(r, sizes) for r in range(math.prod(sizes))]
+        return [jax.tree.map(functools.partial(one, place=place), out) for place in places]
+
+    return call
+
+
+def decide(traced: Traced, leaves: Sequence[Any]) -> Traced:
+    """The variant of a traced step that the host takes for these flat arguments."""
+    while traced.undecided is not None:
+        inputs = [jnp.asarray(leaves[p]) for p in traced.undecided.inputs]
+        (index,) = jaxpr_as_fun(traced.undecided.jaxpr)(*inputs)
+        traced = traced.decide(min(max(int(index), 0), traced.undecided.branches - 1))
+    return traced
+
+
+def run_program(
+    program: Program, leaves_per_rank: Sequence[Sequence[Any]], *, compute: Callable[..., Any] | None = None
+) -> list[list[Any]]:
+    """One step of a program on all ranks in lock step, its hand-overs checked: a freed value cannot be read.
+
+    Args:
+        program: Cut from a traced step.
+        leaves_per_rank: Flat arguments of each rank, constants not among them.
+        compute: Evaluates a compute segment, `(segment, axes, args per rank) -> results per rank`; one equation at a
+            time if None.
+
+    Returns:
+        Flat results of each rank.
+
+    Raises:
+        ExchangeError: Ranks counted that they differ, as the step would raise on all of them.
+    """
+    axes = dict(program.axes)
+    envs = [dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True)) for leaves in leaves_per_rank]
+    told: list[str | None] = []
+    for segment in program.segments:
+        args = [[env[v] for v in segment.inputs] for env in envs]
+        if segment.kind == "compute" and compute is not None:
+            results = compute(segment, axes, args)
         else:
-            result = sum(self._compiled.world.control.meet(f"{self._compiled.program.name} {index}", values[0]))
-        for v in segment.dies:
-            del self._env[v]
-        (out,) = segment.outputs
-        self._env[out] = result
+            results = run_jaxpr(segment.jaxpr, axes, args)
+        for outs in results if segment.decisions else ():
+            counts = outs[-len(segment.decisions) :]
+            told += [d.differs(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
+        for env, outs in zip(envs, results, strict=True):
+            for v in segment.dies:
+                del env[v]
+            env.update(zip(segment.outputs, outs[: len(segment.outputs)], strict=True))
+    if any(told):
+        raise ExchangeError(next(filter(None, told)))
+    return [[env[v] for v in program.outputs] for env in envs]
 
-    def wait_inputs(self, index: int) -> None:
-        """Everything here is computed when it is dispatched."""
 
-    def wait_outputs(self, index: int) -> None:
-        """Everything here is computed when it is dispatched."""
+class ComputeUnderVmap:
+    """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for bit the same."""
 
-    def watch(self) -> FakeExecution:
-        self._watches = True
-        return self
+    def __init__(self) -> None:
+        self._calls: dict[int, Any] = {}  # by identity of the segment's jaxpr, which is kept alive beside
 
-    def nonfinite(self, index: int) -> str | None:
-        segment = self._compiled.program.segments[index]
-        if not self._watches or np.isfinite(self._env[segment.outputs[0]]).all():
-            return None
-        return f"`{segment.exchanges[0].line()}` made values that are not finite"
+    def __call__(self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Results of each rank."""
+        function = jaxpr_as_fun(segment.jaxpr)
+        if not segment.inputs:
+            return [list(jax.jit(function)()) for _ in args]
+        _, call = self._calls.setdefault(id(segment.jaxpr), (segment.jaxpr, over_ranks(function, axes)))
+        return call(args)
 
-    def divided(self, index: int) -> str | None:
-        """Its programs have no conditionals."""
 
-    @property
-    def skippable(self) -> bool:
-        return True
+def run_jaxpr(jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """A jaxpr on all ranks, equation by equation, exchanges for all of them together."""
+    size = math.prod(axes.values())
+    meshes = [make_mesh(axes, rank=r, size=size) for r in range(size)]
+    return _evaluate(jaxpr, meshes, [list(args) for args in args_per_rank])
 
-    def skip(self) -> None:
-        """The step's first input comes back."""
-        state = self._env[self._compiled.program.inputs[0]]
-        self.outputs = lambda: state
 
-    def zero_inputs(self, index: int) -> None:
-        for v in self._compiled.program.segments[index].inputs:
-            self._env[v] = 0.0
+def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    inner, consts = compat.open_jaxpr(jaxpr)
+    variables = [*inner.constvars, *inner.invars]
+    envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
 
-    def outputs(self) -> Any:
-        values = tuple(self._env[v] for v in self._compiled.program.outputs)
-        return values[0] if len(values) == 1 else values
+    def read(env: Mapping[Any, Any], atom: Any) -> Any:
+        if not isinstance(atom, compat.Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return jnp.asarray(atom.val, dtype=aval.dtype)
+
+    for eqn in inner.eqns:
+        values = [[read(env, a) for a in eqn.invars] for env in envs]
+        for env, outs in zip(envs, _equation(eqn, meshes, values), strict=True):
+            env.update(zip(eqn.outvars, outs, strict=True))
+    return [[read(env, a) for a in inner.outvars] for env in envs]
+
+
+def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    """The results of one equation on each rank."""
+    name, axes = eqn.primitive.name, meshes[0].sizes
+    exchanges = recognise(eqn, axes)
+    if exchanges is not None:
+        columns = [
+            _exchange(x, meshes, [np.asarray(v[n]) for v in values], eqn.outvars[n].aval)
+            for n, x in enumerate(exchanges)
+        ]
+        return list(zip(*columns, strict=True))
+    if name == "axis_index" and speaks_of(eqn, axes):
+        return [[jnp.int32(mesh.index(eqn.params["axis_name"]))] for mesh in meshes]
+    if name in _NO_OPS and speaks_of(eqn, axes):
+        return values
+    if name in _CALLS:
+        (body, *_) = compat.sub_jaxprs(eqn)
+        return _evaluate(body, meshes, values)
+    if name == "cond":
+        return _cond(eqn, meshes, values)
+    if name == "scan":
+        return _scan(eqn, meshes, values)
+    if name == "while":
+        return _while(eqn, meshes, values)
+    return [compat.bind_equation(eqn, v, eqn.params) for v in values]
+
+
+def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    branches = eqn.params["branches"]
+    taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
+    results: dict[int, list[Any]] = {}
+    for way in sorted(set(taken)):  # an exchange that counts on ranks that go another way fails
+        places = [p for p, t in enumerate(taken) if t == way]
+        outs = _evaluate(branches[way], [meshes[p] for p in places], [values[p][1:] for p in places])
+        results.update(zip(places, outs, strict=True))
+    return [results[p] for p in range(len(values))]
+
+
+def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    params = eqn.params
+    (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
+    consts = [v[:n_consts] for v in values]
+    carry = [v[n_consts : n_consts + n_carry] for v in values]
+    xs = [v[n_consts + n_carry :] for v in values]
+    stacks: list[dict[int, list[Any]]] = [{} for _ in values]
+    for i in reversed(range(length)) if params["reverse"] else range(length):
+        args = [[*c, *k, *(x[i] for x in x_)] for c, k, x_ in zip(consts, carry, xs, strict=True)]
+        for rank, outs in enumerate(_evaluate(params["jaxpr"], meshes, args)):
+            carry[rank] = list(outs[:n_carry])
+            stacks[rank][i] = list(outs[n_carry:])
+    avals = [v.aval for v in eqn.outvars[n_carry:]]
+    return [
+        [*c, *(jnp.stack([s[i][n] for i in range(length)]) if length else jnp.zeros(a.shape, a.dtype)
+               for n, a in enumerate(avals))]
+        for c, s in zip(carry, stacks, strict=True)
+    ]  # fmt: skip
+
+
+def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts = [v[:n_cond] for v in values]
+    body_consts = [v[n_cond : n_cond + n_body] for v in values]
+    carry = [v[n_cond + n_body :] for v in values]
+    places = list(range(len(values)))
+    while True:  # those that are through leave: an exchange that still counts on them fails
+        here = [meshes[p] for p in places]
+        more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
+        going = {p: jnp.asarray(goes_on) for p, (goes_on,) in zip(places, more, strict=True) if jnp.any(goes_on)}
+        places = [*going]
+        if not places:
+            return carry
+        here = [meshes[p] for p in places]
+        outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
+        for p, new in zip(places, outs, strict=True):  # the elements of an inner `vmap` that are through stay
+            masks = [jnp.reshape(going[p], going[p].shape + (1,) * (jnp.ndim(x) - going[p].ndim)) for x in new]
+            carry[p] = [jnp.where(m, x, y) if m.ndim else x for m, x, y in zip(masks, new, carry[p], strict=True)]
+
+
+def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
+    """What one exchange gives each rank, from what each brings. Sums go rank after rank, narrow floats in float32."""
+    params = dict(exchange.params)
+    positions = params.get("positions", ())
+    if exchange.op in ("psum", "pmax", "pmin") and positions:
+        local = {"psum": np.sum, "pmax": np.max, "pmin": np.min}[exchange.op]
+        xs = [local(x, axis=positions).astype(x.dtype) for x in xs]
+    outs = []
+    by_rank = {mesh.rank: x for mesh, x in zip(meshes, xs, strict=True)}
+    for mesh in meshes:
+        group = mesh.group(exchange.axes, params.get("groups"))
+        if not by_rank.keys() >= set(group):
+            raise ValueError("ranks that exchange with one another take part in it at different times")
+        parts = [by_rank[r] for r in group]
+        outs.append(jnp.asarray(_combine(exchange.op, parts, group.index(mesh.rank), params), dtype=aval.dtype))
+    return outs
+
+
+def _combine(op: str, parts: Sequence[np.ndarray], me: int, params: Mapping[str, Any]) -> np.ndarray:
+    if op == "psum":
+        return _sum(parts)
+    if op in ("pmax", "pmin"):
+        return functools.reduce(np.maximum if op == "pmax" else np.minimum, parts)
+    if op == "all_gather":
+        join = np.concatenate if params["tiled"] else np.stack
+        return join(parts, axis=params["dimension"])
+    if op == "reduce_scatter":
+        total = _sum(parts)
+        if params["tiled"]:
+            return np.split(total, len(parts), axis=params["dimension"])[me]
+        return np.take(total, me, axis=params["dimension"])
+    if op == "all_to_all":
+        mine = [np.split(p, len(parts), axis=params["split_axis"])[me] for p in parts]
+        return np.concatenate(mine, axis=params["concat_axis"])
+    if op == "ppermute":
+        source = next((s for s, d in params["perm"] if d == me), None)
+        return np.zeros_like(parts[me]) if source is None else parts[source]
+    if op == "pbroadcast":
+        return parts[params["source"]]
+    raise NotImplementedError(f"LocalRanks does not make `{op}`")
+
+
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    dtype = parts[0].dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return functools.reduce(np.add, [p.astype(np.float32) if narrow else p for p in parts]).astype(dtype)

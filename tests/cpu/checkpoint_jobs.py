@@ -3,12 +3,12 @@
 import logging
 
 import numpy as np
+from fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
 from jaxcross.runtime.threads import current_job
-from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 STEPS = 12
 

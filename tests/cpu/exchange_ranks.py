@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 RANKS = 4
 

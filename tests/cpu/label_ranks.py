@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from fakes import run_ranks
 
 from jaxcross.errors import ExchangeError
 from jaxcross.exchange_order import agree_on_order, order_hash
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing import run_ranks
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 X = jnp.arange(12.0).reshape(4, 3)
 TREE = {"a": X, "b": X + 1, "c": X * 2}

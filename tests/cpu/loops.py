@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 
 @dataclass(frozen=True, kw_only=True)

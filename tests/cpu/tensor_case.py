@@ -13,7 +13,7 @@ import optax
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import over_ranks
+from jaxcross.testing import over_ranks
 
 GRIDS = {
     f"[{q},{q},{d}]": Mesh(side=q, depth=d) for q, d in ((1, 1), (2, 1), (2, 2), (1, 4), (3, 2))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
+from fakes import run_ranks
 
 import jaxcross
 from jaxcross.checkpoint import Checkpoints
@@ -16,7 +17,6 @@ from jaxcross.exchange.top_k import TopKState
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
 from jaxcross.runtime.events import SpanLog
-from jaxcross.testing import run_ranks
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])

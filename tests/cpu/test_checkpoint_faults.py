@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same, train
+from fakes import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.part import Part, Saved, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
-from jaxcross.testing import run_ranks
 
 
 @pytest.fixture(scope="module")

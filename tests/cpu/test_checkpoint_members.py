@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_jobs import batches, loop, make_step, resumes, same
 from checkpoint_jobs import train as train_jobs
+from fakes import run_ranks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from jaxcross.checkpoint.members import Members, parse, read
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
-from jaxcross.testing import run_ranks
 
 STEPS = 30
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import run_ranks
 from test_runner import make_step
 
 from jaxcross import cut_budget
 from jaxcross.cut_budget import SHARE, Budget
 from jaxcross.cut_search import recall
 from jaxcross.runner import Runner
-from jaxcross.testing import run_ranks
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

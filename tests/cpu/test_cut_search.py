@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes import FakeControl, run_ranks
 from layers import step
 
 from jaxcross import cut_budget, cut_search, trial, variant
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.job_calls import Calls
-from jaxcross.testing import FakeControl, run_ranks
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 from jaxcross.variant import Variant
 
 Search = Callable[..., int]

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes import run_ranks
 from layers import step
 
 from jaxcross import cut_search, trial
@@ -27,8 +28,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.meeting import meet
-from jaxcross.testing import run_ranks
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
 LEAVES = jax.tree.leaves(ARGUMENTS)

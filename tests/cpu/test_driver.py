@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
@@ -22,7 +23,6 @@ from jaxcross.runtime.link import Link
 from jaxcross.runtime.policy import RoundRobin, Sequential
 from jaxcross.runtime.seat import Seat
 from jaxcross.runtime.threads import JobThread, current_job
-from jaxcross.testing import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):

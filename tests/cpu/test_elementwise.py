@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxcross.exchange import parameter_server
 from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "s": jnp.ones(()), "h": jnp.ones((2, 2), jnp.bfloat16)}
 MASK = {"w": True, "b": False, "s": False, "h": True}

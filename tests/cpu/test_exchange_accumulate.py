@@ -14,7 +14,7 @@ import pytest
 from jaxcross.exchange import accumulate, local_sgd, mean, one_bit_adam, top_k
 from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 RANKS, EVERY = 3, 4
 AXES = {"batch": RANKS}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxcross.exchange.adasum import adasum, chunk
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.exhaustive
 

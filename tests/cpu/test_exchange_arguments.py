@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from jaxcross import exchange
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 SGD = optax.sgd(0.1)
 AXES = {"node": 2, "local": 2}

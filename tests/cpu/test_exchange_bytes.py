@@ -14,7 +14,7 @@ import pytest
 from jaxcross import exchange
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 from jaxcross.wire.bytes import wire_bytes
 
 # Two blocks of a Transformer: 3.5 million elements, in layers of 384 beside layers of 590 thousand.

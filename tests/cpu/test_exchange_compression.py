@@ -20,7 +20,7 @@ from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.sign_sgd import sign_sgd
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.exhaustive
 

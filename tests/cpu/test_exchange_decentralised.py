@@ -15,7 +15,7 @@ from jaxcross.exchange.gossip import gossip, mixing_matrix
 from jaxcross.exchange.gossip import rounds as rounds_of
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 pytestmark = pytest.mark.exhaustive
 

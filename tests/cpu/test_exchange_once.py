@@ -10,7 +10,7 @@ from exchange_row import Row
 from exchange_table import TABLE
 
 from jaxcross.exchange import adasum, bounded_stale, lars, local_sgd, mean, once, parameter_server, qsgd, top_k
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 LEAVES = {"kernel": jnp.ones((4, 3)), "other": jnp.ones((4, 2))}
 MASK = {"kernel": True, "other": True}

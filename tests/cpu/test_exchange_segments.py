@@ -15,7 +15,7 @@ from jaxcross import exchange
 from jaxcross.program.cheap import LIGHT
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 RANKS = 4
 WIRES = {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}

@@ -11,7 +11,7 @@ import pytest
 from jaxcross.exchange import mean, parallel_norms
 from jaxcross.exchange.parameter_server import parameter_server
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.exhaustive
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.top_k import top_k
-from jaxcross.testing_wire import vmapped
+from jaxcross.testing import vmapped
 
 pytestmark = pytest.mark.exhaustive
 

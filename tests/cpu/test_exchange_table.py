@@ -19,7 +19,7 @@ from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
 from jaxcross.program.finite import is_finite
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide, run_jaxpr, run_program, vmapped
+from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program, vmapped
 from jaxcross.wire.bytes import wire_bytes
 
 # Compiling is nearly all of the time.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import pytest
+from fakes import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from jaxcross.outcome import raise_errors
 from jaxcross.runner import Runner
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.meeting import meet
-from jaxcross.testing import run_ranks
 from jaxcross.trial import failures
 from jaxcross.world.abort import _short
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import run_ranks
 from jax import lax
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from jaxcross.program.trace import trace
 from jaxcross.runner import Runner
-from jaxcross.testing import run_ranks
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 from jaxcross.world.agree import broadcast
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+from fakes import run_ranks
 from test_runner import make_step, solo
 
 from jaxcross.errors import JobError
 from jaxcross.loop import Job, run
-from jaxcross.testing import run_ranks
 
 
 def begun(initial: Any, state: Any) -> list[Any]:

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from fakes import run_ranks
 
 from jaxcross.errors import JobError
 from jaxcross.runtime.meeting import meet
-from jaxcross.testing import run_ranks
 
 
 def told(ranks, work):

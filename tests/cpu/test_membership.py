@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 import jaxcross
 from jaxcross.errors import JobError
@@ -21,7 +22,6 @@ from jaxcross.runner import Runner
 from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import current_job
-from jaxcross.testing import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 
 def make_step(world, name="step", *, exchanges=1, compute=lambda index, values: sum(values)):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcross import CutError
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, run_program, vmap_oracle
+from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
 RING = [(0, 1), (1, 0)]
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxcross.errors import CutError
 from jaxcross.program.decision import Decision
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 X = jnp.ones((4, 2))
 

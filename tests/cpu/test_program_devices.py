@@ -14,7 +14,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 AXES = {"batch": 2}
 devices = jax.devices()

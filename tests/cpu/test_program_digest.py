@@ -23,7 +23,7 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 from jaxcross.program.digest import _Same, segment_key
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 X = jnp.ones(2)
 

@@ -12,7 +12,7 @@ from jax import lax
 from loops import cut, loops, own, votes
 
 from jaxcross.program.agreement import disagreement
-from jaxcross.testing_wire import over_ranks, run_program
+from jaxcross.testing import over_ranks, run_program
 
 X = jnp.ones(3)
 

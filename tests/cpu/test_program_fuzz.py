@@ -14,7 +14,7 @@ from random_steps import RECIPES, Recipe, arguments, build
 
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks, decide, run_jaxpr, run_program
+from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
 
 CUTS = ("whole", 1, 2, 3, 5, "auto")
 # Shrinking recompiles for minutes: set JAXCROSS_SHRINK=1 to have a failing recipe made small.
@@ -110,7 +110,7 @@ def test_results_are_those_of_vmap() -> None:
     """The fake wire itself against JAX: all collectives on integers, where sums are exact."""
     from random_steps import EXCHANGES, Op
 
-    from jaxcross.testing_wire import vmap_oracle
+    from jaxcross.testing import vmap_oracle
 
     for axes in range(3):
         for kind in dict.fromkeys(EXCHANGES):

@@ -17,7 +17,7 @@ from jaxcross.program import buffers
 from jaxcross.program.bound import compile_with_arguments
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, run_program, vmap_oracle
+from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 from jaxcross.wire import offsets
 
 AXES = {"batch": 2}

@@ -30,7 +30,7 @@ from jaxcross.program.provenance import Scope, leaf_hashes, marked
 from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 
 def of_leaves(order: Any, tree: Any) -> Any:

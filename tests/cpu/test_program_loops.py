@@ -19,7 +19,7 @@ from jaxcross.program import lockstep
 from jaxcross.program.lockstep import FROZEN
 from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
-from jaxcross.testing_wire import over_ranks, run_program
+from jaxcross.testing import over_ranks, run_program
 from jaxcross.variant import _advise
 
 X = jnp.ones(3)

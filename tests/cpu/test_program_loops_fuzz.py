@@ -15,7 +15,7 @@ from jax import lax
 from jaxcross.errors import ExchangeError
 from jaxcross.program import lockstep
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, decide, over_ranks, run_program
+from jaxcross.testing import LocalRanks, decide, over_ranks, run_program
 
 Value = Callable[[list[Any]], Any]  # of all earlier values
 KINDS = (

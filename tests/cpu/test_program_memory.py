@@ -23,7 +23,7 @@ from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.graph import nbytes
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from jaxcross.errors import CutError
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 from jaxcross.variant import _advise
 
 AXES = {"batch": 2}

@@ -13,7 +13,7 @@ from jax import lax
 from jaxcross import exchange
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks, decide
+from jaxcross.testing import LocalRanks, decide
 
 LAYERS, WIDTH = 8, 64
 OPTIMIZERS = {

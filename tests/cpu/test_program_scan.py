@@ -18,7 +18,7 @@ from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.segments import Program
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import LocalRanks, over_ranks, run_program
+from jaxcross.testing import LocalRanks, over_ranks, run_program
 from jaxcross.wire.bytes import wire_bytes
 
 MESH, AXES = Mesh(tensor=2), {"batch": 2}

@@ -10,7 +10,7 @@ import pytest
 from solvers import RTOL, STEPS, rows, weights
 
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, run_program, vmap_oracle
+from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
 RANKS = 2
 AXES = {"batch": RANKS}

@@ -15,7 +15,7 @@ import jaxcross
 from jaxcross.errors import InternalError
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
+from jaxcross.testing import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
 
 RANKS = 4
 # Whose likes are in the usual run. All rows are traced, cut and printed there.

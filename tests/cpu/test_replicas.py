@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fakes import FakeControl, run_ranks
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -24,7 +25,6 @@ from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.replica_checks import ReplicaChecks
 from jaxcross.runtime.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
 from jaxcross.runtime.replicas import exchange as exchange_reports
-from jaxcross.testing import FakeControl, run_ranks
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcross.program.execution import Compiled
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 AXES = {"batch": 2}
 ROOT = jax.random.key(7)

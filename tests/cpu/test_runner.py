@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import FakeCompiled, plain_program, run_ranks
 from rich.console import Console
 
 from jaxcross.errors import ExchangeError, JobError
@@ -26,7 +27,6 @@ from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.job import _examples
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import check_not_stray, current_job, runner_active
-from jaxcross.testing import FakeCompiled, plain_program, run_ranks
 
 
 def add(segment, values):

@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import run_ranks
 
 import jaxcross
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
 from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.link import Link
-from jaxcross.testing import run_ranks
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"
 INSTRUMENTS = r"an iterable of objects of classes derived from `Instrument`, such as `\[log\]`"

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxcross.errors import CutError
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, run_program, vmap_oracle
+from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
 RANKS = 4
 AXES = {"batch": RANKS}

@@ -6,6 +6,7 @@ import re
 import jax.numpy as jnp
 import optax
 import pytest
+from fakes import run_ranks
 from server_jobs import assert_close, gradient, parameters, synchronous, train
 
 from jaxcross.errors import ExchangeError, JobError
@@ -13,7 +14,6 @@ from jaxcross.runner import Runner
 from jaxcross.runtime import messages as m
 from jaxcross.server import ParameterServer
 from jaxcross.server.shard import Shard
-from jaxcross.testing import run_ranks
 
 
 def failing(ranks, start):

@@ -18,7 +18,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import Traced, trace
-from jaxcross.testing_wire import LocalRanks, run_program
+from jaxcross.testing import LocalRanks, run_program
 
 KINDS = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit  # which is JAX's default depends on its version
 MESHES = [jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2) for kind in KINDS]
@@ -38,7 +38,7 @@ import jax
 from shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
 from jaxcross.program.cut import cut
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, run_program
+from jaxcross.testing import LocalRanks, run_program
 
 mesh = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
 for what, row, check in cases():

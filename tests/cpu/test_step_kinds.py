@@ -13,7 +13,7 @@ import jaxcross
 from jaxcross.errors import CutError
 from jaxcross.program.accepted import check_step
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 
 STATE, BATCH = jnp.zeros(2), jnp.ones(2)
 SPECS = {"in_specs": (PartitionSpec(), PartitionSpec("batch")), "out_specs": PartitionSpec()}

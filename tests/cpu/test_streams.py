@@ -5,11 +5,11 @@ import threading
 
 import pytest
 from checkpoint_jobs import batches, init, make_step, resumes, same, train
+from fakes import run_ranks
 
 from jaxcross.errors import JobError
 from jaxcross.runner import Runner
 from jaxcross.runtime.feed import Feed
-from jaxcross.testing import run_ranks
 
 
 def known(job):

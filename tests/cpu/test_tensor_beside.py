@@ -14,7 +14,7 @@ from tensor_case import close
 import jaxcross
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import over_ranks
+from jaxcross.testing import over_ranks
 
 VOCABULARY, FEATURES, LENGTH, BATCH = 12, 8, 3, 24
 

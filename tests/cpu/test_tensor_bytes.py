@@ -17,7 +17,7 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 from jaxcross.wire.bytes import wire_bytes
 
 B, S, H = BATCH, 6, 24

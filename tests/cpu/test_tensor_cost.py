@@ -16,7 +16,7 @@ from jaxcross.program.cut import cut
 from jaxcross.program.segments import Exchange
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Machine, Mesh
-from jaxcross.testing_wire import LocalRanks
+from jaxcross.testing import LocalRanks
 from jaxcross.wire.bytes import wire_bytes
 
 

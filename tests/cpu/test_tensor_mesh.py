@@ -16,7 +16,7 @@ from tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transf
 from jaxcross import tensor
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import LocalRanks, over_ranks
+from jaxcross.testing import LocalRanks, over_ranks
 from jaxcross.world.mesh import make_mesh
 
 

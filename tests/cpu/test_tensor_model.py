@@ -17,7 +17,7 @@ from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on
 from jaxcross import tensor
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
-from jaxcross.testing_wire import LocalRanks, run_program
+from jaxcross.testing import LocalRanks, run_program
 
 STEPS = 10
 EVERY = pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import jaxcross
 from jaxcross.exchange.select import Selection, select
 from jaxcross.program.trace import trace
-from jaxcross.testing_wire import LocalRanks, vmap_oracle
+from jaxcross.testing import LocalRanks, vmap_oracle
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_ranks import accelerator, prepare  # pyright: ignore[reportMissingImports]

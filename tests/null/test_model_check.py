@@ -4,15 +4,15 @@ import threading
 from dataclasses import replace
 
 import pytest
+from explore import explore
+from model_case import Case
+from model_rank import RankModel
+from model_state import clone, name
 
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
 from jaxcross.runtime.agreed import Agreed, Slot
 from jaxcross.runtime.interleaver import Interleaver
-from jaxcross.runtime.model_case import Case
-from jaxcross.runtime.model_check import explore
-from jaxcross.runtime.model_rank import RankModel
-from jaxcross.runtime.model_state import clone, name
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import Sequential
 from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think

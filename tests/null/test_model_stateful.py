@@ -5,10 +5,10 @@ from collections import defaultdict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from model_case import Case, meet
+from model_rank import RankModel
 
 from jaxcross.runtime import messages as m
-from jaxcross.runtime.model_case import Case, meet
-from jaxcross.runtime.model_rank import RankModel
 from jaxcross.runtime.outline import Outline
 from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync

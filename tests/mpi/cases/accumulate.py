@@ -9,7 +9,7 @@ import optax
 
 import jaxcross
 from jaxcross.exchange import accumulate, mean, top_k
-from jaxcross.testing_wire import over_ranks
+from jaxcross.testing import over_ranks
 
 world = jaxcross.initialize()
 

@@ -18,7 +18,7 @@ from exchange_table import SHAPES, TABLE, gradients, start, step_of
 from mpi4py import MPI
 
 import jaxcross
-from jaxcross.testing_wire import decide, over_ranks
+from jaxcross.testing import decide, over_ranks
 from jaxcross.wire.bytes import wire_bytes
 
 world = jaxcross.initialize(watchdog_s=60)

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import jaxcross
 from jaxcross.program import lockstep
-from jaxcross.testing_wire import over_ranks
+from jaxcross.testing import over_ranks
 
 WORLD = jaxcross.initialize(watchdog_s=60)
 RANK, P = WORLD.rank, WORLD.size

@@ -5,7 +5,7 @@ import numpy as np
 from solvers import RTOL, STEPS, rows, weights
 
 import jaxcross
-from jaxcross.testing_wire import vmap_oracle
+from jaxcross.testing import vmap_oracle
 
 world = jaxcross.initialize()
 args = [(weights(), rows(rank)) for rank in range(world.size)]

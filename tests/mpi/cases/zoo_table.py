@@ -17,7 +17,7 @@ from zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, moment
 import jaxcross
 from jaxcross import _jax_compat as compat
 from jaxcross.program.compile import bind_axis_index
-from jaxcross.testing_wire import decide, over_ranks
+from jaxcross.testing import decide, over_ranks
 
 world = jaxcross.initialize(watchdog_s=60)
 size, rank = world.size, world.rank

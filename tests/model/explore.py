@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from model_case import Arrival, Case, meet
+from model_rank import Move, RankModel
+
 from jaxcross.errors import InternalError
-from jaxcross.runtime.model_case import Arrival, Case, meet
-from jaxcross.runtime.model_rank import Move, RankModel
 
 _SHOWN = 40  # moves of a rank that an error tells
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from model_case import Arrival, Case, Script
+from model_spec import Spec
+from model_state import clone, name
 
 from jaxcross.errors import InternalError
 from jaxcross.runtime import messages as m
-from jaxcross.runtime.model_case import Arrival, Case, Script
-from jaxcross.runtime.model_spec import Spec
-from jaxcross.runtime.model_state import clone, name
 from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.runtime.vote import Verdict, Wish
 

@@ -1,0 +1,288 @@
+"""The test kit: ranks as threads of one process, a clock by hand, programs without a compiler, the simulator.
+
+Nothing here needs MPI, and what runs on it is the real runner, driver and interleaver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program.segments import Aval, Exchange, Program, Segment
+from jaxcross.runtime.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
+
+__all__ = [
+    "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",
+    "Simulation", "Step", "Sync", "Think", "plain_program", "run_ranks",
+]  # fmt: skip
+
+
+class ManualClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now_ns: int = 0) -> None:
+        self.now_ns = now_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
+
+
+class _Table:
+    """Where ranks that are threads meet."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+
+class FakeControl:
+    """`Control` between threads. Also carries the exchanges of a `FakeCompiled`; ranks that meet in different ones
+    get an error.
+    """
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        self.rank, self.size, self._table = rank, len(table.values), table
+        self.votes = 0
+
+    @staticmethod
+    def group(size: int) -> list[FakeControl]:
+        """One control a rank, joined."""
+        table = _Table(size)
+        return [FakeControl(rank, table) for rank in range(size)]
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank. Waits for all ranks; raises if they have come for different things."""
+        table = self._table
+        table.values[self.rank] = (what, value)
+        table.barrier.wait(60)
+        met = list(table.values)
+        table.barrier.wait(60)
+        if len({name for name, _ in met}) > 1:
+            raise ExchangeError(f"ranks met for different things: {[name for name, _ in met]}")
+        return [v for _, v in met]
+
+    def leave(self) -> None:
+        """Whoever waits for this rank gets an error."""
+        self._table.barrier.abort()
+
+    def allreduce_min(self, values: np.ndarray) -> np.ndarray:
+        self.votes += 1
+        return np.min(np.stack(self.meet("min", np.array(values))), axis=0)
+
+    def allgather_text(self, text: str) -> list[str]:
+        return self.meet("text", text)
+
+
+class Aborted(BaseException):
+    """A `FakeWorld` was told to abort."""
+
+
+class FakeMailbox:
+    """`jaxcross.world.mailbox.Mailbox` between threads, from every rank's box."""
+
+    def __init__(self, rank: int, boxes: Sequence[SimpleQueue[tuple[int, int, np.ndarray]]]) -> None:
+        self.rank, self.size, self._boxes = rank, len(boxes), boxes
+        self.closed = False
+
+    def send(self, rank: int, tag: int, message: np.ndarray) -> None:
+        self._boxes[rank].put((self.rank, tag, message))
+
+    def receive(self) -> tuple[int, int, np.ndarray] | None:
+        try:
+            return self._boxes[self.rank].get_nowait()
+        except Empty:
+            return None
+
+    def sent(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Unwatched(nullcontext[None]):
+    """A wait that nobody watches."""
+
+    def renew(self) -> None:
+        """Nobody counts its time."""
+
+
+class FakeWorld:
+    """What a runner needs of a world, for one of several ranks that are threads."""
+
+    def __init__(self, control: FakeControl) -> None:
+        self.control, self.rank, self.size = control, control.rank, control.size
+        self.vendor, self.pool_size = "threads", 1
+        self.watched: list[tuple[str, int, int, str]] = []
+        from jaxcross.world import flight, peers  # the world needs JAX, and much of this kit does not
+
+        self.flight = flight.FlightRecorder([peers.here()] * self.size, self.rank)
+
+    def mailbox(self) -> FakeMailbox:
+        """Messages between all ranks, apart from all others. Waits for all ranks."""
+        return FakeMailbox(self.rank, self.control.meet("mailbox", SimpleQueue()))
+
+    def watching(
+        self,
+        *,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        awaited: Any = None,  # noqa: ARG002
+        own: bool = False,  # noqa: ARG002
+    ) -> Unwatched:
+        self.watched.append((job, step, segment, what))
+        return Unwatched()
+
+    def abort(self, message: str, *, code: int = 1) -> NoReturn:  # noqa: ARG002
+        self.control.leave()
+        raise Aborted(message)
+
+    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any:
+        states = self.control.meet("state", state)
+        if mode == "check" and any(repr(other) != repr(states[0]) for other in states):
+            raise ExchangeError("The state differs between ranks")
+        return states[0]
+
+
+def run_ranks(size: int, work: Callable[[FakeWorld], Any]) -> list[Any]:
+    """`work(world)` on `size` ranks, each a thread: what they returned, by rank. Raises what one of them did."""
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def main(world: FakeWorld) -> None:
+        try:
+            results[world.rank] = work(world)
+        except BaseException as error:
+            errors[world.rank] = error
+            world.control.leave()
+
+    threads = [
+        threading.Thread(target=main, args=(FakeWorld(control),), name=f"rank-{control.rank}", daemon=True)
+        for control in FakeControl.group(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+        raise TimeoutError(f"{stuck} did not end")
+    # A rank that was left alone at the barrier is not the culprit.
+    raised = [error for error in errors if error is not None]
+    for error in sorted(raised, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return results
+
+
+def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, ...] = ()) -> Program:
+    """compute, exchange, ..., compute: a program of scalars that passes one value along, and the step's input to its
+    end. `exchanges=0` is a single compute segment.
+    """
+    aval = Aval(shape=shape, dtype="float32")
+    segments: list[Segment] = []
+    value, count = 0, 2  # value 0 is the state, value 1 the batch
+    for n in range(exchanges):
+        reads = (0, 1) if n == 0 else (value,)
+        segments.append(
+            Segment(
+                index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=() if n == 0 else (value,)
+            )
+        )
+        exchange = Exchange(op="psum", axes=("batch",), dtype="float32", shape=shape)
+        segments.append(
+            Segment(
+                index=len(segments), kind="collective", inputs=(count,), outputs=(count + 1,), dies=(count,),
+                exchanges=(exchange,),
+            )
+        )  # fmt: skip
+        value, count = count + 1, count + 2
+    reads = (0, value) if exchanges else (0, 1)
+    dies = (value,) if exchanges else ()
+    segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=dies))
+    return Program(
+        name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
+        segments=tuple(segments),
+    ).verify()  # fmt: skip
+
+
+class FakeCompiled:
+    """Runs a program with a Python function a compute segment; exchanges are sums over a `FakeWorld`'s ranks.
+
+    Args:
+        program: What is to be run.
+        world: This rank.
+        compute: Called with (segment, inputs); returns the segment's only output, or raises.
+    """
+
+    def __init__(self, program: Program, world: FakeWorld, compute: Callable[[int, Sequence[Any]], Any]) -> None:
+        self.program, self.world, self.compute = program, world, compute
+
+    def execution(self, inputs: Sequence[Any]) -> FakeExecution:
+        return FakeExecution(self, inputs)
+
+
+class FakeExecution:
+    """One step in flight of a `FakeCompiled`."""
+
+    def __init__(self, compiled: FakeCompiled, inputs: Sequence[Any]) -> None:
+        self._compiled = compiled
+        self._env: dict[int, Any] = dict(zip(compiled.program.inputs, inputs, strict=True))
+        self._watches = False
+
+    def run(self, index: int) -> None:
+        segment = self._compiled.program.segments[index]
+        values = [self._env[v] for v in segment.inputs]
+        if segment.kind == "compute":
+            result = self._compiled.compute(index, values)
+        else:
+            result = sum(self._compiled.world.control.meet(f"{self._compiled.program.name} {index}", values[0]))
+        for v in segment.dies:
+            del self._env[v]
+        (out,) = segment.outputs
+        self._env[out] = result
+
+    def wait_inputs(self, index: int) -> None:
+        """Everything here is computed when it is dispatched."""
+
+    def wait_outputs(self, index: int) -> None:
+        """Everything here is computed when it is dispatched."""
+
+    def watch(self) -> FakeExecution:
+        self._watches = True
+        return self
+
+    def nonfinite(self, index: int) -> str | None:
+        segment = self._compiled.program.segments[index]
+        if not self._watches or np.isfinite(self._env[segment.outputs[0]]).all():
+            return None
+        return f"`{segment.exchanges[0].line()}` made values that are not finite"
+
+    def divided(self, index: int) -> str | None:
+        """Its programs have no conditionals."""
+
+    @property
+    def skippable(self) -> bool:
+        return True
+
+    def skip(self) -> None:
+        """The step's first input comes back."""
+        state = self._env[self._compiled.program.inputs[0]]
+        self.outputs = lambda: state
+
+    def zero_inputs(self, index: int) -> None:
+        for v in self._compiled.program.segments[index].inputs:
+            self._env[v] = 0.0
+
+    def outputs(self) -> Any:
+        values = tuple(self._env[v] for v in self._compiled.program.outputs)
+        return values[0] if len(values) == 1 else values
