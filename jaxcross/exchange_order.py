@@ -7,9 +7,9 @@ import functools
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.program.agreement import different_orders
+from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.labels import order_of, swapped, text_of, words_of
-from jaxcross.program.segments import Program, hash_62
+from jaxcross.program.mismatch import different_orders
 from jaxcross.wire.lower import group_of
 from jaxcross.world.control import Control
 from jaxcross.world.mesh import make_mesh

@@ -11,7 +11,7 @@ from typing import Any
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.world import World
 from jaxcross.world.standing import Standing, missing
 

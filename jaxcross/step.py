@@ -18,7 +18,7 @@ from jaxcross.guard import go, guarded
 from jaxcross.program.accepted import check_step
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.program.unshared import unshare
 from jaxcross.runtime import threads as runtime

@@ -19,8 +19,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.jaxprs import INLINED
-from jaxcross.program.segments import Exchange, Program, Segment
+from jaxcross.program.ir import Exchange, Program, Segment
+from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.program.trace import Traced
 from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
 from jaxcross.world.mesh import Mesh, make_mesh

@@ -19,7 +19,7 @@ from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
 from jaxcross.program.cut import cut
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 from jaxcross.program.trace import Traced, trace
 from jaxcross.wire.bytes import wire_bytes
 from jaxcross.wire.recognise import recognise

@@ -12,10 +12,10 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program import buffers
-from jaxcross.program.finite import masked_by
 from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
-from jaxcross.program.jaxprs import drop_unread
-from jaxcross.program.segments import Aval, Exchange, Program, Segment
+from jaxcross.program.ir import Aval, Exchange, Program, Segment
+from jaxcross.program.jaxpr_utils import drop_unread
+from jaxcross.program.nonfinite import masked_by
 
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.jaxprs import is_shard_map, rewritten
+from jaxcross.program.ir import Wire
+from jaxcross.program.jaxpr_utils import is_shard_map, rewritten
 from jaxcross.program.rank_lists import is_call
-from jaxcross.program.segments import Wire
 
 _SMALL = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})

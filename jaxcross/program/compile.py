@@ -23,7 +23,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.bound import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
-from jaxcross.program.segments import Program, Segment, Wire
+from jaxcross.program.ir import Program, Segment, Wire
 
 KEPT = 64  # executables that nobody uses any more, for the next job that is like one that has gone
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import decision
-from jaxcross.program.jaxprs import drop_unread
+from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.lockstep import ends_on_zeros
 
 if TYPE_CHECKING:

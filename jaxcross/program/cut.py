@@ -15,9 +15,9 @@ import jax
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.program.assemble import assemble
-from jaxcross.program.cheap import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.graph import Graph, Group, nbytes, variables
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
+from jaxcross.program.op_cost import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import holds_calls, joined_by_light_work, unit_of
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Segment
+from jaxcross.program.ir import Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.finite import nonfinite
-from jaxcross.program.jaxprs import INLINED, holds_exchange
+from jaxcross.program.ir import Program, Segment
+from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
 from jaxcross.program.lockstep import ends_on_zeros
-from jaxcross.program.segments import Program, Segment
+from jaxcross.program.nonfinite import nonfinite
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import calls_alone
 from jaxcross.program.unshared import sharing

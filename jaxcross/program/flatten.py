@@ -24,9 +24,9 @@ from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.decision import Decision, Left
 from jaxcross.program.equality import Equality, Known
-from jaxcross.program.jaxprs import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
+from jaxcross.program.ir import Exchange, Wire
+from jaxcross.program.jaxpr_utils import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
-from jaxcross.program.segments import Exchange, Wire
 
 UNROLLED = 64
 """The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""

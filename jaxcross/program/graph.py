@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.jaxprs import INLINED, holds_exchange
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
+from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
 from jaxcross.program.trace import Traced
 
 

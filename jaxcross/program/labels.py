@@ -33,8 +33,8 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import exchanges_of
+from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, marked, mixed
-from jaxcross.program.segments import Exchange, Program
 from jaxcross.program.trace import Traced
 
 _KINDS = 4

@@ -22,7 +22,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import decision
 from jaxcross.program.equality import Equality, Known, fingerprint
-from jaxcross.program.jaxprs import INLINED, holds_exchange
+from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
 
 if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener

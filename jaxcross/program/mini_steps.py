@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.jaxprs import holds_exchange
-from jaxcross.program.segments import Wire
+from jaxcross.program.ir import Wire
+from jaxcross.program.jaxpr_utils import holds_exchange
 
 # `MultiSteps.update` calls `lax.cond(skip, _skip_update, _do_update, ...)`. The second branch holds the optimizer and
 # nothing else of the step, so an exchange in it is one that the optimizer makes.

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.cheap import ARITHMETIC, EXACT
-from jaxcross.program.jaxprs import INLINED
+from jaxcross.program.jaxpr_utils import INLINED
+from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.parts import picks, ways_by_index, ways_through
 from jaxcross.program.trace import Traced
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 
 PREFIX = "mpi."
 """How the `op` of an exchange begins that is a call of mpi4jax."""

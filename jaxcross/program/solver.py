@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.jaxprs import holds_exchange, rewritten
-from jaxcross.program.segments import Wire
+from jaxcross.program.ir import Wire
+from jaxcross.program.jaxpr_utils import holds_exchange, rewritten
 
 _NAME = "custom_linear_solve"
 

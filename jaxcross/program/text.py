@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from jaxcross.program.segments import Aval, Exchange, Program, Segment, itemsize
+from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 
 
 def parse(text: str) -> Program:

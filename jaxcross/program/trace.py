@@ -21,8 +21,8 @@ from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
 from jaxcross.program.decision import Decision, Left
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.jaxprs import holds_shard_map
-from jaxcross.program.segments import Program, Wire
+from jaxcross.program.ir import Program, Wire
+from jaxcross.program.jaxpr_utils import holds_shard_map
 from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group
-from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.ir import Segment
+from jaxcross.program.jaxpr_utils import holds_exchange
 from jaxcross.program.rank_lists import is_call
-from jaxcross.program.segments import Segment
 from jaxcross.program.trace import Traced
 
 # Work that another job's exchange can hide. The rest only passes over memory.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxcross.errors import InternalError
-from jaxcross.program.jaxprs import holds_exchange
+from jaxcross.program.jaxpr_utils import holds_exchange
 
 if TYPE_CHECKING:
-    from jaxcross.program.segments import Program, Segment
+    from jaxcross.program.ir import Program, Segment
 
 
 def verify(program: Program) -> None:

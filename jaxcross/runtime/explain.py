@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program.agreement import different_calls, disagreement
+from jaxcross.program.mismatch import different_calls, disagreement
 
 _LONGEST = 4000  # of what one rank tells all others of an exception
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxcross.program.execution import Compiled
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.runtime.outline import Outline
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.program.execution import Compiled
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.events import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.runtime.explain import describe

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxcross._arguments import is_whole
-from jaxcross.program.segments import hash_62
+from jaxcross.program.ir import hash_62
 from jaxcross.world.control import Control
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.program.agreement import disagreement
+from jaxcross.program.mismatch import disagreement
 from jaxcross.runtime.explain import describe
 from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.seat import Stopped

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 from jaxcross.wire import collectives, messages
 
 _REDUCE = ("psum", "pmax", "pmin", "mpi.allreduce")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Exchange, Program
+from jaxcross.program.ir import Exchange, Program
 from jaxcross.wire.recognise import recognise, unwrap
 from jaxcross.world.job_comms import Key
 

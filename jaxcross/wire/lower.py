@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.jaxprs import INLINED
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
+from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.wire import collectives, offsets, region, together
 from jaxcross.wire.calls import over_comms
 from jaxcross.wire.messages import Channel, is_narrow_float

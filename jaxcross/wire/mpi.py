@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
-from jaxcross.program.segments import Exchange, Program
+from jaxcross.program.ir import Exchange, Program
 from jaxcross.wire.calls import calls_of
 from jaxcross.wire.lower import group_of, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
@@ -16,7 +16,7 @@ from jaxcross.world.job_comms import Key
 
 @final
 class MpiWire:
-    """`jaxcross.program.segments.Wire` over MPI. Immutable; its communicators belong to one lane.
+    """`jaxcross.program.ir.Wire` over MPI. Immutable; its communicators belong to one lane.
 
     Args:
         world: Whose ranks and communicators.

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 
 # Primitive name -> our name. The variants differ in what JAX's types say of the result, not in what is sent.
 _OPS = {

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program import buffers
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 from jaxcross.wire import offsets
 from jaxcross.wire.bytes import group_size
 from jaxcross.wire.collectives import gathers

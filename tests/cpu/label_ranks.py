@@ -11,7 +11,7 @@ from fakes import run_ranks
 
 from jaxcross.errors import ExchangeError
 from jaxcross.exchange_order import agree_on_order, order_hash
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 

@@ -22,7 +22,7 @@ from fakes import FakeControl, run_ranks
 from layers import step
 
 from jaxcross import cut_budget, cut_search, trial, variant
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.job_calls import Calls
 from jaxcross.testing import LocalRanks

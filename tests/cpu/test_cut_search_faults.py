@@ -25,7 +25,7 @@ from jaxcross import cut_search, trial
 from jaxcross._jax_compat import compilation_cache_dir
 from jaxcross.cut_search import Recalled, recall, search
 from jaxcross.program.execution import Compiled
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.meeting import meet
 from jaxcross.testing import LocalRanks

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from jaxcross import exchange
-from jaxcross.program.cheap import LIGHT
 from jaxcross.program.cut import cut
+from jaxcross.program.op_cost import LIGHT
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 

@@ -21,7 +21,7 @@ from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from jaxcross.program.digest import _Same, segment_key
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
 

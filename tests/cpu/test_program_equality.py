@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from loops import cut, loops, own, votes
 
-from jaxcross.program.agreement import disagreement
+from jaxcross.program.mismatch import disagreement
 from jaxcross.testing import over_ranks, run_program
 
 X = jnp.ones(3)

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxcross.program import buffers
 from jaxcross.program.bound import compile_with_arguments
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 from jaxcross.wire import offsets

@@ -25,9 +25,9 @@ from zoo import ZOO
 from jaxcross import _jax_compat as compat
 from jaxcross.exchange_order import order_hash
 from jaxcross.program.flatten import UNROLLED
+from jaxcross.program.ir import Program
 from jaxcross.program.labels import labelled, order_of
 from jaxcross.program.provenance import Scope, leaf_hashes, marked
-from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, decide

@@ -13,7 +13,7 @@ from jax import lax
 from label_ranks import ORDERS, TREE, X, both, program_of, verdict
 from zoo import ZOO
 
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 
 
 def averaged(order: Any, tree: Any) -> Any:

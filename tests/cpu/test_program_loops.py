@@ -16,8 +16,8 @@ from loops import TABLE, cut, loops, number, own, votes
 
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.program import lockstep
+from jaxcross.program.ir import Program
 from jaxcross.program.lockstep import FROZEN
-from jaxcross.program.segments import Program
 from jaxcross.program.text import parse
 from jaxcross.testing import over_ranks, run_program
 from jaxcross.variant import _advise

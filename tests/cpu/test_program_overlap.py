@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jaxcross import exchange
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, decide
 

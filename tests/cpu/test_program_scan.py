@@ -15,7 +15,7 @@ from zoo import assert_close
 from jaxcross import tensor
 from jaxcross.program.digest import segment_key
 from jaxcross.program.flatten import UNROLLED
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, over_ranks, run_program

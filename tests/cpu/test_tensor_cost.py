@@ -13,7 +13,7 @@ from tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, batch, transform
 
 from jaxcross import tensor
 from jaxcross.program.cut import cut
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Machine, Mesh
 from jaxcross.testing import LocalRanks

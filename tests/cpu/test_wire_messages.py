@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.errors import ExchangeError
-from jaxcross.program.segments import Exchange
+from jaxcross.program.ir import Exchange
 from jaxcross.wire import MAX_COUNT, split_counts, wire_bytes
 from jaxcross.wire.messages import carrier, is_narrow_float
 

@@ -212,7 +212,7 @@ ALONE = """
 import jax.numpy as jnp, numpy as np
 from jax import lax
 from jaxcross import Runner, crossover, initialize
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 world = initialize(watchdog_s=30, silence_s=0)
 compiled = Program.compile
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxcross.commands.launch import Mpirun, mpirun_command, printed
 from jaxcross.errors import InternalError
 from jaxcross.lab import Lab
-from jaxcross.program.segments import Aval, Exchange, Program, Segment
+from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.text import parse
 from jaxcross.report import Report
 from jaxcross.runtime.link import Link

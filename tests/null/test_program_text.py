@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxcross.errors import InternalError
-from jaxcross.program.agreement import disagreement
-from jaxcross.program.segments import Aval, Exchange, Program, Segment, human_bytes
+from jaxcross.program.ir import Aval, Exchange, Program, Segment, human_bytes
+from jaxcross.program.mismatch import disagreement
 from jaxcross.program.text import parse
 
 MATRIX = Aval(shape=(4, 2), dtype="float32")

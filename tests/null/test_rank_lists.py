@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxcross.program.ir import Exchange
 from jaxcross.program.rank_lists import all_senders_known, decode, encode, expects_unknown, mismatch, partners
-from jaxcross.program.segments import Exchange
 
 WORLD = (0, 1, 2, 3)
 

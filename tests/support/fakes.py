@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.program.segments import Aval, Exchange, Program, Segment
+from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.runtime.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
 
 __all__ = [

@@ -20,7 +20,7 @@ import pytest
 import jaxcross
 from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search, trial
 from jaxcross.exchange import Load
-from jaxcross.program.segments import Program
+from jaxcross.program.ir import Program
 from jaxcross.runtime.link import Link
 
 WORLD = jaxcross.initialize(watchdog_s=60)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, Group, exchanges_of, variables
-from jaxcross.program.segments import Exchange, Program, Segment
+from jaxcross.program.ir import Exchange, Program, Segment
 
 # What they make of a value that is not finite is not finite either, `div` of its numerator.
 _CARRY = frozenset({

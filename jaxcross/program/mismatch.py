@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from jaxcross.program.segments import LAYOUT
+from jaxcross.program.ir import LAYOUT
 
 _UNTIL = re.compile(r" until='\w+'")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.segments import Exchange, Wire
+from jaxcross.program.ir import Exchange, Wire
 
 INLINED = frozenset({
     "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint", "custom_jvp_call",
