@@ -30,7 +30,7 @@ from jax import lax  # noqa: E402
 from rivals.serving import softirq_s  # noqa: E402
 from workloads import spread  # noqa: E402
 
-from jaxcross.wire import MpiWire, together  # noqa: E402
+from jaxcross.wire import MpiWire, coalesce  # noqa: E402
 from jaxcross.world.slices import ask_for_short_slices  # noqa: E402
 
 AXES = {"batch": 2}
@@ -61,13 +61,13 @@ class Ways:
         self.exchanges: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "cpu_s": [], "softirq_s": []})
         self.computation: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"s": [], "ran_s": []})
 
-    def compiled(self, lane: int, limit: int = together.SMALL_BYTES) -> Any:
+    def compiled(self, lane: int, limit: int = coalesce.SMALL_BYTES) -> Any:
         """All gradients' sums as one program, those of up to `limit` bytes joined."""
-        usual, together.SMALL_BYTES = together.SMALL_BYTES, limit
+        usual, coalesce.SMALL_BYTES = coalesce.SMALL_BYTES, limit
         try:
             return jax.jit(MpiWire(WORLD, lane=lane).lower(self.jaxpr, AXES)).lower(*self.shapes).compile()
         finally:
-            together.SMALL_BYTES = usual
+            coalesce.SMALL_BYTES = usual
 
     def exchange(self, call: Any, took: dict[str, list[float]]) -> None:
         operands = [jnp.ones(x.shape, x.dtype) for x in self.shapes]

@@ -11,8 +11,8 @@ from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.labels import order_of, swapped, text_of, words_of
 from jaxcross.program.mismatch import different_orders
 from jaxcross.wire.lower import group_of
+from jaxcross.wire.rank_grid import make_mesh
 from jaxcross.world.control import Control
-from jaxcross.world.mesh import make_mesh
 
 
 def order_hash(program: Program) -> int:

@@ -25,8 +25,8 @@ from jaxcross.runtime import threads as runtime
 from jaxcross.solo import ONLY_THREAD, run_alone
 from jaxcross.unit_agreement import Units
 from jaxcross.variant import Variant
+from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current
-from jaxcross.world.mesh import axis_sizes
 
 _log = logging.getLogger("jaxcross")
 Axes = str | Mapping[str, int]

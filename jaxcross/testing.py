@@ -22,8 +22,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.program.trace import Traced
+from jaxcross.wire.rank_grid import Mesh, make_mesh
 from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
-from jaxcross.world.mesh import Mesh, make_mesh
 
 _CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}

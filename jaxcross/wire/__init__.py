@@ -5,6 +5,6 @@
 
 from jaxcross.wire.bytes import issued_bytes, wire_bytes
 from jaxcross.wire.messages import MAX_COUNT, Channel, split_counts
-from jaxcross.wire.mpi import MpiWire
+from jaxcross.wire.mpi_wire import MpiWire
 
 __all__ = ["MAX_COUNT", "Channel", "MpiWire", "issued_bytes", "split_counts", "wire_bytes"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
+from jaxcross.wire.job_comms import Key
 from jaxcross.wire.recognise import recognise, unwrap
-from jaxcross.world.job_comms import Key
 
 
 def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -> tuple[Exchange, ...]:

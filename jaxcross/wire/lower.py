@@ -12,12 +12,12 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import INLINED
-from jaxcross.wire import collectives, offsets, region, together
+from jaxcross.wire import coalesce, collectives, offsets, primitive
 from jaxcross.wire.calls import over_comms
+from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
+from jaxcross.wire.rank_grid import Mesh
 from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axes, recognise, speaks_of
-from jaxcross.world.job_comms import Key
-from jaxcross.world.mesh import Mesh
 
 # How exchanges reach their peers: (axes, groups) -> channel.
 Connect = Callable[[Sequence[str], Any], Channel]
@@ -39,7 +39,7 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | N
     if not lowered.effects:  # every group has one rank: nothing is sent
         return lambda *args: list(_evaluate(lowered, args, mesh, connect))
     lowered, consts = compat.constants_first(lowered)
-    return lambda *args: region.bind(lowered, *consts, *args)
+    return lambda *args: primitive.bind(lowered, *consts, *args)
 
 
 def group_of(exchange: Exchange, mesh: Mesh) -> tuple[tuple[str, ...], Any]:
@@ -62,7 +62,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: Mesh, connect: Connect) -> 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else env[atom]
 
-    for eqns in together.groups(inner.eqns, mesh.sizes):
+    for eqns in coalesce.groups(inner.eqns, mesh.sizes):
         values = [read(v) for eqn in eqns for v in eqn.invars]
         results = _equation(eqns[0], values, mesh, connect) if len(eqns) == 1 else _sums(eqns, values, mesh, connect)
         env.update(zip([v for eqn in eqns for v in eqn.outvars], results, strict=True))
@@ -98,7 +98,7 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
 
 def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
     """Several sums over the same ranks by one message."""
-    exchange = together.sum_of(eqns[0], mesh.sizes)
+    exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
     values = [jnp.asarray(value) for value in values]
     ranks = connect(*group_of(exchange, mesh)).size
@@ -108,8 +108,8 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
     # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
     # that its segments give.
-    flat = jax.lax.optimization_barrier(together.joined(jax.lax.optimization_barrier(values), blocks))
-    sums = together.parted(_exchange(exchange, flat, mesh, connect), values, blocks)
+    flat = jax.lax.optimization_barrier(coalesce.joined(jax.lax.optimization_barrier(values), blocks))
+    sums = coalesce.parted(_exchange(exchange, flat, mesh, connect), values, blocks)
     return jax.lax.optimization_barrier(sums)
 
 

@@ -17,7 +17,7 @@ from jaxcross import tensor
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, over_ranks
-from jaxcross.world.mesh import make_mesh
+from jaxcross.wire.rank_grid import make_mesh
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)

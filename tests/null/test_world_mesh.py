@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.world.mesh import make_mesh
+from jaxcross.wire.rank_grid import make_mesh
 
 
 def test_a_name_is_an_axis_over_all_ranks():
