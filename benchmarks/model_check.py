@@ -19,11 +19,11 @@ from explore import explore
 from model_case import Case, Script
 from workloads import parser, write_json
 
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
-from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync
-from jaxcross.runtime.vote import Wish
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 
 SHORT = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1, text="short")
 PLAIN = Outline(

@@ -23,10 +23,10 @@ import numpy as np
 from rivals.serving import status_bytes
 from workloads import parser, spread, write_json
 
-from jaxcross.runtime.messages import Event
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin
-from jaxcross.runtime.simulator import Simulation, Step
+from jaxcross.interleave.messages import Event
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.step_graph import Outline
 
 JOBS = (1, 2, 4, 8, 16, 32, 64)
 SEGMENTS = (3, 10, 30, 100, 300, 1000)

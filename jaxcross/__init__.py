@@ -20,9 +20,9 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 if TYPE_CHECKING:
     from jaxcross import exchange, tensor
     from jaxcross.checkpoint import Checkpoints
+    from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
     from jaxcross.loop import Job, run
     from jaxcross.runner import Runner
-    from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
     from jaxcross.runtime.replicas import CheckReplicas
     from jaxcross.server import ParameterServer
     from jaxcross.step import crossover
@@ -38,9 +38,9 @@ __all__ = [
 
 _HOMES = {
     "CheckReplicas": "runtime.replicas",
-    "Checkpoints": "checkpoint", "Job": "loop", "ParameterServer": "server", "RoundRobin": "runtime.policy",
+    "Checkpoints": "checkpoint", "Job": "loop", "ParameterServer": "server", "RoundRobin": "interleave.policy",
     "Runner": "runner",
-    "Sequential": "runtime.policy", "Weighted": "runtime.policy", "World": "world",
+    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
     "crossover": "step", "current": "world", "initialize": "world", "run": "loop",
 }  # fmt: skip
 

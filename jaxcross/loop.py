@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
+from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave.policy import Policy
 from jaxcross.report import Report
 from jaxcross.runner import Runner
 from jaxcross.runtime.arguments import check_loop
-from jaxcross.runtime.events import Instrument
 from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.seat import Initial, NonFinite, check_choice
 from jaxcross.world import World

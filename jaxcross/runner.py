@@ -18,17 +18,17 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause
+from jaxcross.interleave.instrument import Instrument, Listeners
+from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime import arguments
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import Instrument, Listeners
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import Policy, RoundRobin, Weighted
 from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxcross.interleave.instrument import Span
 from jaxcross.report.timeline import in_lane_order
-from jaxcross.runtime.events import Span
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxcross.interleave.instrument import Span
 from jaxcross.report.compare import Comparison
 from jaxcross.report.timeline import Timeline, in_lane_order
 from jaxcross.report.tint import Tint
 from jaxcross.report.units import seconds, share
-from jaxcross.runtime.events import Span
 
 if TYPE_CHECKING:
     from jaxcross.report.report import Report

@@ -12,8 +12,8 @@ from typing import IO, Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from jaxcross.interleave.instrument import Instrument, Span
 from jaxcross.report.units import number, seconds
-from jaxcross.runtime.events import Instrument, Span
 
 _FIRST = "has data, traces and compiles its first step"
 _BEGINNINGS = ("joined", "resumes after")  # of what is said of a job

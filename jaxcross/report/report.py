@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxcross.errors import clause
+from jaxcross.interleave.instrument import Span
 from jaxcross.report.account import account
 from jaxcross.report.facts import Account, JobFacts
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
-from jaxcross.runtime.events import Span
 
 FORMAT = 1
 IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER, Span
 from jaxcross.report.intervals import Interval, intersect, union
-from jaxcross.runtime.events import PARAMETER_SERVER, TOGETHER, Span
 
 ExchangeKey = tuple[str, int, int]
 """Job, number of the call, segment: names one collective segment on every rank."""

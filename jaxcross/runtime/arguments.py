@@ -10,9 +10,9 @@ from typing import Any
 from jaxcross._arguments import is_whole
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
-from jaxcross.runtime.events import Instrument
+from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave.policy import Policy
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import Policy
 
 
 def check_world(world: Any) -> None:

@@ -15,18 +15,18 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxcross.errors import InternalError, JobError
-from jaxcross.runtime import messages as m
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import Listeners
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import Policy
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 from jaxcross.runtime.chaos import Chaos, LateQueue
-from jaxcross.runtime.events import Listeners
 from jaxcross.runtime.explain import describe, explain
-from jaxcross.runtime.interleaver import Interleaver
 from jaxcross.runtime.job_waits import JobWaits
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import Policy
 from jaxcross.runtime.seat import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
-from jaxcross.runtime.vote import Wish
 from jaxcross.world.abort import INTERRUPTED, TERMINATED, Terminated
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxcross.runtime import messages as m
+from jaxcross.interleave import messages as m
 from jaxcross.runtime.place import START, Place, go_to, state_of
 
 _ALIGNMENT = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxcross.runtime.events import Instrument
+from jaxcross.interleave.instrument import Instrument
 from jaxcross.world.flight import FlightRecorder
 
 

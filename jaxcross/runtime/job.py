@@ -11,15 +11,15 @@ import jax
 import numpy as np
 
 from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import Span, SpanKind
+from jaxcross.interleave.vote import Wish
 from jaxcross.runtime.arguments import check_batches
-from jaxcross.runtime.events import Span, SpanKind
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_life import JobLife
 from jaxcross.runtime.kept import own_copy
 from jaxcross.runtime.place import START
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.seat import Initial, NonFinite, check_choice
-from jaxcross.runtime.vote import Wish
 
 
 class JobContext(JobLife):

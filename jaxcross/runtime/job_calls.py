@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from jaxcross.interleave.step_graph import Outline
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
-from jaxcross.runtime.outline import Outline
 
 
 def outline_of(program: Program) -> Outline:

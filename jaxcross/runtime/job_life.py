@@ -13,17 +13,17 @@ import numpy as np
 
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import CutError, JobError
+from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
+from jaxcross.interleave.messages import Leaving
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.runtime.explain import describe
 from jaxcross.runtime.feed import Feed
 from jaxcross.runtime.job_calls import Calls
 from jaxcross.runtime.job_waits import after_run
 from jaxcross.runtime.kept import Kept
 from jaxcross.runtime.meeting import meet
-from jaxcross.runtime.messages import Leaving
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.replica_checks import ReplicaChecks
 from jaxcross.runtime.replicas import CheckReplicas

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxcross.runtime.local import Wait
+from jaxcross.interleave.local_state import Wait
 from jaxcross.world.standing import Standing, missing
 
 if TYPE_CHECKING:

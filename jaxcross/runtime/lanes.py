@@ -11,10 +11,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.events import TOGETHER, Span, SpanKind
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import TOGETHER, Span, SpanKind
+from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.meeting import meet
-from jaxcross.runtime.vote import Verdict
 from jaxcross.world.slices import ask_for_short_slices
 from jaxcross.world.standing import Activity
 

@@ -8,8 +8,8 @@ from queue import SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.outline import Outline
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.step_graph import Outline
 from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.watchdog import Awaited, Watch
 

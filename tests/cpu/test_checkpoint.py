@@ -14,9 +14,9 @@ import jaxcross
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.exchange.top_k import TopKState
+from jaxcross.interleave.instrument import SpanLog
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
-from jaxcross.runtime.events import SpanLog
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])

@@ -12,15 +12,15 @@ from fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_r
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
+from jaxcross.interleave.policy import RoundRobin, Sequential
 from jaxcross.runner import Runner
-from jaxcross.runtime import messages as m
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.events import Instrument, Listeners, SpanLog
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.job_calls import outline_of
 from jaxcross.runtime.lanes import LaneThread, patience_s
 from jaxcross.runtime.link import Link
-from jaxcross.runtime.policy import RoundRobin, Sequential
 from jaxcross.runtime.seat import Seat
 from jaxcross.runtime.threads import JobThread, current_job
 

@@ -16,11 +16,11 @@ from fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 import jaxcross
 from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.loop import Job, run
 from jaxcross.report import Report
 from jaxcross.runner import Runner
-from jaxcross.runtime.events import Instrument
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import current_job
 
 

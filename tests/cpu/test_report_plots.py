@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from jaxcross.interleave.instrument import Span
 from jaxcross.report import JobFacts, Report
-from jaxcross.runtime.events import Span
 
 S = 1_000_000_000
 

@@ -18,14 +18,14 @@ from fakes import FakeCompiled, plain_program, run_ranks
 from rich.console import Console
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import SpanLog
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.loop import Job, run
 from jaxcross.outcome import TOLD
 from jaxcross.report import LiveView
 from jaxcross.runner import Runner
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.job import _examples
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
 from jaxcross.runtime.threads import check_not_stray, current_job, runner_active
 
 

@@ -10,9 +10,9 @@ import pytest
 from fakes import run_ranks
 
 import jaxcross
+from jaxcross.interleave.instrument import SpanLog
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
-from jaxcross.runtime.events import SpanLog
 from jaxcross.runtime.link import Link
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"

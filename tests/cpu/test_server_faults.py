@@ -10,8 +10,8 @@ from fakes import run_ranks
 from server_jobs import assert_close, gradient, parameters, synchronous, train
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave import messages as m
 from jaxcross.runner import Runner
-from jaxcross.runtime import messages as m
 from jaxcross.server import ParameterServer
 from jaxcross.server.shard import Shard
 

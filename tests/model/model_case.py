@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.interleaver import Interleaver
-from jaxcross.runtime.policy import Policy, RoundRobin
-from jaxcross.runtime.simulator import Action, Add
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import Policy, RoundRobin
+from jaxcross.interleave.simulator import Action, Add
 
 Script = tuple[Action, ...]
 

@@ -20,9 +20,9 @@ from model_spec import Spec
 from model_state import clone, name
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.runtime.vote import Verdict, Wish
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.vote import Verdict, Wish
 
 Move = tuple[Any, ...]
 

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.outline import Outline
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.step_graph import Outline
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import Ballot, Verdict
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Ballot, Verdict
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 

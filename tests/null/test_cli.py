@@ -9,8 +9,8 @@ import pytest
 
 from jaxcross import __version__, cli
 from jaxcross.commands import demo
+from jaxcross.interleave.instrument import Span
 from jaxcross.report import Comparison, JobFacts, Report
-from jaxcross.runtime.events import Span
 
 
 def test_help_names_every_command(capsys):

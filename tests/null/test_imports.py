@@ -76,7 +76,7 @@ for _pure in (
     )
 
 # `report` may hear events, and nothing else of the runtime.
-ALLOWED: dict[str, tuple[str, ...]] = {"jaxcross.report": ("jaxcross.runtime.events",)}
+ALLOWED: dict[str, tuple[str, ...]] = {"jaxcross.report": ("jaxcross.interleave.instrument",)}
 FORBIDDEN["jaxcross.report"] += ("jaxcross.runtime",)
 
 
@@ -161,8 +161,8 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
     [
         ("jaxcross.program.cut", "def f():\n    import mpi4py.MPI"),
         ("jaxcross.program.cut", "from jaxcross import wire"),
-        ("jaxcross.runtime.policy", "import jax.numpy as jnp"),
-        ("jaxcross.runtime.vote", "from jaxcross.program.compile import Compiled"),
+        ("jaxcross.interleave.policy", "import jax.numpy as jnp"),
+        ("jaxcross.interleave.vote", "from jaxcross.program.compile import Compiled"),
         ("jaxcross.report.table", "from jaxcross.runtime.driver import Driver"),
         ("jaxcross.report.table", "from importlib import import_module\nimport_module('jaxcross.runner')"),
         ("jaxcross.world.core", "from jaxcross.runner import Runner"),
@@ -176,7 +176,7 @@ def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:
 
 
 def test_the_reader_lets_right_ones_pass() -> None:
-    assert not wrong("jaxcross.report.table", "from jaxcross.runtime.events import Span")
+    assert not wrong("jaxcross.report.table", "from jaxcross.interleave.instrument import Span")
     assert not wrong("jaxcross.runtime.job", "import jax\nfrom jaxcross.program.compile import Compiled")
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxcross.wire import MpiWire"
     assert not wrong("jaxcross.program.cut", source)

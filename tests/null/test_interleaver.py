@@ -3,12 +3,12 @@
 import pytest
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.interleaver import Interleaver
-from jaxcross.runtime.local import Wait
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential
-from jaxcross.runtime.vote import Wish, tally
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.local_state import Wait
+from jaxcross.interleave.policy import RoundRobin, Sequential
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish, tally
 
 PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
 LOCAL = Outline(kinds=("compute",), needs=((),))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxcross.runtime.local import LocalCall
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin
-from jaxcross.runtime.simulator import Simulation, Step
+from jaxcross.interleave.local_state import LocalCall
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.step_graph import Outline
 
 
 def chain(segments: int) -> Outline:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
-from jaxcross.runtime.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
+from jaxcross.interleave.step_graph import Outline
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Every part draws cases of its own; the usual run makes one.

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin
-from jaxcross.runtime.simulator import Simulation, Step, Think
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.simulator import Simulation, Step, Think
+from jaxcross.interleave.step_graph import Outline
 
 PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
 

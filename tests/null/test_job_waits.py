@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
+from jaxcross.interleave.local_state import Wait
 from jaxcross.runtime.job_waits import JobWaits, absent
-from jaxcross.runtime.local import Wait
 from jaxcross.world.standing import Activity, Standing, missing
 
 

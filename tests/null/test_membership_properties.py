@@ -8,10 +8,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
-from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Simulation, Step, Think
-from jaxcross.runtime.vote import Wish
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Simulation, Step, Think
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 
 SEEDS = st.integers(0, 2**32 - 1)
 END_S = 60.0  # when all that is paused goes on

@@ -10,13 +10,13 @@ from model_rank import RankModel
 from model_state import clone, name
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.agreed import Agreed, Slot
-from jaxcross.runtime.interleaver import Interleaver
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import Sequential
-from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.runtime.vote import Wish
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import Sequential
+from jaxcross.interleave.shared_state import Agreed, Slot
+from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 
 PLAIN = Outline(
     kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=1,

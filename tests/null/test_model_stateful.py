@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from model_case import Case, meet
 from model_rank import RankModel
 
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
-from jaxcross.runtime.simulator import Add, Batch, Fail, Prepare, Step, Sync
-from jaxcross.runtime.vote import Wish
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 
 SIGNATURES = iter(range(1, 10**9))
 

@@ -1,8 +1,8 @@
 import pytest
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Turns, Weighted
-from jaxcross.runtime.simulator import Simulation, Step
+from jaxcross.interleave.policy import RoundRobin, Sequential, Turns, Weighted
+from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.step_graph import Outline
 
 
 @pytest.mark.parametrize(

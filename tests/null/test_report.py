@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from jaxcross.interleave.instrument import Span
 from jaxcross.report import Comparison, JobFacts, LiveView, Recorder, Report
 from jaxcross.report import report as report_module
-from jaxcross.runtime.events import Span
 
 S = 1_000_000_000
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Fail, Simulation, Step, Think
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish
 from jaxcross.report.account import account
 from jaxcross.report.chrome import trace_events
 from jaxcross.report.facts import LOSSES, JobFacts
 from jaxcross.report.report import IN_TURN, Report
-from jaxcross.runtime.events import PARAMETER_SERVER, Span
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import RoundRobin, Sequential, Weighted
-from jaxcross.runtime.simulator import Fail, Simulation, Step, Think
-from jaxcross.runtime.vote import Wish
 
 S = 1_000_000_000
 SEEDS = st.integers(0, 2**32 - 1)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.report import JobFacts, Report
 from jaxcross.report.units import number, seconds
-from jaxcross.runtime.events import PARAMETER_SERVER, Span
 
 S = 1_000_000_000
 

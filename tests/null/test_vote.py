@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.runtime.vote import Ballot, JobBallot, Wish, point_hash, tally
+from jaxcross.interleave.vote import Ballot, JobBallot, Wish, point_hash, tally
 
 BALLOTS = st.builds(
     JobBallot,

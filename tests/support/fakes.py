@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxcross.errors import ExchangeError
+from jaxcross.interleave.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
-from jaxcross.runtime.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
 
 __all__ = [
     "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime.agreed import Agreed
-from jaxcross.runtime.compute_order import ComputeOrder
-from jaxcross.runtime.local import LocalJob
+from jaxcross.interleave.compute_queue import ComputeOrder
+from jaxcross.interleave.local_state import LocalJob
+from jaxcross.interleave.shared_state import Agreed
 
 
 def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: Agreed) -> None:

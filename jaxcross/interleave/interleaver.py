@@ -38,14 +38,14 @@ between steps says so in any vote. In both cases all ranks compare texts in the 
 from __future__ import annotations
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.agreed import Agreed, Outcome, Slot
-from jaxcross.runtime.compute_order import ComputeOrder
-from jaxcross.runtime.invariants import check_lanes
-from jaxcross.runtime.local import LocalCall, LocalJob, Point, Wait
-from jaxcross.runtime.policy import Policy
-from jaxcross.runtime.voice import Voice
-from jaxcross.runtime.vote import Verdict, point_hash
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.ballot_writer import Voice
+from jaxcross.interleave.compute_queue import ComputeOrder
+from jaxcross.interleave.invariants import check_lanes
+from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
+from jaxcross.interleave.policy import Policy
+from jaxcross.interleave.shared_state import Agreed, Outcome, Slot
+from jaxcross.interleave.vote import Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from jaxcross.runtime.local import LocalJob
-from jaxcross.runtime.vote import Ballot, Wish
+from jaxcross.interleave.local_state import LocalJob
+from jaxcross.interleave.vote import Ballot, Wish
 
 
 class Joiners:

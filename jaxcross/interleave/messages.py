@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import Verdict, Wish
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Verdict, Wish
 
 Leaving = Literal["ended", "stopped", "failed", "ejected"]
 """How a job leaves."""

@@ -6,8 +6,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.vote import JobBallot, Wish
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import JobBallot, Wish
 
 PointKind = Literal["step", "batch", "sync", "end"]
 

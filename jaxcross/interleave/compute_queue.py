@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxcross.runtime.policy import Policy, Turns
+from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
 

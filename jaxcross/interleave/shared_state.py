@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from jaxcross.runtime.policy import Policy, Turns
-from jaxcross.runtime.vote import JobVerdict, Verdict, Wish
+from jaxcross.interleave.policy import Policy, Turns
+from jaxcross.interleave.vote import JobVerdict, Verdict, Wish
 
 SlotKind = Literal["exchange", "vote", "compare", "sync", "gather", "done"]
 OutcomeKind = Literal[

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcross.errors import InternalError
-from jaxcross.runtime import messages as m
-from jaxcross.runtime.events import Span
-from jaxcross.runtime.interleaver import Interleaver
-from jaxcross.runtime.outline import Outline
-from jaxcross.runtime.policy import Policy
-from jaxcross.runtime.vote import Wish, tally
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import Span
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import Policy
+from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.vote import Wish, tally
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxcross.runtime.agreed import SharedJob
-from jaxcross.runtime.joining import Joiners
-from jaxcross.runtime.local import LocalJob
-from jaxcross.runtime.vote import Ballot, JobBallot, Wish
+from jaxcross.interleave.local_state import LocalJob
+from jaxcross.interleave.pending_jobs import Joiners
+from jaxcross.interleave.shared_state import SharedJob
+from jaxcross.interleave.vote import Ballot, JobBallot, Wish
 
 
 class Voice:
