@@ -17,9 +17,9 @@ from pathlib import Path
 from workloads import parser, spread, write_json
 
 import jaxcross
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.peers import here
-from jaxcross.world.standing import Activity
+from jaxcross.health.activity import Activity
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.process import here
 
 
 def per_event_us(flight: FlightRecorder, runs: int, pairs: int = 200) -> list[float]:

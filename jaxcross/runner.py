@@ -18,6 +18,8 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause
+from jaxcross.health.abort import TERMINATED
+from jaxcross.health.deferred_signals import held_back
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
@@ -34,8 +36,6 @@ from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.threads import JobThread, runner_active
 from jaxcross.world import World, current
-from jaxcross.world.abort import TERMINATED
-from jaxcross.world.interrupts import held_back
 
 _log = logging.getLogger("jaxcross")
 

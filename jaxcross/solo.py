@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.health.activity import Standing, missing
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.ir import Program
 from jaxcross.world import World
-from jaxcross.world.standing import Standing, missing
 
 
 class OnlyThread:

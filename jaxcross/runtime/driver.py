@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxcross.errors import InternalError, JobError
+from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.interleave.interleaver import Interleaver
@@ -27,7 +28,6 @@ from jaxcross.runtime.job_waits import JobWaits
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.link import Link
 from jaxcross.runtime.seat import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
-from jaxcross.world.abort import INTERRUPTED, TERMINATED, Terminated
 
 
 class Driver:
@@ -96,7 +96,7 @@ class Driver:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
 
         Args:
-            held: What handlers of signals raise meanwhile: see `jaxcross.world.interrupts.held_back`.
+            held: What handlers of signals raise meanwhile: see `jaxcross.health.deferred_signals.held_back`.
 
         Returns:
             On every rank whether a signal on any of them stopped the run.

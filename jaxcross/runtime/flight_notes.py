@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
+from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.interleave.instrument import Instrument
-from jaxcross.world.flight import FlightRecorder
 
 
 @final

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jaxcross.health.activity import Standing, missing
 from jaxcross.interleave.local_state import Wait
-from jaxcross.world.standing import Standing, missing
 
 if TYPE_CHECKING:
+    from jaxcross.health.watchdog import Watch
     from jaxcross.runtime.seat import RunWorld
-    from jaxcross.world.watchdog import Watch
 
 
 class JobWaits:

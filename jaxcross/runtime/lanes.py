@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxcross.errors import ExchangeError
+from jaxcross.health.activity import Activity
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Span, SpanKind
 from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.meeting import meet
 from jaxcross.world.slices import ask_for_short_slices
-from jaxcross.world.standing import Activity
 
 if TYPE_CHECKING:
     from jaxcross.runtime.driver import Driver

@@ -8,10 +8,10 @@ from queue import SimpleQueue
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.watchdog import Awaited, Watch
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import Outline
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.watchdog import Awaited, Watch
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values are not all finite."""

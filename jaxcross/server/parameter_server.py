@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxcross.errors import ExchangeError, JobError
+from jaxcross.health.activity import Standing
 from jaxcross.program.mismatch import disagreement
 from jaxcross.runtime.explain import describe
 from jaxcross.runtime.job import JobContext
@@ -27,7 +28,6 @@ from jaxcross.server.shard import Shard
 from jaxcross.solo import ONLY_THREAD
 from jaxcross.world import World, current
 from jaxcross.world.mailbox import Mailbox
-from jaxcross.world.standing import Standing
 
 
 class ParameterServer:

@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.errors import clause, first_line
+from jaxcross.health.abort import Ending, abort_everywhere
+from jaxcross.health.activity import missing
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.watchdog import Awaited, Watch, Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import Mesh, make_mesh
-from jaxcross.world.abort import Ending, abort_everywhere
 from jaxcross.world.control import Control
-from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.slices import ask_for_short_slices
-from jaxcross.world.standing import missing
-from jaxcross.world.watchdog import Awaited, Watch, Watchdog
 
 if TYPE_CHECKING:
     from jaxcross.wire import MpiWire

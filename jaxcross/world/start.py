@@ -17,15 +17,16 @@ from typing import Any
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.errors import ExchangeError, clause
-from jaxcross.world import pages, peers, pool
-from jaxcross.world.abort import Ending, abort_everywhere, install_hooks, on_abort
+from jaxcross.health import process
+from jaxcross.health.abort import Ending, abort_everywhere, install_hooks, on_abort
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.sigterm import Termination
+from jaxcross.health.watchdog import Watchdog
+from jaxcross.world import pages, pool
 from jaxcross.world.control import MpiControl
 from jaxcross.world.core import World
-from jaxcross.world.flight import FlightRecorder
 from jaxcross.world.launcher import MPI_SETTINGS, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
-from jaxcross.world.terminate import Termination
-from jaxcross.world.watchdog import Watchdog
 from jaxcross.world.workers import mark, world_of_worker
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
         if advice is not None:
             _log.warning(advice)
 
-    places = world.allgather(peers.here())
+    places = world.allgather(process.here())
     flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))
     termination = Termination(flight)
     termination.install()
@@ -233,7 +234,7 @@ def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
     return pool.effective(os.environ, own_cores)
 
 
-def _flight_recorder(places: list[peers.Place], rank: int, folder: str) -> FlightRecorder:
+def _flight_recorder(places: list[process.Place], rank: int, folder: str) -> FlightRecorder:
     flight = FlightRecorder(places, rank)
     if folder:
         try:

@@ -19,9 +19,9 @@ from typing import Any, NoReturn, final
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.world.abort import Ending, abort_everywhere
+from jaxcross.health.abort import Ending, abort_everywhere
+from jaxcross.health.process import Place, here, state
 from jaxcross.world.core import World
-from jaxcross.world.peers import Place, here, state
 
 VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""

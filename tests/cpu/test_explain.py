@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.errors import JobError
+from jaxcross.health.abort import _short
 from jaxcross.outcome import raise_errors
 from jaxcross.runner import Runner
 from jaxcross.runtime.explain import describe, explain
 from jaxcross.runtime.meeting import meet
 from jaxcross.trial import failures
-from jaxcross.world.abort import _short
 
 TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")
 ends = st.sampled_from(["", ".", ". ", ".\n", ".\n\n", " .", "...", ". ."])

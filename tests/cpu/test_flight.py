@@ -6,11 +6,11 @@ import os
 
 import pytest
 
+from jaxcross.health import flight_recorder as flight_module
+from jaxcross.health.activity import Activity
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.process import here
 from jaxcross.report.event_files import read
-from jaxcross.world import flight as flight_module
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.peers import here
-from jaxcross.world.standing import Activity
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from jaxcross.world.guarded import GuardedComm
+from jaxcross.health.timed_comm import GuardedComm
 
 
 class Comm:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.world import heartbeat
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.heartbeat import Heartbeat, Loss, Silence, neighbours
-from jaxcross.world.peers import Place, here, state
+from jaxcross.health import heartbeat
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.heartbeat import Heartbeat, Loss, Silence, neighbours
+from jaxcross.health.process import Place, here, state
 
 
 @given(st.integers(2, 100).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))))

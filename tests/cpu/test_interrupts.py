@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from jaxcross.world import interrupts
-from jaxcross.world.abort import Terminated
-from jaxcross.world.interrupts import held_back
+from jaxcross.health import deferred_signals
+from jaxcross.health.abort import Terminated
+from jaxcross.health.deferred_signals import held_back
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def terminated():
 
 def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypatch):
     now_s, asked = [0.0], []
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with held_back() as kept:
         for number in (signal.SIGINT, signal.SIGTERM):
             for after_s in (1.0, 0.1):  # and once more at once
@@ -39,7 +39,7 @@ def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypa
 
 def test_one_that_nobody_asks_for_is_followed_by_one_that_comes(terminated, monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with held_back() as kept:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] = 0.2
@@ -78,10 +78,10 @@ def test_a_handler_that_raises_nothing_is_called_as_ever():
 
 FORK = """
 import os, select, signal
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.interrupts import held_back
-from jaxcross.world.peers import here
-from jaxcross.world.terminate import Termination
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.deferred_signals import held_back
+from jaxcross.health.process import here
+from jaxcross.health.sigterm import Termination
 Termination(FlightRecorder([here()], 0)).install()
 for number in (signal.SIGTERM, signal.SIGINT):
     with held_back() as kept:

@@ -6,10 +6,10 @@ import sys
 
 START = """
 import os, signal
-from jaxcross.world.abort import Terminated
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.peers import here
-from jaxcross.world.terminate import Termination
+from jaxcross.health.abort import Terminated
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.process import here
+from jaxcross.health.sigterm import Termination
 termination = Termination(FlightRecorder([here()], 0))
 """
 

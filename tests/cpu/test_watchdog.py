@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxcross.world import standing, watchdog
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.peers import here
-from jaxcross.world.watchdog import Watchdog
+from jaxcross.health import activity, watchdog
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.process import here
+from jaxcross.health.watchdog import Watchdog
 
 
 class Comm:
@@ -135,7 +135,7 @@ def clock(monkeypatch):
     """The watchdog's, in seconds, which stands until a test moves it."""
     now_s = [0.0]
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
 

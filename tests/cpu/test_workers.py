@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.world.peers import Place, here, state
+from jaxcross.health.process import Place, here, state
 from jaxcross.world.workers import Refusal
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc")

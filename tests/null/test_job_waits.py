@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
+from jaxcross.health.activity import Activity, Standing, missing
 from jaxcross.interleave.local_state import Wait
 from jaxcross.runtime.job_waits import JobWaits, absent
-from jaxcross.world.standing import Activity, Standing, missing
 
 
 class Watching:

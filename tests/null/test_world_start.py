@@ -5,9 +5,9 @@ import re
 import pytest
 
 from jaxcross.errors import ExchangeError
+from jaxcross.health.activity import Activity, Standing, explain, late_ranks
 from jaxcross.world import pool, start
 from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
-from jaxcross.world.standing import Activity, Standing, explain, late_ranks
 from jaxcross.world.start import device_of, initialize
 
 

@@ -123,9 +123,9 @@ class FakeWorld:
         self.control, self.rank, self.size = control, control.rank, control.size
         self.vendor, self.pool_size = "threads", 1
         self.watched: list[tuple[str, int, int, str]] = []
-        from jaxcross.world import flight, peers  # the world needs JAX, and much of this kit does not
+        from jaxcross.health import flight_recorder, process  # the world needs JAX, and much of this kit does not
 
-        self.flight = flight.FlightRecorder([peers.here()] * self.size, self.rank)
+        self.flight = flight_recorder.FlightRecorder([process.here()] * self.size, self.rank)
 
     def mailbox(self) -> FakeMailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks."""

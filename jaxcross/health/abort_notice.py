@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from jaxcross.world.abort import Ending, end_processes, say
-from jaxcross.world.flight import FlightRecorder
+from jaxcross.health.abort import Ending, end_processes, say
+from jaxcross.health.flight_recorder import FlightRecorder
 
 _END, _HEARD = 4, 5
 _TELL_S = 1.0

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import final
 
 from jaxcross.errors import shortened
-from jaxcross.world.peers import Place
-from jaxcross.world.standing import Activity
+from jaxcross.health.activity import Activity
+from jaxcross.health.process import Place
 
 _log = logging.getLogger(__name__)
 _quoted = lru_cache(4096)(json.dumps)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.peers import Place, State, state
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.process import Place, State, state
 
 _BEAT = 3
 _LONGEST_BETWEEN_S = 1.0

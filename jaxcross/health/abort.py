@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxcross.errors import clause, first_line, shortened
-from jaxcross.world.tracebacks import ends_run, trim
+from jaxcross.health.tracebacks import ends_run, trim
 
 # mpirun ends the others at once; this is for an MPI that is itself stuck.
 ABORT_GRACE_S = 4.0

@@ -13,16 +13,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from jaxcross.world.abort import Ending, Terminated, abort_everywhere, stop_of
-from jaxcross.world.flight import FlightRecorder
-from jaxcross.world.guarded import GuardedComm
-from jaxcross.world.heartbeat import Heartbeat
-from jaxcross.world.leaving import Leaving
-from jaxcross.world.notices import Notices
-from jaxcross.world.peers import Place
-from jaxcross.world.stacks import stacks
-from jaxcross.world.standing import Activity, Standing, explain, late_ranks
-from jaxcross.world.terminate import Termination
+from jaxcross.health.abort import Ending, Terminated, abort_everywhere, stop_of
+from jaxcross.health.abort_notice import Notices
+from jaxcross.health.activity import Activity, Standing, explain, late_ranks
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.heartbeat import Heartbeat
+from jaxcross.health.process import Place
+from jaxcross.health.shutdown_barrier import Leaving
+from jaxcross.health.sigterm import Termination
+from jaxcross.health.stacks import stacks
+from jaxcross.health.timed_comm import GuardedComm
 
 Awaited = Callable[[Mapping[int, Standing | None]], Mapping[int, str] | None]
 """The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered.

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from jaxcross.world.abort import Terminated
-from jaxcross.world.flight import FlightRecorder
+from jaxcross.health.abort import Terminated
+from jaxcross.health.flight_recorder import FlightRecorder
 
 # A batch system signals every process of a job, and `mpirun` passes on what it gets.
 ONE_STOP_S = 2.0
