@@ -23,7 +23,7 @@ from typing import Any
 
 from workloads import parser, spread, write_json
 
-from jaxcross.world import pages
+from jaxcross.world import malloc
 
 CONVOLUTIONS, SMALL_PAGES, TORCH = "1x1 kernels as convolutions", "pages as the kernel gives them", "PyTorch"
 NCHW = "other convolutions in NCHW"
@@ -78,7 +78,7 @@ def start(way: str, smoke: bool) -> subprocess.Popen[str]:
     """A process that steps when it is told to."""
     environment = {**os.environ, "NPROC": "1", "XLA_FLAGS": WAYS[way]}
     if not way.endswith(SMALL_PAGES):
-        environment |= pages.settings(environment)
+        environment |= malloc.settings(environment)
     line = [sys.executable, __file__, "--worker", way, *(["--smoke"] if smoke else [])]
     return subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

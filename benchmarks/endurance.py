@@ -197,7 +197,7 @@ def draw(ranks: list[dict[str, Any]], path: Path) -> None:
 def launch(args: Any) -> list[dict[str, Any]]:
     """Starts the ranks; what each counted."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-    from jaxcross.world import pool
+    from jaxcross.world import xla_pool
 
     mpirun = find_mpirun()
     if mpirun is None:
@@ -208,7 +208,7 @@ def launch(args: Any) -> list[dict[str, Any]]:
         sizes += [] if args.only is None else [f"--only={args.only}"]
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=args.ranks, program=python_program([__file__, *sizes, "--worker", str(out)]),
-            root=os.geteuid() == 0, cores=pool.cores(), environ=os.environ,
+            root=os.geteuid() == 0, cores=xla_pool.cores(), environ=os.environ,
         )  # fmt: skip
         run(line, {**os.environ, **extra})
         return json.loads(out.read_text())

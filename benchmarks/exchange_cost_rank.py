@@ -31,7 +31,7 @@ from rivals.serving import softirq_s  # noqa: E402
 from workloads import spread  # noqa: E402
 
 from jaxcross.wire import MpiWire, coalesce  # noqa: E402
-from jaxcross.world.slices import ask_for_short_slices  # noqa: E402
+from jaxcross.world.sched_slice import ask_for_short_slices  # noqa: E402
 
 AXES = {"batch": 2}
 BESIDE = 3

@@ -46,7 +46,7 @@ from workloads import parser, spread, write_json  # makes the examples importabl
 import jaxcross
 from jaxcross.data import SharedDecode, eval_batches, synthesise, train_batches
 from jaxcross.data.records import find_folder
-from jaxcross.world.launcher import read_launch
+from jaxcross.world.launch_env import read_launch
 
 SMOKE = ["--model", "resnet8", "--image-size", "24", "--batch-size", "8", "--steps", "8"]
 JOBS = ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]

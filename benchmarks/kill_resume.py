@@ -22,7 +22,7 @@ from typing import Any
 from workloads import parser, write_json
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command
-from jaxcross.world import pool
+from jaxcross.world import xla_pool
 
 WORKER = Path(__file__).with_name("kill_resume_worker.py")
 KILLS = 4  # at most, in one trial
@@ -39,7 +39,7 @@ def start(folder: Path, ranks: int, kill: dict[str, Any] | None) -> int:
         if mpirun is None:
             raise SystemExit("no `mpirun`: `--ranks 1` needs none")
         line, extra = mpirun_command(
-            mpirun=mpirun, ranks=ranks, program=line, root=os.geteuid() == 0, cores=pool.cores(), environ=environ
+            mpirun=mpirun, ranks=ranks, program=line, root=os.geteuid() == 0, cores=xla_pool.cores(), environ=environ
         )
     with (folder / "log.txt").open("a") as log:
         log.write(f"--- {environ['KILL']}\n")

@@ -68,7 +68,7 @@ def measured(how: str, leaves: int) -> dict[str, float]:
 def launched(how: str, leaves: int, ranks: int) -> dict[str, float]:
     """Rank 0's times, in ranks that are started for it."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
-    from jaxcross.world import pool
+    from jaxcross.world import xla_pool
 
     mpirun = find_mpirun()
     if mpirun is None:
@@ -77,7 +77,7 @@ def launched(how: str, leaves: int, ranks: int) -> dict[str, float]:
         out = Path(folder) / "result.json"
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=ranks, program=python_program([__file__, "--worker", f"{how},{leaves},{out}"]),
-            root=os.geteuid() == 0, cores=pool.cores(), environ=os.environ,
+            root=os.geteuid() == 0, cores=xla_pool.cores(), environ=os.environ,
         )  # fmt: skip
         run(line, {**os.environ, **extra})
         return json.loads(out.read_text())

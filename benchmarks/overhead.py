@@ -26,7 +26,7 @@ from jax.extend.core import jaxpr_as_fun
 from workloads import Workload, in_turn, mlp, parser, resnet, spread, transformer, write_json
 
 import jaxcross
-from jaxcross.world import pages
+from jaxcross.world import malloc
 
 AXIS = "batch"
 
@@ -113,7 +113,7 @@ def main() -> None:
     options.add_argument("--cases", default="", metavar="A,B", help="only these, of those it prints (default: all)")
     options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the rank, 0: all (default: 1)")
     args = options.parse_args()
-    if environment := pages.settings(os.environ):  # as `jaxcross launch` starts a rank
+    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])

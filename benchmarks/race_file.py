@@ -74,7 +74,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def out_file(word: str) -> Path:
     """For `argparse`: a file that `write_whole` can write. Ranks do not look: who started them has, where it counts."""
-    from jaxcross.world.launcher import read_launch  # not for rivals, which have nothing of it
+    from jaxcross.world.launch_env import read_launch  # not for rivals, which have nothing of it
 
     path = Path(word)
     if _is_no_plain_file(path):

@@ -27,7 +27,7 @@ from workloads import in_turn, parser, spread, write_json
 
 from jaxcross.exchange import sparse
 from jaxcross.exchange.select import chosen, sample_stride, select
-from jaxcross.world import pages
+from jaxcross.world import malloc
 
 WAYS = ("exact", "threshold")
 LONGEST = 25_600_000
@@ -94,7 +94,7 @@ def main() -> int:
     options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the process, 0: all (default: 1)")
     options.add_argument("--repeats", type=int, default=11, help="default %(default)s")
     args = options.parse_args()
-    if environment := pages.settings(os.environ):  # as `jaxcross launch` starts a rank
+    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])

@@ -12,7 +12,7 @@ from jaxcross.program.labels import order_of, swapped, text_of, words_of
 from jaxcross.program.mismatch import different_orders
 from jaxcross.wire.lower import group_of
 from jaxcross.wire.rank_grid import make_mesh
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 
 def order_hash(program: Program) -> int:

@@ -18,7 +18,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.runtime.explain import describe
 from jaxcross.solo import run_execution
 from jaxcross.world import World
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 
 def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control) -> int | str:

@@ -25,7 +25,7 @@ from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
 from jaxcross.wire.job_comms import Key
 from jaxcross.world import World
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 # Whether a program is one of these follows from its calls, on each rank by itself.
 _REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"

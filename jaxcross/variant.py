@@ -29,7 +29,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.runtime import job as runtime
 from jaxcross.unit_agreement import Units, list_hash, without_calls
 from jaxcross.world import World
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 _log = logging.getLogger("jaxcross")
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
 from jaxcross.cut_search import PIECES
-from jaxcross.world.slices import ask_for_short_slices
+from jaxcross.world.sched_slice import ask_for_short_slices
 
 # before the imports that make JAX arrays
 world = jaxcross.initialize(watchdog_s=900)

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from jaxcross.commands.launch import find_mpirun, python_program
 from jaxcross.lab import Lab
-from jaxcross.world import pages
-from jaxcross.world.launcher import MPI_SETTINGS
+from jaxcross.world import malloc
+from jaxcross.world.launch_env import MPI_SETTINGS
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
@@ -207,5 +207,5 @@ def _plain_environment(smoke: bool, keeps_memory: bool) -> dict[str, str]:
     Toys compile without optimisation.
     """
     plain = MPI_SETTINGS | {k: v for k, v in os.environ.items() if k not in SETTINGS}
-    plain |= pages.settings(plain) if keeps_memory else {}
+    plain |= malloc.settings(plain) if keeps_memory else {}
     return {**plain, "XLA_FLAGS": "--xla_backend_optimization_level=0"} if smoke else plain

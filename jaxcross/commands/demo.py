@@ -157,11 +157,11 @@ def _launch(
     args: argparse.Namespace, example: Path, mpirun: Mpirun, data: Path, lab: Lab | None, *, slow: bool
 ) -> Launch:
     from jaxcross.commands.launch import mpirun_command, printed, python_program
-    from jaxcross.world import pool
+    from jaxcross.world import xla_pool
 
     emulated = f"emulated link {args.link}" if slow else "none"
     link = emulated if lab is None else lab.description
-    cores = pool.cores()
+    cores = xla_pool.cores()
     line, extra = mpirun_command(
         mpirun=mpirun,
         ranks=args.ranks,

@@ -51,7 +51,7 @@ class Findings:
     mpirun: tuple[str, str] | None
     cores: int
     machine_cores: int
-    pool: int
+    xla_pool: int
     namespaces: bool
 
 
@@ -103,7 +103,7 @@ def look() -> Findings:
     """Ask the machine. Each question runs in a process of its own, with a time limit."""
     from jaxcross.commands.launch import find_mpirun, mpirun_command
     from jaxcross.lab import available as no_lab
-    from jaxcross.world import pool
+    from jaxcross.world import xla_pool
 
     mpirun = find_mpirun()
     exchange: Mapping[str, Any] = {"error": "no `mpirun`"}
@@ -113,7 +113,7 @@ def look() -> Findings:
             ranks=2,
             program=[sys.executable, "-m", "jaxcross.world.probe", "exchange"],
             root=os.geteuid() == 0,
-            cores=pool.cores(),
+            cores=xla_pool.cores(),
             environ=os.environ,
         )
         exchange = _ask(line, extra).get("exchange", {"error": "no answer"})
@@ -121,9 +121,9 @@ def look() -> Findings:
         probe=_ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
         exchange=exchange,
         mpirun=None if mpirun is None else (mpirun.path, mpirun.vendor),
-        cores=pool.cores(),
+        cores=xla_pool.cores(),
         machine_cores=os.cpu_count() or 1,
-        pool=pool.effective(os.environ, pool.needed(pool.cores(), 1)),
+        pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores(), 1)),
         namespaces=no_lab() is None,
     )
 

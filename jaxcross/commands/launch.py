@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the real command, run it, and return its exit code. If it fails, print what the ranks were in."""
-    from jaxcross.world import pool
+    from jaxcross.world import xla_pool
 
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=args.ranks,
         program=held(python_program(program)),
         root=os.geteuid() == 0,
-        cores=pool.cores(),
+        cores=xla_pool.cores(),
         environ=os.environ,
     )
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
@@ -213,8 +213,8 @@ def mpirun_command(
         cores: Cores that the ranks share.
         environ: The environment; what the user has set there stays.
     """
-    from jaxcross.world import pages, pool
-    from jaxcross.world.launcher import MPI_SETTINGS
+    from jaxcross.world import malloc, xla_pool
+    from jaxcross.world.launch_env import MPI_SETTINGS
 
     line = [mpirun.path, "-n", str(ranks)]
     extra: dict[str, str] = {}
@@ -228,8 +228,8 @@ def mpirun_command(
             extra["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
             extra["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
-        extra["PJRT_NPROC"] = str(pool.needed(cores, 1))
-    extra |= pages.settings(environ)
+        extra["PJRT_NPROC"] = str(xla_pool.needed(cores, 1))
+    extra |= malloc.settings(environ)
     return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
 
 

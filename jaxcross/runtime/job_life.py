@@ -30,7 +30,7 @@ from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.seat import NonFinite, Seat, Stopped
 from jaxcross.runtime.threads import JobThread, current_job
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 
 class JobLife:

@@ -16,7 +16,7 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Span, SpanKind
 from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.meeting import meet
-from jaxcross.world.slices import ask_for_short_slices
+from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.runtime.driver import Driver

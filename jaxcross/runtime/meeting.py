@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcross.errors import JobError
 from jaxcross.runtime.explain import describe
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 _FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # the last one and above: how many values
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcross._arguments import is_whole
 from jaxcross.program.ir import hash_62
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 """Why a difference is no fault. Equal replicas are equal all the same."""

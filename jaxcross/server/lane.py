@@ -16,7 +16,7 @@ from jaxcross.runtime.seat import Stopped
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.shard import Shard
 from jaxcross.world.mailbox import Mailbox
-from jaxcross.world.slices import ask_for_short_slices
+from jaxcross.world.sched_slice import ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
 # Between two looks into the mailbox. MPI's own wait would keep a core busy for as long as the workers compute.

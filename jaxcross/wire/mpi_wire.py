@@ -11,7 +11,7 @@ from jaxcross.wire.job_comms import Key
 from jaxcross.wire.lower import group_of, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
 from jaxcross.wire.recognise import recognise
-from jaxcross.world.core import World
+from jaxcross.world.world import World
 
 
 @final

@@ -22,12 +22,12 @@ from jaxcross.health.abort import Ending, abort_everywhere, install_hooks, on_ab
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.sigterm import Termination
 from jaxcross.health.watchdog import Watchdog
-from jaxcross.world import pages, pool
-from jaxcross.world.control import MpiControl
-from jaxcross.world.core import World
-from jaxcross.world.launcher import MPI_SETTINGS, check_launch, read_launch, vendor_of
+from jaxcross.world import malloc, xla_pool
+from jaxcross.world.control_plane import MpiControl
+from jaxcross.world.launch_env import MPI_SETTINGS, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.workers import mark, world_of_worker
+from jaxcross.world.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
     settings_of_node = node.allgather({name: os.environ[name] for name in _VISIBLE if os.environ.get(name)})
     node.Free()
     # One size for all ranks: replicated values stay equal to the bit even where nodes have unequal cores.
-    own_cores = pool.cores()
+    own_cores = xla_pool.cores()
     cores = world.allreduce(own_cores, op=mpi.MAX)
     size_of_pool = _prepare_pool(cores, own_cores, lanes)
     accelerators = _accelerators()
     _take_device(settings_of_node, local_rank=local_rank, accelerators=accelerators)
     if rank == 0 and size > 1:  # `libc_ver` reads the interpreter's file
-        advice = pages.advice(os.environ, libc=platform.libc_ver()[0], accelerators=accelerators)
+        advice = malloc.advice(os.environ, libc=platform.libc_ver()[0], accelerators=accelerators)
         if advice is not None:
             _log.warning(advice)
 
@@ -226,12 +226,12 @@ def load_mpi4jax() -> Any:
 
 
 def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
-    wanted = pool.needed(cores, lanes)
-    settings = pool.plan_pool(
+    wanted = xla_pool.needed(cores, lanes)
+    settings = xla_pool.plan_pool(
         wanted, minimum=lanes + 1, started=compat.backends_started(), core_count=own_cores, environ=os.environ
     )
     os.environ.update(settings)
-    return pool.effective(os.environ, own_cores)
+    return xla_pool.effective(os.environ, own_cores)
 
 
 def _flight_recorder(places: list[process.Place], rank: int, folder: str) -> FlightRecorder:

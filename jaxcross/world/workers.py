@@ -21,7 +21,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.health.abort import Ending, abort_everywhere
 from jaxcross.health.process import Place, here, state
-from jaxcross.world.core import World
+from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""

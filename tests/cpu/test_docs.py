@@ -24,7 +24,7 @@ import pytest
 
 from jaxcross import cli
 from jaxcross.commands.launch import find_mpirun, mpirun_command
-from jaxcross.world import pool
+from jaxcross.world import xla_pool
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,7 +93,7 @@ def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
         quiet += "runpy.run_path(sys.argv[0], run_name='__main__')"
         line, extra = mpirun_command(
             mpirun=mpirun, ranks=ranks, program=[sys.executable, "-c", quiet], root=os.geteuid() == 0,
-            cores=pool.cores(), environ=environ,
+            cores=xla_pool.cores(), environ=environ,
         )  # fmt: skip
         environ = {**environ, **extra}
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 from jaxcross.program.trace import trace
 from jaxcross.runner import Runner
 from jaxcross.testing import LocalRanks
-from jaxcross.world.agree import broadcast
+from jaxcross.world.replicas import broadcast
 
 
 def in_a_thread(work: Any) -> Any:

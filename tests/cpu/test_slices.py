@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jaxcross.world import slices
+from jaxcross.world import sched_slice
 
 
 def in_a_thread(work):
@@ -20,12 +20,12 @@ def in_a_thread(work):
     return results[0]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in slices._SETATTR, reason="not Linux")
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in sched_slice._SETATTR, reason="not Linux")
 def test_the_kernel_takes_the_wish_and_nothing_else_changes():
     def work():
         before = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-        took = slices.ask_for_short_slices()
-        read = slices._Attributes()
+        took = sched_slice.ask_for_short_slices()
+        read = sched_slice._Attributes()
         number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr(2)
         size = ctypes.sizeof(read)
         assert ctypes.CDLL(None).syscall(number, 0, ctypes.byref(read), size, 0) == 0
@@ -34,18 +34,18 @@ def test_the_kernel_takes_the_wish_and_nothing_else_changes():
     before, took, after, slice_ns = in_a_thread(work)
     assert took
     assert after == before
-    assert slice_ns in (slices._SLICE_NS, 0)  # 0: a kernel before 6.12
+    assert slice_ns in (sched_slice._SLICE_NS, 0)  # 0: a kernel before 6.12
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
 def test_a_thread_that_somebody_scheduled_is_left_alone():
     def work():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        return slices.ask_for_short_slices(), os.sched_getscheduler(0)
+        return sched_slice.ask_for_short_slices(), os.sched_getscheduler(0)
 
     assert in_a_thread(work) == (False, os.SCHED_BATCH)
 
 
 def test_other_machines_do_without(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "a machine")
-    assert in_a_thread(slices.ask_for_short_slices) is False
+    assert in_a_thread(sched_slice.ask_for_short_slices) is False

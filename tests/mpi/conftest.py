@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxcross.commands.launch import find_mpirun, mpirun_command
-from jaxcross.world import pool
+from jaxcross.world import xla_pool
 
 CASES = Path(__file__).parent / "cases"
 
@@ -57,7 +57,7 @@ def mpirun() -> Callable[..., Finished]:
             ranks=n,
             program=[sys.executable, *program, *args],
             root=os.geteuid() == 0,
-            cores=pool.cores(),
+            cores=xla_pool.cores(),
             environ=environ,
         )
         return finish(line, {**extra, **environ}, timeout)

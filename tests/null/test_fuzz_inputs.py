@@ -15,8 +15,8 @@ from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.text import parse
 from jaxcross.report import Report
 from jaxcross.runtime.link import Link
-from jaxcross.world import pool
-from jaxcross.world.launcher import read_launch
+from jaxcross.world import xla_pool
+from jaxcross.world.launch_env import read_launch
 
 ODD = st.sampled_from(
     ["-1", "0", "1", "7", "99999999999999999999", "0-99999999999", "3-1", "1e400", "nan", "²", "٣", "'", '"', "\\",
@@ -114,7 +114,7 @@ def test_a_launchers_variables_never_break_the_start(text):
     environ = {"PMI_SIZE": text, "NPROC": text}
     launch = read_launch(environ)
     assert launch is None or launch.size == int(text)
-    assert pool.effective(environ, 7) == (7 if launch is None else launch.size)
+    assert xla_pool.effective(environ, 7) == (7 if launch is None else launch.size)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\x00", codec="utf-8"), max_size=20), min_size=1, max_size=6))

@@ -165,7 +165,7 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
         ("jaxcross.interleave.vote", "from jaxcross.program.compile import Compiled"),
         ("jaxcross.report.table", "from jaxcross.runtime.driver import Driver"),
         ("jaxcross.report.table", "from importlib import import_module\nimport_module('jaxcross.runner')"),
-        ("jaxcross.world.core", "from jaxcross.runner import Runner"),
+        ("jaxcross.world.world", "from jaxcross.runner import Runner"),
         ("jaxcross.server.lane", "from mpi4py import MPI"),
         ("jaxcross.server.clocks", "from jaxcross.server.lane import Lane"),
         ("jaxcross.checkpoint.keeper", "from jaxcross.runtime.job import JobContext"),

@@ -8,12 +8,12 @@ import pytest
 
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, held, mpirun_command, printed, python_program, vendor_of_mpirun
-from jaxcross.world import pages
-from jaxcross.world.launcher import MPI_SETTINGS
+from jaxcross.world import malloc
+from jaxcross.world.launch_env import MPI_SETTINGS
 
 MPICH = Mpirun(path="/venv/bin/mpirun", vendor="mpich")
 OPENMPI = Mpirun(path="mpirun", vendor="openmpi")
-PAGES = pages.settings({})
+PAGES = malloc.settings({})
 
 
 def command(mpirun, *, ranks=2, root=False, cores=4, environ=None):
@@ -56,11 +56,11 @@ def test_the_users_settings_stay():
 
 
 def test_who_computes_on_cpus_without_kept_memory_is_told():
-    told = pages.advice({}, libc="glibc", accelerators=0)
+    told = malloc.advice({}, libc="glibc", accelerators=0)
     assert told is not None and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told and "jaxcross launch" in told
-    assert pages.advice(PAGES, libc="glibc", accelerators=0) is None
-    assert pages.advice({}, libc="", accelerators=0) is None, "musl has no such settings"
-    assert pages.advice({}, libc="glibc", accelerators=1) is None
+    assert malloc.advice(PAGES, libc="glibc", accelerators=0) is None
+    assert malloc.advice({}, libc="", accelerators=0) is None, "musl has no such settings"
+    assert malloc.advice({}, libc="glibc", accelerators=1) is None
 
 
 def test_a_pool_of_one_core_still_has_two_threads():

@@ -6,8 +6,8 @@ import pytest
 
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity, Standing, explain, late_ranks
-from jaxcross.world import pool, start
-from jaxcross.world.launcher import Launch, check_launch, read_launch, vendor_of
+from jaxcross.world import start, xla_pool
+from jaxcross.world.launch_env import Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.start import device_of, initialize
 
 
@@ -52,11 +52,11 @@ def test_vendors(text, vendor):
 def test_pool_is_never_starved():
     for cores in range(1, 65):
         for lanes in range(1, 9):
-            assert pool.needed(cores, lanes) >= max(cores, lanes + 1)
+            assert xla_pool.needed(cores, lanes) >= max(cores, lanes + 1)
 
 
 def plan(environ=None, *, started=False, cores=2, minimum=2):
-    return pool.plan_pool(4, minimum=minimum, started=started, core_count=cores, environ=environ or {})
+    return xla_pool.plan_pool(4, minimum=minimum, started=started, core_count=cores, environ=environ or {})
 
 
 def test_pool_settings():
@@ -65,8 +65,8 @@ def test_pool_settings():
     assert plan({"NPROC": "1"}) == {"NPROC": "2"}, "a launcher's or a user's number is raised, never lowered"
     assert plan(started=True) == {}
     assert plan({"PJRT_NPROC": "2"}, started=True, cores=1) == {}
-    assert pool.effective({"PJRT_NPROC": "7"}, 2) == 7
-    assert pool.effective({}, 2) == 2
+    assert xla_pool.effective({"PJRT_NPROC": "7"}, 2) == 7
+    assert xla_pool.effective({}, 2) == 2
 
 
 @pytest.mark.parametrize(("environ", "cores"), [({}, 1), ({"NPROC": "1"}, 8)])

@@ -18,10 +18,10 @@ from jaxcross.health.watchdog import Awaited, Watch, Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import Mesh, make_mesh
-from jaxcross.world.control import Control
+from jaxcross.world.control_plane import Control
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
-from jaxcross.world.slices import ask_for_short_slices
+from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.wire import MpiWire
@@ -196,7 +196,7 @@ class World:
         Raises:
             ExchangeError: The trees or, when checking, the values differ; on every rank, with the leaf and two ranks.
         """
-        from jaxcross.world.agree import broadcast, check_equal
+        from jaxcross.world.replicas import broadcast, check_equal
 
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
