@@ -137,7 +137,7 @@ def _answer(world: subprocess.Popen[str]) -> list[float]:
 
 def rank_main(args: argparse.Namespace) -> None:
     import jaxcross
-    from jaxcross.runtime.link import Link
+    from jaxcross.runtime.emulated_link import Link
 
     prepare(args.stand_in)
     world = jaxcross.initialize()

@@ -7,7 +7,7 @@ from typing import Any
 
 from resnet import MODELS
 
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.emulated_link import Link
 
 
 def job(text: str) -> tuple[str, dict[str, Any]]:

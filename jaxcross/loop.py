@@ -13,10 +13,10 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.report import Report
 from jaxcross.runner import Runner
 from jaxcross.runtime.arguments import check_loop
+from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.replicas import CheckReplicas
-from jaxcross.runtime.seat import Initial, NonFinite, check_choice
 from jaxcross.world import World
 
 

@@ -27,13 +27,13 @@ from jaxcross.report import Recorder, Report
 from jaxcross.runtime import arguments
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
+from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.job_waits import after_run
-from jaxcross.runtime.link import Link
 from jaxcross.runtime.remote import Offers
 from jaxcross.runtime.replicas import CheckReplicas, as_checks
 from jaxcross.runtime.resumption import Resumption
+from jaxcross.runtime.stall_watch import after_run
 from jaxcross.runtime.threads import JobThread, runner_active
 from jaxcross.world import World, current
 

@@ -22,7 +22,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.program.unshared import unshare
 from jaxcross.runtime import threads as runtime
-from jaxcross.solo import ONLY_THREAD, run_alone
+from jaxcross.runtime.standalone import ONLY_THREAD, run_alone
 from jaxcross.unit_agreement import Units
 from jaxcross.variant import Variant
 from jaxcross.wire.rank_grid import axis_sizes

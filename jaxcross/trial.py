@@ -15,8 +15,8 @@ from jax.errors import JaxRuntimeError
 from jaxcross.errors import clause, first_line
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.trace import Traced
-from jaxcross.runtime.explain import describe
-from jaxcross.solo import run_execution
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.standalone import run_execution
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 

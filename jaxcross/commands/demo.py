@@ -82,7 +82,7 @@ class Launch:
 
 def _demo(args: argparse.Namespace) -> int:
     from jaxcross.commands.launch import find_mpirun
-    from jaxcross.runtime.link import Link
+    from jaxcross.runtime.emulated_link import Link
 
     # whatever can be wrong is found before anything is written
     example, mpirun = find_example(), find_mpirun()

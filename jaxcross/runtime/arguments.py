@@ -12,7 +12,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.emulated_link import Link
 
 
 def check_world(world: Any) -> None:

@@ -23,11 +23,11 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.step_graph import Outline
 from jaxcross.interleave.vote import Wish
 from jaxcross.runtime.chaos import Chaos, LateQueue
-from jaxcross.runtime.explain import describe, explain
-from jaxcross.runtime.job_waits import JobWaits
+from jaxcross.runtime.emulated_link import Link
+from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.runtime.job_record import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
-from jaxcross.runtime.link import Link
-from jaxcross.runtime.seat import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
+from jaxcross.runtime.stall_watch import JobWaits
 
 
 class Driver:

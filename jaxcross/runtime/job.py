@@ -16,10 +16,10 @@ from jaxcross.interleave.vote import Wish
 from jaxcross.runtime.arguments import check_batches
 from jaxcross.runtime.feed import Feed, to_device
 from jaxcross.runtime.job_life import JobLife
+from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.kept import own_copy
 from jaxcross.runtime.place import START
 from jaxcross.runtime.resumption import Resumption
-from jaxcross.runtime.seat import Initial, NonFinite, check_choice
 
 
 class JobContext(JobLife):

@@ -17,18 +17,18 @@ from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, Sp
 from jaxcross.interleave.messages import Leaving
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
+from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.explain import describe
+from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.feed import Feed
 from jaxcross.runtime.job_calls import Calls
-from jaxcross.runtime.job_waits import after_run
+from jaxcross.runtime.job_record import NonFinite, Seat, Stopped
 from jaxcross.runtime.kept import Kept
-from jaxcross.runtime.meeting import meet
 from jaxcross.runtime.metrics import MetricLog
 from jaxcross.runtime.replica_checks import ReplicaChecks
 from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.runtime.resumption import Resumption
-from jaxcross.runtime.seat import NonFinite, Seat, Stopped
+from jaxcross.runtime.stall_watch import after_run
 from jaxcross.runtime.threads import JobThread, current_job
 from jaxcross.world.control_plane import Control
 

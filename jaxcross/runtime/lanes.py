@@ -15,12 +15,12 @@ from jaxcross.health.activity import Activity
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Span, SpanKind
 from jaxcross.interleave.vote import Verdict
-from jaxcross.runtime.meeting import meet
+from jaxcross.runtime.collective_call import meet
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
     from jaxcross.runtime.driver import Driver
-    from jaxcross.runtime.seat import Call
+    from jaxcross.runtime.job_record import Call
 
 _FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.002, 0.05
 

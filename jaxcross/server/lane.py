@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime.explain import describe
-from jaxcross.runtime.seat import Stopped
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.job_record import Stopped
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.shard import Shard
 from jaxcross.world.mailbox import Mailbox

@@ -17,15 +17,15 @@ import optax
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import Standing
 from jaxcross.program.mismatch import disagreement
-from jaxcross.runtime.explain import describe
+from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.seat import Stopped
+from jaxcross.runtime.job_record import Stopped
+from jaxcross.runtime.standalone import ONLY_THREAD
 from jaxcross.runtime.threads import check_not_stray, current_job
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
-from jaxcross.solo import ONLY_THREAD
 from jaxcross.world import World, current
 from jaxcross.world.mailbox import Mailbox
 

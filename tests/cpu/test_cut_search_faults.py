@@ -27,7 +27,7 @@ from jaxcross.cut_search import Recalled, recall, search
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.runtime.meeting import meet
+from jaxcross.runtime.collective_call import meet
 from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))

@@ -17,11 +17,11 @@ from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
 from jaxcross.runner import Runner
 from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.explain import describe, explain
+from jaxcross.runtime.emulated_link import Link
+from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.job_calls import outline_of
+from jaxcross.runtime.job_record import Seat
 from jaxcross.runtime.lanes import LaneThread, patience_s
-from jaxcross.runtime.link import Link
-from jaxcross.runtime.seat import Seat
 from jaxcross.runtime.threads import JobThread, current_job
 
 

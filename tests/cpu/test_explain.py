@@ -13,8 +13,8 @@ from jaxcross.errors import JobError
 from jaxcross.health.abort import _short
 from jaxcross.outcome import raise_errors
 from jaxcross.runner import Runner
-from jaxcross.runtime.explain import describe, explain
-from jaxcross.runtime.meeting import meet
+from jaxcross.runtime.collective_call import meet
+from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.trial import failures
 
 TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")

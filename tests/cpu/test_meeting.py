@@ -5,7 +5,7 @@ import pytest
 from fakes import run_ranks
 
 from jaxcross.errors import JobError
-from jaxcross.runtime.meeting import meet
+from jaxcross.runtime.collective_call import meet
 
 
 def told(ranks, work):

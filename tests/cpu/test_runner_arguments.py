@@ -13,7 +13,7 @@ import jaxcross
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.loop import Job, run
 from jaxcross.runner import Runner
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.emulated_link import Link
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"
 INSTRUMENTS = r"an iterable of objects of classes derived from `Instrument`, such as `\[log\]`"

@@ -14,7 +14,7 @@ from jaxcross.lab import Lab
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.text import parse
 from jaxcross.report import Report
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.emulated_link import Link
 from jaxcross.world import xla_pool
 from jaxcross.world.launch_env import read_launch
 

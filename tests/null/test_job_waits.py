@@ -6,7 +6,7 @@ import pytest
 
 from jaxcross.health.activity import Activity, Standing, missing
 from jaxcross.interleave.local_state import Wait
-from jaxcross.runtime.job_waits import JobWaits, absent
+from jaxcross.runtime.stall_watch import JobWaits, absent
 
 
 class Watching:

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from jaxcross import solo
 from jaxcross.errors import ExchangeError
-from jaxcross.solo import run_alone
+from jaxcross.runtime import standalone
+from jaxcross.runtime.standalone import run_alone
 
 
 @pytest.fixture(autouse=True)
-def only(monkeypatch: pytest.MonkeyPatch) -> solo.OnlyThread:
+def only(monkeypatch: pytest.MonkeyPatch) -> standalone.OnlyThread:
     """What a step leaves behind is this test's own."""
-    monkeypatch.setattr(solo, "ONLY_THREAD", solo.OnlyThread())
-    return solo.ONLY_THREAD
+    monkeypatch.setattr(standalone, "ONLY_THREAD", standalone.OnlyThread())
+    return standalone.ONLY_THREAD
 
 
-def check_goes_on(only: solo.OnlyThread, *, expected: bool, anew: bool = False) -> None:
+def check_goes_on(only: standalone.OnlyThread, *, expected: bool, anew: bool = False) -> None:
     """Whether this rank may still exchange, and if it is to agree with the others first."""
     assert only.unsure == anew
     refused = pytest.raises(ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank.")
@@ -73,7 +73,7 @@ def overlapped(execution: Execution, *, silent: bool = False) -> Any:
      (0, -1, [], True), (-1, 1, [], True)],
 )  # fmt: skip
 def test_after_an_error_no_exchange_is_left_under_way(
-    only: solo.OnlyThread, fails: int, waits: int, ended: list[int], goes_on: bool
+    only: standalone.OnlyThread, fails: int, waits: int, ended: list[int], goes_on: bool
 ) -> None:
     """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. If none was
     begun, the ranks agree first. After an exchange that failed none is made: the other ranks are still in that one.
@@ -89,7 +89,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
 
 
 @pytest.mark.parametrize("fails", range(5))
-def test_who_speaks_to_nobody_goes_on_after_any_error(only: solo.OnlyThread, fails: int) -> None:
+def test_who_speaks_to_nobody_goes_on_after_any_error(only: standalone.OnlyThread, fails: int) -> None:
     world: Any = SimpleNamespace()
     with pytest.raises(RuntimeError, match="out of memory"):
         run_alone(world, overlapped(Execution(fails), silent=True), [], 0)
@@ -115,7 +115,7 @@ class Interrupted(Execution):
             self.ended.append(index)
 
 
-def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(only: solo.OnlyThread) -> None:
+def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(only: standalone.OnlyThread) -> None:
     """The caller may catch it and save its state: not beside what was under way. The other ranks have perhaps left the
     step elsewhere.
     """

@@ -21,7 +21,7 @@ import jaxcross
 from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search, trial
 from jaxcross.exchange import Load
 from jaxcross.program.ir import Program
-from jaxcross.runtime.link import Link
+from jaxcross.runtime.emulated_link import Link
 
 WORLD = jaxcross.initialize(watchdog_s=60)
 RATES = {"lr-0.1": 0.1, "lr-0.4": 0.4, "lr-0.2": 0.2}

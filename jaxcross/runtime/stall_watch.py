@@ -11,7 +11,7 @@ from jaxcross.interleave.local_state import Wait
 
 if TYPE_CHECKING:
     from jaxcross.health.watchdog import Watch
-    from jaxcross.runtime.seat import RunWorld
+    from jaxcross.runtime.job_record import RunWorld
 
 
 class JobWaits:

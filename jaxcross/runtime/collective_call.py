@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxcross.errors import JobError
-from jaxcross.runtime.explain import describe
+from jaxcross.runtime.failure_text import describe
 from jaxcross.world.control_plane import Control
 
 _FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # the last one and above: how many values
