@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from jaxcross import exchange, tensor
     from jaxcross.checkpoint import Checkpoints
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-    from jaxcross.loop import Job, run
-    from jaxcross.runner import Runner
-    from jaxcross.runtime.replicas import CheckReplicas
+    from jaxcross.jobs.plain_loop import Job, run
+    from jaxcross.jobs.replicas import CheckReplicas
+    from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step import crossover
     from jaxcross.world import World, current, initialize
@@ -37,11 +37,11 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "CheckReplicas": "runtime.replicas",
-    "Checkpoints": "checkpoint", "Job": "loop", "ParameterServer": "server", "RoundRobin": "interleave.policy",
-    "Runner": "runner",
+    "CheckReplicas": "jobs.replicas",
+    "Checkpoints": "checkpoint", "Job": "jobs.plain_loop", "ParameterServer": "server", "RoundRobin": "interleave.policy",
+    "Runner": "jobs.runner",
     "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
-    "crossover": "step", "current": "world", "initialize": "world", "run": "loop",
+    "crossover": "step", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
 }  # fmt: skip
 
 

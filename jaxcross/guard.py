@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross.errors import CutError
-from jaxcross.runtime.kept import form
+from jaxcross.jobs.latest_state import form
 
 
 @cache

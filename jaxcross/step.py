@@ -15,13 +15,13 @@ from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.guard import go, guarded
+from jaxcross.jobs import thread as runtime
 from jaxcross.program.accepted import check_step
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.program.unshared import unshare
-from jaxcross.runtime import threads as runtime
 from jaxcross.runtime.standalone import ONLY_THREAD, run_alone
 from jaxcross.unit_agreement import Units
 from jaxcross.variant import Variant

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxcross.errors import ExchangeError
 from jaxcross.exchange_order import agree_on_order, check_order, order_hash
+from jaxcross.jobs import context as runtime
 from jaxcross.program import rank_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
-from jaxcross.runtime import job as runtime
 from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
 from jaxcross.wire.job_comms import Key

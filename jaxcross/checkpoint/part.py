@@ -52,7 +52,7 @@ class Part:
         ranks: Of how many.
         leaves: By path: all leaves of this rank's state.
         files: By path in the part's folder: size in bytes and digest of each file that holds arrays.
-        places: Where this rank's data stood; see `jaxcross.runtime.place`.
+        places: Where this rank's data stood; see `jaxcross.jobs.data_position`.
         cuts: Which cut was found fastest for which program.
         environment: What else decides the last bits of results: versions, device, threads.
     """

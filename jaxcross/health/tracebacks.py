@@ -32,7 +32,7 @@ def trim(error: BaseException) -> None:
 def ends_run(error: BaseException) -> bool:
     """Whether this is a job's error that `Runner.run` raises on every rank at its end; its cause is this rank's own."""
     modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
-    return "jaxcross.outcome" in modules and isinstance(error, JobError | ExchangeError)
+    return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)
 
 
 def _without_ends(error: BaseException) -> TracebackType | None:

@@ -16,12 +16,12 @@ import optax
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import Standing
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.thread import check_not_stray, current_job
 from jaxcross.program.mismatch import disagreement
 from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.job_record import Stopped
 from jaxcross.runtime.standalone import ONLY_THREAD
-from jaxcross.runtime.threads import check_not_stray, current_job
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout

@@ -7,8 +7,8 @@ from fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
-from jaxcross.runner import Runner
-from jaxcross.runtime.threads import current_job
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.thread import current_job
 
 STEPS = 12
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from fakes import run_ranks
 
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 
 SHAPES = {"w": (5, 3), "b": (3,), "s": (), "e": (0,)}

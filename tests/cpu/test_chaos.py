@@ -7,9 +7,9 @@ import pytest
 from fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.errors import JobError
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.thread import current_job
 from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
-from jaxcross.runtime.threads import current_job
 
 
 def trained(world, **options):

@@ -15,8 +15,8 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.exchange.top_k import TopKState
 from jaxcross.interleave.instrument import SpanLog
-from jaxcross.loop import Job, run
-from jaxcross.runner import Runner
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])

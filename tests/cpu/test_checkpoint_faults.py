@@ -19,7 +19,7 @@ from jaxcross.checkpoint import Checkpoints, Session, arrays
 from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.part import Part, Saved, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 
 
 @pytest.fixture(scope="module")

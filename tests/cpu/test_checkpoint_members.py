@@ -19,7 +19,7 @@ from jaxcross.checkpoint.folders import Folders, folder_name
 from jaxcross.checkpoint.members import Members, parse, read
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 
 STEPS = 30
 

@@ -13,7 +13,7 @@ from test_runner import make_step
 from jaxcross import cut_budget
 from jaxcross.cut_budget import SHARE, Budget
 from jaxcross.cut_search import recall
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

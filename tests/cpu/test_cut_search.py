@@ -22,9 +22,9 @@ from fakes import FakeControl, run_ranks
 from layers import step
 
 from jaxcross import cut_budget, cut_search, trial, variant
+from jaxcross.jobs.step_registry import Calls
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.runtime.job_calls import Calls
 from jaxcross.testing import LocalRanks
 from jaxcross.variant import Variant
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxcross.data import Batches, SharedDecode, synthesise, train_batches
 from jaxcross.data.batches import Stream
-from jaxcross.runtime import feed
+from jaxcross.jobs import prefetch
 
 STEPS = 6
 
@@ -142,7 +142,7 @@ def test_batches_are_read_only() -> None:
 def test_a_job_takes_shared_batches_as_they_are(folder: Path) -> None:
     shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
     batch = next(shared.reader())
-    assert all(feed.read_only(array) for array in batch.values())
+    assert all(prefetch.read_only(array) for array in batch.values())
 
 
 def test_window_must_hold_a_batch() -> None:

@@ -15,14 +15,14 @@ from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.step_registry import outline_of
+from jaxcross.jobs.thread import JobThread, current_job
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.job_calls import outline_of
 from jaxcross.runtime.job_record import Seat
 from jaxcross.runtime.lanes import LaneThread, patience_s
-from jaxcross.runtime.threads import JobThread, current_job
 
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):
@@ -195,7 +195,7 @@ def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
                 found[1].join(0.2)  # it cannot come through before all is handed over
             super().post(event)
 
-    monkeypatch.setattr("jaxcross.runner.Driver", Overtaken)
+    monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)
 
     def work(world):
         Overtaken.runner = runner = runner_of(world)

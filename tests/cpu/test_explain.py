@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxcross.errors import JobError
 from jaxcross.health.abort import _short
-from jaxcross.outcome import raise_errors
-from jaxcross.runner import Runner
+from jaxcross.jobs.outcome import raise_errors
+from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.trial import failures

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxcross.runtime.feed import to_device
+from jaxcross.jobs.prefetch import to_device
 
 
 def aligned(shape, dtype=np.float32):

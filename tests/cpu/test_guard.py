@@ -10,7 +10,7 @@ import pytest
 import jaxcross
 from jaxcross.errors import CutError, JobError
 from jaxcross.guard import guarded
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 
 
 class Out(NamedTuple):

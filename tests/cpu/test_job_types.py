@@ -11,8 +11,8 @@ from fakes import run_ranks
 from jax import lax
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
+from jaxcross.jobs.runner import Runner
 from jaxcross.program.trace import trace
-from jaxcross.runner import Runner
 from jaxcross.testing import LocalRanks
 from jaxcross.world.replicas import broadcast
 

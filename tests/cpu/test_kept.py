@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.runtime.kept import Kept, holds_state, matching, own_copy
+from jaxcross.jobs.latest_state import Kept, holds_state, matching, own_copy
 
 
 def state(value):

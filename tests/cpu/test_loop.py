@@ -7,7 +7,7 @@ from fakes import run_ranks
 from test_runner import make_step, solo
 
 from jaxcross.errors import JobError
-from jaxcross.loop import Job, run
+from jaxcross.jobs.plain_loop import Job, run
 
 
 def begun(initial: Any, state: Any) -> list[Any]:
@@ -68,7 +68,7 @@ def test_arguments_of_a_job_are_checked_where_they_are_given(
 
 def test_a_wrong_mode_of_restore_fails_the_job_on_all_ranks() -> None:
     def work(world: Any) -> None:
-        from jaxcross.runner import Runner
+        from jaxcross.jobs.runner import Runner
 
         runner = Runner(world)
         runner.add("a", lambda job: job.restore(0.0, mode="own" if world.rank else "check"))

@@ -18,10 +18,10 @@ import jaxcross
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.loop import Job, run
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.thread import current_job
 from jaxcross.report import Report
-from jaxcross.runner import Runner
-from jaxcross.runtime.threads import current_job
 
 
 def make_step(world, name="step", *, exchanges=1, compute=lambda index, values: sum(values)):

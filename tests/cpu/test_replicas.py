@@ -19,12 +19,12 @@ import jaxcross
 from jaxcross import exchange
 from jaxcross._pytree import digests
 from jaxcross.checkpoint.own import common_leaves, own_leaves
+from jaxcross.jobs.latest_state import Kept
+from jaxcross.jobs.replica_checks import ReplicaChecks
+from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import exchange as exchange_reports
+from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobFacts, Report
-from jaxcross.runner import Runner
-from jaxcross.runtime.kept import Kept
-from jaxcross.runtime.replica_checks import ReplicaChecks
-from jaxcross.runtime.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
-from jaxcross.runtime.replicas import exchange as exchange_reports
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]

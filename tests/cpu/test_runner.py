@@ -21,12 +21,12 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.loop import Job, run
-from jaxcross.outcome import TOLD
+from jaxcross.jobs.context import _examples
+from jaxcross.jobs.outcome import TOLD
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.thread import check_not_stray, current_job, runner_active
 from jaxcross.report import LiveView
-from jaxcross.runner import Runner
-from jaxcross.runtime.job import _examples
-from jaxcross.runtime.threads import check_not_stray, current_job, runner_active
 
 
 def add(segment, values):

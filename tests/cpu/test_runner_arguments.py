@@ -11,8 +11,8 @@ from fakes import run_ranks
 
 import jaxcross
 from jaxcross.interleave.instrument import SpanLog
-from jaxcross.loop import Job, run
-from jaxcross.runner import Runner
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.emulated_link import Link
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"

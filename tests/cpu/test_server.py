@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeMailbox, run_ranks
 from server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
 
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 from jaxcross.server.clocks import Clocks
 

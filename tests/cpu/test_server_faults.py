@@ -11,7 +11,7 @@ from server_jobs import assert_close, gradient, parameters, synchronous, train
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
-from jaxcross.runner import Runner
+from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 from jaxcross.server.shard import Shard
 

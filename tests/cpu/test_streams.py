@@ -8,8 +8,8 @@ from checkpoint_jobs import batches, init, make_step, resumes, same, train
 from fakes import run_ranks
 
 from jaxcross.errors import JobError
-from jaxcross.runner import Runner
-from jaxcross.runtime.feed import Feed
+from jaxcross.jobs.prefetch import Feed
+from jaxcross.jobs.runner import Runner
 
 
 def known(job):

@@ -16,49 +16,49 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "jaxcross.errors": ("jax", "jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross._jax_compat": ("jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross.program": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.exchange": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.exchange.auto": (  # counts what would travel
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.report",
         "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.tensor": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.data": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.checkpoint": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report", "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.report": (
-        "jax", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jax", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.world": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
     ),
     "jaxcross.server": (
-        "jaxcross.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data", "jaxcross.wire", "jaxcross.exchange",
+        "jaxcross.jobs.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data", "jaxcross.wire", "jaxcross.exchange",
         "mpi4py", "mpi4jax",
     ),
     "jaxcross.server.clocks": ("jax", "numpy", "jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross.wire": (
-        "jaxcross.runtime", "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
     ),
     "jaxcross.runtime": (
-        "jaxcross.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax",
+        "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.commands.doctor": (),
     "jaxcross.commands.launch": (),
@@ -164,11 +164,11 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
         ("jaxcross.interleave.policy", "import jax.numpy as jnp"),
         ("jaxcross.interleave.vote", "from jaxcross.program.compile import Compiled"),
         ("jaxcross.report.table", "from jaxcross.runtime.driver import Driver"),
-        ("jaxcross.report.table", "from importlib import import_module\nimport_module('jaxcross.runner')"),
-        ("jaxcross.world.world", "from jaxcross.runner import Runner"),
+        ("jaxcross.report.table", "from importlib import import_module\nimport_module('jaxcross.jobs.runner')"),
+        ("jaxcross.world.world", "from jaxcross.jobs.runner import Runner"),
         ("jaxcross.server.lane", "from mpi4py import MPI"),
         ("jaxcross.server.clocks", "from jaxcross.server.lane import Lane"),
-        ("jaxcross.checkpoint.keeper", "from jaxcross.runtime.job import JobContext"),
+        ("jaxcross.checkpoint.keeper", "from jaxcross.jobs.context import JobContext"),
     ],
 )
 def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:
@@ -177,6 +177,6 @@ def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:
 
 def test_the_reader_lets_right_ones_pass() -> None:
     assert not wrong("jaxcross.report.table", "from jaxcross.interleave.instrument import Span")
-    assert not wrong("jaxcross.runtime.job", "import jax\nfrom jaxcross.program.compile import Compiled")
+    assert not wrong("jaxcross.jobs.context", "import jax\nfrom jaxcross.program.compile import Compiled")
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxcross.wire import MpiWire"
     assert not wrong("jaxcross.program.cut", source)

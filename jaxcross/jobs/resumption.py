@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxcross.checkpoint.keeper import Keeper, Progress
 from jaxcross.checkpoint.talk import Together
-from jaxcross.runtime.feed import Feed
-from jaxcross.runtime.kept import holds_state
-from jaxcross.runtime.place import START, Place
+from jaxcross.jobs.data_position import START, Place
+from jaxcross.jobs.latest_state import holds_state
+from jaxcross.jobs.prefetch import Feed
 
 
 class Resumption:

@@ -22,19 +22,19 @@ from jaxcross.health.abort import TERMINATED
 from jaxcross.health.deferred_signals import held_back
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
+from jaxcross.jobs import arguments
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
+from jaxcross.jobs.replicas import CheckReplicas, as_checks
+from jaxcross.jobs.resumption import Resumption
+from jaxcross.jobs.submissions import Offers
+from jaxcross.jobs.thread import JobThread, runner_active
 from jaxcross.report import Recorder, Report
-from jaxcross.runtime import arguments
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
-from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.remote import Offers
-from jaxcross.runtime.replicas import CheckReplicas, as_checks
-from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.stall_watch import after_run
-from jaxcross.runtime.threads import JobThread, runner_active
 from jaxcross.world import World, current
 
 _log = logging.getLogger("jaxcross")

@@ -13,8 +13,8 @@ from jaxcross._pytree import digests, on_host
 from jaxcross.checkpoint.own import common_leaves
 from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime.kept import Kept, deleted
-from jaxcross.runtime.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
+from jaxcross.jobs.latest_state import Kept, deleted
+from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
 

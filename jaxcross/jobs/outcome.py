@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jaxcross.errors import JobError
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.report import JobFacts, Recorder, Report
-from jaxcross.runtime.job import JobContext
-from jaxcross.runtime.replicas import RankReport, exchange
 from jaxcross.world import World
 
 TOLD = 8

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxcross.interleave import messages as m
-from jaxcross.runtime.place import START, Place, go_to, state_of
+from jaxcross.jobs.data_position import START, Place, go_to, state_of
 
 _ALIGNMENT = 64
 _log = logging.getLogger("jaxcross")

@@ -15,21 +15,21 @@ from jaxcross.checkpoint.talk import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.interleave.messages import Leaving
+from jaxcross.jobs.latest_state import Kept
+from jaxcross.jobs.metrics import MetricLog
+from jaxcross.jobs.prefetch import Feed
+from jaxcross.jobs.replica_checks import ReplicaChecks
+from jaxcross.jobs.replicas import CheckReplicas
+from jaxcross.jobs.resumption import Resumption
+from jaxcross.jobs.step_registry import Calls
+from jaxcross.jobs.thread import JobThread, current_job
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.feed import Feed
-from jaxcross.runtime.job_calls import Calls
 from jaxcross.runtime.job_record import NonFinite, Seat, Stopped
-from jaxcross.runtime.kept import Kept
-from jaxcross.runtime.metrics import MetricLog
-from jaxcross.runtime.replica_checks import ReplicaChecks
-from jaxcross.runtime.replicas import CheckReplicas
-from jaxcross.runtime.resumption import Resumption
 from jaxcross.runtime.stall_watch import after_run
-from jaxcross.runtime.threads import JobThread, current_job
 from jaxcross.world.control_plane import Control
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import Tracer
-from jaxcross.runtime.kept import own_copy
+from jaxcross.jobs.latest_state import own_copy
 
 
 class MetricLog:

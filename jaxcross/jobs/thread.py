@@ -9,7 +9,7 @@ from jaxcross.errors import JobError
 from jaxcross.runtime.lanes import LaneThread
 
 if TYPE_CHECKING:
-    from jaxcross.runtime.job import JobContext
+    from jaxcross.jobs.context import JobContext
 
 
 class JobThread(LaneThread):

@@ -10,13 +10,13 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
+from jaxcross.jobs.arguments import check_loop
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.replicas import CheckReplicas
+from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
-from jaxcross.runner import Runner
-from jaxcross.runtime.arguments import check_loop
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job import JobContext
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
-from jaxcross.runtime.replicas import CheckReplicas
 from jaxcross.world import World
 
 

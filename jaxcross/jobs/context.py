@@ -13,13 +13,13 @@ import numpy as np
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.vote import Wish
-from jaxcross.runtime.arguments import check_batches
-from jaxcross.runtime.feed import Feed, to_device
-from jaxcross.runtime.job_life import JobLife
+from jaxcross.jobs.arguments import check_batches
+from jaxcross.jobs.data_position import START
+from jaxcross.jobs.latest_state import own_copy
+from jaxcross.jobs.lifecycle import JobLife
+from jaxcross.jobs.prefetch import Feed, to_device
+from jaxcross.jobs.resumption import Resumption
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
-from jaxcross.runtime.kept import own_copy
-from jaxcross.runtime.place import START
-from jaxcross.runtime.resumption import Resumption
 
 
 class JobContext(JobLife):

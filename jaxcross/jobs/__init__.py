@@ -1,0 +1,1 @@
+"""Your loop: runners, jobs, their threads, their data and what they log."""
