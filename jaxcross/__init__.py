@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxcross.jobs.replicas import CheckReplicas
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
-    from jaxcross.step import crossover
+    from jaxcross.step.crossover import crossover
     from jaxcross.world import World, current, initialize
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOMES = {
     "Checkpoints": "checkpoint", "Job": "jobs.plain_loop", "ParameterServer": "server", "RoundRobin": "interleave.policy",
     "Runner": "jobs.runner",
     "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
-    "crossover": "step", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
+    "crossover": "step.crossover", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
-from jaxcross.cut_search import PIECES
+from jaxcross.step.cut_tuner import PIECES
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 # before the imports that make JAX arrays

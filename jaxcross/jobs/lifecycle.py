@@ -99,7 +99,7 @@ class JobLife:
             "iterator, `job.batches(prepared(data))`."
         )
 
-    # For `jaxcross.step`.
+    # For `jaxcross.step.crossover`.
 
     @property
     def sole(self) -> bool:

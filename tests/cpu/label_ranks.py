@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from fakes import run_ranks
 
 from jaxcross.errors import ExchangeError
-from jaxcross.exchange_order import agree_on_order, order_hash
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
+from jaxcross.step.exchange_order import agree_on_order, order_hash
 from jaxcross.testing import LocalRanks, decide
 
 X = jnp.arange(12.0).reshape(4, 3)

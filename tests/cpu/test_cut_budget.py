@@ -10,10 +10,10 @@ import pytest
 from fakes import run_ranks
 from test_runner import make_step
 
-from jaxcross import cut_budget
-from jaxcross.cut_budget import SHARE, Budget
-from jaxcross.cut_search import recall
 from jaxcross.jobs.runner import Runner
+from jaxcross.step import cut_budget
+from jaxcross.step.cut_budget import SHARE, Budget
+from jaxcross.step.cut_tuner import recall
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

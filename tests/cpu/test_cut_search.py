@@ -21,12 +21,12 @@ import pytest
 from fakes import FakeControl, run_ranks
 from layers import step
 
-from jaxcross import cut_budget, cut_search, trial, variant
 from jaxcross.jobs.step_registry import Calls
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
+from jaxcross.step import cut_budget, cut_tuner, timed_trial, variant
+from jaxcross.step.variant import Variant
 from jaxcross.testing import LocalRanks
-from jaxcross.variant import Variant
 
 Search = Callable[..., int]
 
@@ -102,7 +102,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds a step of each number of pieces."""
     seconds: dict[int, float] = {}
-    monkeypatch.setattr(cut_search, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals))
+    monkeypatch.setattr(cut_tuner, "_race", lambda rivals, *_: tuple(seconds[pieces_of(r)] for r in rivals))
     return seconds
 
 
@@ -276,7 +276,7 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
 
     def work(world: Any) -> tuple[int, list[int]]:
         node = variant_of(world.control, local_size=2 - world.rank)  # hosts of unlike numbers of ranks
-        key = cut_search.key_of(node.default, node.world)
+        key = cut_tuner.key_of(node.default, node.world)
         job = Job(world.control, {key: 4} if world.rank in knows else {}, sole=sole)
         return pieces_of(node.compiled_for(job)), list(job.cuts.values())
 
@@ -306,7 +306,7 @@ def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeyp
     """A watchdog has patience with one at a time."""
     (control,) = FakeControl.group(1)
     runs: list[Any] = []
-    monkeypatch.setattr(trial, "run_execution", lambda *_: runs.append(_))
+    monkeypatch.setattr(timed_trial, "run_execution", lambda *_: runs.append(_))
 
     class Counting(Job):
         most = 0

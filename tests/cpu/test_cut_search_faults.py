@@ -21,13 +21,13 @@ import pytest
 from fakes import run_ranks
 from layers import step
 
-from jaxcross import cut_search, trial
 from jaxcross._jax_compat import compilation_cache_dir
-from jaxcross.cut_search import Recalled, recall, search
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.collective_call import meet
+from jaxcross.step import cut_tuner, timed_trial
+from jaxcross.step.cut_tuner import Recalled, recall, search
 from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
@@ -112,7 +112,7 @@ def test_copies_that_do_not_fit_on_one_rank_leave_the_step_uncut(
             made.append(x)
         return x.copy()
 
-    monkeypatch.setattr(trial, "jnp", SimpleNamespace(copy=copy))
+    monkeypatch.setattr(timed_trial, "jnp", SimpleNamespace(copy=copy))
     assert found(in_job) == [f"`step` is not cut, as it fails on copies: {TOLD}"]
     assert len(made) == after
 
@@ -161,15 +161,15 @@ def test_what_fails_later_in_the_search_leaves_the_step_uncut(
 ) -> None:
     """In the last race of uncut and the fastest, whichever that is."""
     times = [(3.0, 2.0), (2.0, 1.0), (float("inf"), float("inf"))]
-    monkeypatch.setattr(cut_search, "_race", lambda rivals, traced, leaves, world, *_: next(left[world.rank]))
+    monkeypatch.setattr(cut_tuner, "_race", lambda rivals, traced, leaves, world, *_: next(left[world.rank]))
     left = [iter(times), iter(times)]
     assert found(True) == []
 
 
 @pytest.mark.parametrize("forbidden", [0, 1])
 def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_search, "compilation_cache_dir", lambda: tmp_path)
-    cut_search._Book("key").write(4, 0.5)
+    monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path)
+    cut_tuner._Book("key").write(4, 0.5)
     stat = Path.stat
 
     def checked(path: Path, **options: Any) -> Any:

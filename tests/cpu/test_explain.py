@@ -15,7 +15,7 @@ from jaxcross.jobs.outcome import raise_errors
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.trial import failures
+from jaxcross.step.timed_trial import failures
 
 TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")
 ends = st.sampled_from(["", ".", ". ", ".\n", ".\n\n", " .", "...", ". ."])

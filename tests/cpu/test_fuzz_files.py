@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from jaxcross import cut_search
 from jaxcross.data.augment import decode, eval_image
 from jaxcross.data.batches import Batches
 from jaxcross.data.records import INFO_FILE, NAME, find_folder, open_records
+from jaxcross.step import cut_tuner
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -28,8 +28,8 @@ def quick(examples):
 @pytest.fixture
 def book(tmp_path, monkeypatch):
     """What keeps the cuts that were found, in a folder that is not there yet."""
-    monkeypatch.setattr(cut_search, "compilation_cache_dir", lambda: tmp_path / "cache")
-    return cut_search._Book("key")
+    monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path / "cache")
+    return cut_tuner._Book("key")
 
 
 @quick(60)
@@ -59,7 +59,7 @@ def test_a_book_of_cuts_that_is_no_file_or_too_large_is_left_alone(book, monkeyp
     assert caplog.messages[0].startswith("The cut that was found cannot be kept in `")
     book._file.rmdir()
     book.write(4, 0.5)
-    monkeypatch.setattr(cut_search, "_LARGEST_BYTES", 3)
+    monkeypatch.setattr(cut_tuner, "_LARGEST_BYTES", 3)
     assert book.read() is None
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import jaxcross
 from jaxcross.errors import CutError, JobError
-from jaxcross.guard import guarded
 from jaxcross.jobs.runner import Runner
+from jaxcross.step.skip_nonfinite import guarded
 
 
 class Out(NamedTuple):

@@ -23,13 +23,13 @@ from random_steps import RECIPES, Op, Recipe, arguments, build
 from zoo import ZOO
 
 from jaxcross import _jax_compat as compat
-from jaxcross.exchange_order import order_hash
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.ir import Program
 from jaxcross.program.labels import labelled, order_of
 from jaxcross.program.provenance import Scope, leaf_hashes, marked
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
+from jaxcross.step.exchange_order import order_hash
 from jaxcross.testing import LocalRanks, decide
 
 
@@ -325,7 +325,7 @@ def test_leaves_are_known_by_their_paths() -> None:
 HASHED = """
 from label_ranks import TREE, program_of
 from jax import lax
-from jaxcross.exchange_order import order_hash
+from jaxcross.step.exchange_order import order_hash
 print(order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE)))
 """
 

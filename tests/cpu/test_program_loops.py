@@ -19,8 +19,8 @@ from jaxcross.program import lockstep
 from jaxcross.program.ir import Program
 from jaxcross.program.lockstep import FROZEN
 from jaxcross.program.text import parse
+from jaxcross.step.variant import _advise
 from jaxcross.testing import over_ranks, run_program
-from jaxcross.variant import _advise
 
 X = jnp.ones(3)
 

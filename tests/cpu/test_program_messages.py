@@ -19,8 +19,8 @@ from jax.experimental import io_callback
 from jaxcross.errors import CutError
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
+from jaxcross.step.variant import _advise
 from jaxcross.testing import LocalRanks
-from jaxcross.variant import _advise
 
 AXES = {"batch": 2}
 X = jnp.ones((4, 2))

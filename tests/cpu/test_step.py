@@ -19,7 +19,7 @@ from script_text import RAISED
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.runtime.standalone import OnlyThread
-from jaxcross.step import crossover, positions
+from jaxcross.step.crossover import crossover, positions
 
 CHECKS = (
     RAISED

@@ -16,49 +16,49 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "jaxcross.errors": ("jax", "jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross._jax_compat": ("jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross.program": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.exchange": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.exchange.auto": (  # counts what would travel
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.report",
         "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.tensor": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.step", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire", "jaxcross.report",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.data": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report",
         "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.checkpoint": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire",
         "jaxcross.report", "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.report": (
-        "jax", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.world", "jaxcross.wire",
+        "jax", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.world", "jaxcross.wire",
         "jaxcross.data", "jaxcross.program", "mpi4py", "mpi4jax",
     ),
     "jaxcross.world": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.report", "jaxcross.data",
     ),
     "jaxcross.server": (
-        "jaxcross.jobs.runner", "jaxcross.step", "jaxcross.report", "jaxcross.data", "jaxcross.wire", "jaxcross.exchange",
+        "jaxcross.jobs.runner", "jaxcross.step.crossover", "jaxcross.report", "jaxcross.data", "jaxcross.wire", "jaxcross.exchange",
         "mpi4py", "mpi4jax",
     ),
     "jaxcross.server.clocks": ("jax", "numpy", "jaxcross", "mpi4py", "mpi4jax"),
     "jaxcross.wire": (
-        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data",
+        "jaxcross.runtime", "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.report", "jaxcross.data",
     ),
     "jaxcross.runtime": (
-        "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax",
+        "jaxcross.jobs.runner", "jaxcross.server", "jaxcross.step.crossover", "jaxcross.report", "jaxcross.data", "mpi4py", "mpi4jax",
     ),
     "jaxcross.commands.doctor": (),
     "jaxcross.commands.launch": (),

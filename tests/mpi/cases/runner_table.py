@@ -18,10 +18,11 @@ import optax
 import pytest
 
 import jaxcross
-from jaxcross import JobError, RoundRobin, Runner, Sequential, cut_search, trial
+from jaxcross import JobError, RoundRobin, Runner, Sequential
 from jaxcross.exchange import Load
 from jaxcross.program.ir import Program
 from jaxcross.runtime.emulated_link import Link
+from jaxcross.step import cut_tuner, timed_trial
 
 WORLD = jaxcross.initialize(watchdog_s=60)
 RATES = {"lr-0.1": 0.1, "lr-0.4": 0.4, "lr-0.2": 0.2}
@@ -241,7 +242,7 @@ def the_cut_is_searched_for():
     expected = by_hand(deep_step("whole"))
     for run in (by_hand, in_a_runner):
         step = deep_step("auto")
-        with mock.patch.object(cut_search, "_race", wraps=cut_search._race) as race:
+        with mock.patch.object(cut_tuner, "_race", wraps=cut_tuner._race) as race:
             got = run(step)
         for x, y in zip(got, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
@@ -266,7 +267,7 @@ def a_short_run_is_not_searched_for():
 
 def joined_while_it_is_searched_for():
     """The job that was there and the one that comes share a step, and each keeps the cut that it began with."""
-    step, runner, begun, measure = deep_step("auto"), Runner(WORLD), threading.Event(), cut_search._race
+    step, runner, begun, measure = deep_step("auto"), Runner(WORLD), threading.Event(), cut_tuner._race
     added = []
 
     def fn(job, n, begun):
@@ -284,14 +285,14 @@ def joined_while_it_is_searched_for():
         return 2.0, 1.0  # the finest wins, on all ranks
 
     a = runner.add("a", fn, n=4, begun=threading.Event())
-    with mock.patch.object(cut_search, "_race", race):
+    with mock.patch.object(cut_tuner, "_race", race):
         runner.run()
     (b,) = added
     (pieces,), (beside,) = a.cuts.values(), b.cuts.values()
     assert pieces > 1 and beside == 0
     same(a.state, by_hand(deep_step(pieces)))
     same(b.state, by_hand(deep_step(1), 6))
-    with mock.patch.object(cut_search, "_race", never):
+    with mock.patch.object(cut_tuner, "_race", never):
         same(by_hand(step), a.state)
 
 
@@ -315,11 +316,11 @@ def resumed_beside_another():
     def race(*args):
         return 2e6, 1e6  # a run so long that it has time for a search
 
-    with mock.patch.object(cut_search, "_race", race):
+    with mock.patch.object(cut_tuner, "_race", race):
         (a,) = run(3, "a")
     (pieces,) = a.cuts.values()
     assert pieces > 1
-    with mock.patch.object(cut_search, "_race", never):
+    with mock.patch.object(cut_tuner, "_race", never):
         a, b = run(6, "a", "b")
         same(a.state, by_hand(deep_step(pieces), 6))
         (b,) = run(9, "b")
@@ -351,7 +352,7 @@ def a_trial_that_fails_on_one_rank():
         return dataclasses.replace(compiled, runnables=tuple(runnables))
 
     for target, name, broken in (
-        (trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut), (Program, "compile", break_cut)
+        (timed_trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut), (Program, "compile", break_cut)
     ):  # fmt: skip
         for run in (by_hand, in_a_runner):
             with mock.patch.object(target, name, broken) if WORLD.rank == WORLD.size - 1 else nullcontext():

@@ -14,7 +14,7 @@ import jax
 
 if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
-    from jaxcross.step import Step
+    from jaxcross.step.crossover import Step
 
 
 def holds_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -87,7 +87,7 @@ def _split(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 
 
 def _static(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
-    from jaxcross.step import positions
+    from jaxcross.step.crossover import positions
 
     return tuple(n for n in positions(step.static, len(args)) if 0 <= n < len(args))
 
@@ -101,7 +101,7 @@ def _pure_step(step: Step) -> Step:
     """The step as a function of graphs and states; one for each step, so that it is compiled once."""
     from flax import nnx
 
-    from jaxcross.step import crossover
+    from jaxcross.step.crossover import crossover
 
     if (known := step.__dict__.get("_pure")) is not None:
         return known

@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcross import nnx
 from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.guard import go, guarded
 from jaxcross.jobs import thread as runtime
 from jaxcross.program.accepted import check_step
 from jaxcross.program.compile import Once
@@ -23,8 +21,10 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
 from jaxcross.program.unshared import unshare
 from jaxcross.runtime.standalone import ONLY_THREAD, run_alone
-from jaxcross.unit_agreement import Units
-from jaxcross.variant import Variant
+from jaxcross.step import nnx
+from jaxcross.step.skip_nonfinite import go, guarded
+from jaxcross.step.unit_agreement import Units
+from jaxcross.step.variant import Variant
 from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current
 

@@ -21,11 +21,11 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross._jax_compat import compilation_cache_dir
-from jaxcross.cut_budget import SHARE, Budget
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
-from jaxcross.trial import failures, summary, time_step
+from jaxcross.step.cut_budget import SHARE, Budget
+from jaxcross.step.timed_trial import failures, summary, time_step
 from jaxcross.world import World
 
 _log = logging.getLogger("jaxcross")

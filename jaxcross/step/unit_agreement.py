@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.jobs import context as runtime
 from jaxcross.program import rank_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
+from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
 from jaxcross.wire.job_comms import Key

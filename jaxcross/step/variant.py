@@ -15,9 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jaxcross.cut_search import Recalled, Together, key_of, recall, search
 from jaxcross.errors import ExchangeError
-from jaxcross.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.jobs import context as runtime
 from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
@@ -27,7 +25,9 @@ from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.mismatch import different_calls, disagreement
 from jaxcross.program.trace import Traced
-from jaxcross.unit_agreement import Units, list_hash, without_calls
+from jaxcross.step.cut_tuner import Recalled, Together, key_of, recall, search
+from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
+from jaxcross.step.unit_agreement import Units, list_hash, without_calls
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 
