@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import jaxcross
-from jaxcross.checkpoint import arrays, folders
+from jaxcross.checkpoint import arrays, layout
 
 WORLD = jaxcross.initialize(watchdog_s=120)
 STEPS, EVERY, KEEP = 24, 3, 2
@@ -139,8 +139,8 @@ def main() -> None:
         runner.add("dropout", train, made=network(deltas, 0.5), data=from_generator(), killer=killer),
     ]
     with (
-        killer.around(folders, "_sync", "sync"),
-        killer.around(folders.Folders, "delete", "delete"),
+        killer.around(layout, "_sync", "sync"),
+        killer.around(layout.Folders, "delete", "delete"),
         killer.around(arrays, "write", "write"),
     ):
         runner.run()

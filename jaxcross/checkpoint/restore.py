@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxcross._pytree import Form, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.choice import choose, to_offer
-from jaxcross.checkpoint.folders import ABSENT, Folders
-from jaxcross.checkpoint.own import own_leaves
+from jaxcross.checkpoint.layout import ABSENT, Folders
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
-from jaxcross.checkpoint.talk import Talk, Together
+from jaxcross.checkpoint.rank_gather import Talk, Together
+from jaxcross.checkpoint.rank_local import own_leaves
+from jaxcross.checkpoint.select import choose, to_offer
 from jaxcross.errors import JobError, clause, first_line
 
 UNREADABLE = (

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxcross.checkpoint.folders import SET_FILE, Folders, folder_name, write_text
-from jaxcross.checkpoint.keeper import Keeper
-from jaxcross.checkpoint.members import Members, read
+from jaxcross.checkpoint.checkpointer import Keeper
+from jaxcross.checkpoint.job_list import Members, read
+from jaxcross.checkpoint.layout import SET_FILE, Folders, folder_name, write_text
 from jaxcross.checkpoint.part import FORMAT, UnusableError
+from jaxcross.checkpoint.rank_gather import Talk
 from jaxcross.checkpoint.restore import KeeperWorld
 from jaxcross.checkpoint.settings import Checkpoints
-from jaxcross.checkpoint.talk import Talk
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError, clause
 

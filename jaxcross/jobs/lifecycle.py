@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 
 import numpy as np
 
-from jaxcross.checkpoint.talk import Together
+from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.interleave.messages import Leaving

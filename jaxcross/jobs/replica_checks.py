@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._pytree import digests, on_host
-from jaxcross.checkpoint.own import common_leaves
-from jaxcross.checkpoint.talk import Together
+from jaxcross.checkpoint.rank_gather import Together
+from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.latest_state import Kept, deleted
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange

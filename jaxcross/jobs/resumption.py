@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxcross.checkpoint.keeper import Keeper, Progress
-from jaxcross.checkpoint.talk import Together
+from jaxcross.checkpoint.checkpointer import Keeper, Progress
+from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.jobs.data_position import START, Place
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Feed

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxcross import _pytree
 from jaxcross.checkpoint import Checkpoints, Session, arrays
-from jaxcross.checkpoint.folders import Folders, folder_name
+from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import Part, Saved, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import _pytree, exchange
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.own import own_leaves
+from jaxcross.checkpoint.rank_local import own_leaves
 
 
 def train_state():

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.folders import Folders, folder_name
-from jaxcross.checkpoint.members import Members, parse, read
+from jaxcross.checkpoint.job_list import Members, parse, read
+from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
@@ -188,7 +188,7 @@ def test_a_set_that_is_no_file_is_refused(tmp_path, monkeypatch):
     assert read(file) == Members(submitted={})
     file.write_text('{"jobs": ["a"], "added": ["b"]}')
     assert read(file) == Members(jobs=("a", "b"), added=("b",), submitted={})
-    monkeypatch.setattr("jaxcross.checkpoint.members.MAX_BYTES", 5)
+    monkeypatch.setattr("jaxcross.checkpoint.job_list.MAX_BYTES", 5)
     with pytest.raises(UnusableError):
         read(file)
     file.unlink()

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import jaxcross
 from jaxcross import exchange
 from jaxcross._pytree import digests
-from jaxcross.checkpoint.own import common_leaves, own_leaves
+from jaxcross.checkpoint.rank_local import common_leaves, own_leaves
 from jaxcross.jobs.latest_state import Kept
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge

@@ -168,7 +168,7 @@ def test_mpi_is_imported_inside_functions_only(module: str) -> None:
         ("jaxcross.world.world", "from jaxcross.jobs.runner import Runner"),
         ("jaxcross.server.lane", "from mpi4py import MPI"),
         ("jaxcross.server.clocks", "from jaxcross.server.lane import Lane"),
-        ("jaxcross.checkpoint.keeper", "from jaxcross.jobs.context import JobContext"),
+        ("jaxcross.checkpoint.checkpointer", "from jaxcross.jobs.context import JobContext"),
     ],
 )
 def test_the_reader_sees_wrong_arrows(module: str, source: str) -> None:

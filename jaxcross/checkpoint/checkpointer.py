@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxcross._pytree import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.folders import Folders, Mark, checkpoint_name, step_of
+from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, Saved
+from jaxcross.checkpoint.rank_gather import Talk, Together
 from jaxcross.checkpoint.restore import UNREADABLE, Found, KeeperWorld, find
-from jaxcross.checkpoint.talk import Talk, Together
 from jaxcross.checkpoint.writer import Writer
 
 
