@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.parameters import optimizer_in, whole_number, wide
+from jaxcross.exchange.validation import optimizer_in, whole_number, wide
 
 
 class AccumulateState(NamedTuple):

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.exchange import blocks, hops
+from jaxcross.exchange import blocks, collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_real, optimizer_in
 from jaxcross.exchange.per_rank import per_rank
+from jaxcross.exchange.validation import check_real, optimizer_in
 
 
 def adasum(
-    axis_name: hops.AxisName,
+    axis_name: collectives.AxisName,
     optimizer: optax.GradientTransformation | None = None,
-    inner_axis: hops.AxisName | None = None,
+    inner_axis: collectives.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Combine updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
 
@@ -63,7 +63,7 @@ def adasum(
     Source: Maleki et al., arXiv 2006.02924, section 3 (operator) and algorithm 1. The fold-in for other numbers of
     ranks and the scales are ours.
     """
-    axis = hops.one_axis(axis_name, "`adasum`")
+    axis = collectives.one_axis(axis_name, "`adasum`")
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -82,7 +82,7 @@ def adasum(
                 leaves[i] = x.astype(leaves[i].dtype)
         return jax.tree.unflatten(treedef, leaves), state
 
-    axes = (axis, *(() if inner_axis is None else hops.axis_names(inner_axis)))
+    axes = (axis, *(() if inner_axis is None else collectives.axis_names(inner_axis)))
     exchange = optax.GradientTransformationExtraArgs(init, update)
     if optimizer is not None:
         exchange = optax.chain(per_rank(optimizer_in(optimizer, "`adasum`")), exchange)
@@ -99,8 +99,8 @@ def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
     return 1 << min(max(room, 1).bit_length() - 1, 9)
 
 
-def _exchange(leaves: Sequence[jax.Array], axis: Any, inner_axis: hops.AxisName | None) -> list[jax.Array]:
-    inner = () if inner_axis is None else hops.axis_names(inner_axis)
+def _exchange(leaves: Sequence[jax.Array], axis: Any, inner_axis: collectives.AxisName | None) -> list[jax.Array]:
+    inner = () if inner_axis is None else collectives.axis_names(inner_axis)
     ranks = jax.lax.axis_size(axis)
     base = 1 << (ranks.bit_length() - 1)
     count = base
@@ -111,10 +111,10 @@ def _exchange(leaves: Sequence[jax.Array], axis: Any, inner_axis: hops.AxisName 
     x = blocks.to_blocks(leaves, count, jnp.result_type(jnp.float32, *leaves), size)
     columns = x.shape[1]
     for name in inner:
-        x = hops.sum_scatter(x.reshape(-1), name) / jax.lax.axis_size(name)
+        x = collectives.sum_scatter(x.reshape(-1), name) / jax.lax.axis_size(name)
     x = _over_ranks(x.reshape(base, -1, size), [blocks.width(s, count, size) // size for s in shapes], axis, inner)
     for name in reversed(inner):
-        x = hops.gather(x, name)
+        x = collectives.gather(x, name)
     return blocks.from_blocks(x.reshape(count, columns), shapes, size)
 
 
@@ -124,18 +124,18 @@ def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Any, inner: Sequence[
     base = x.shape[0]
     levels = base.bit_length() - 1
     if base < ranks:
-        pair = _combine(x, hops.fold(x, axis), counts, lambda own: hops.gather(own, tuple(inner)))
+        pair = _combine(x, collectives.fold(x, axis), counts, lambda own: collectives.gather(own, tuple(inner)))
         x = jnp.where(rank < ranks - base, pair, x)
     for level in range(levels):
         lower = (rank >> level) & 1 == 0
         half = x.shape[0] // 2
         kept = jnp.where(lower, x[:half], x[half:])
         given = jnp.where(lower, x[half:], x[:half])
-        got = hops.swap(given, axis, 1 << level, ranks=base)
+        got = collectives.swap(given, axis, 1 << level, ranks=base)
 
         def of_group(own: jax.Array, level: int = level) -> jax.Array:
             # A group's ranks are neighbours. All are gathered, since `vmap` knows no groups: a few numbers a layer.
-            everybody = hops.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
+            everybody = collectives.gather(own, (axis, *inner)).reshape(ranks, -1, *own.shape)
             group = jax.lax.dynamic_slice_in_dim(everybody, rank >> (level + 1) << (level + 1), 2 << level)
             return group.reshape(-1, *own.shape)
 
@@ -143,10 +143,10 @@ def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Any, inner: Sequence[
         x = _combine(jnp.where(lower, kept, got), jnp.where(lower, got, kept), counts, of_group)
     for level in reversed(range(levels)):
         lower = (rank >> level) & 1 == 0
-        got = hops.swap(x, axis, 1 << level, ranks=base)
+        got = collectives.swap(x, axis, 1 << level, ranks=base)
         x = jnp.concatenate([jnp.where(lower, x, got), jnp.where(lower, got, x)])
     if base < ranks:
-        x = jnp.where(rank < base, x, hops.fold(x, axis))
+        x = jnp.where(rank < base, x, collectives.fold(x, axis))
     return x
 
 

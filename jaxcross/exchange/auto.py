@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.mean import mean
-from jaxcross.exchange.parameters import whole_number
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
+from jaxcross.exchange.validation import whole_number
 from jaxcross.program.cut import cut
 from jaxcross.program.ir import Exchange
 from jaxcross.program.trace import Traced, trace
@@ -110,7 +110,7 @@ def auto(
     if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
         times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
         raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
-    axis = hops.one_axis(axis_name, "`auto`")
+    axis = collectives.one_axis(axis_name, "`auto`")
     ranks = whole_number(ranks, "ranks", "`auto`")
     made = [rung.make(axis) for rung in ladder]
     refused: list[str] = []

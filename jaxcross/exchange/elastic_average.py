@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.hops import AxisName, axis_names
+from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import add, as_number, needed, optimizer_in, sum_of, whole_number
+from jaxcross.exchange.validation import add, as_number, needed, optimizer_in, sum_of, whole_number
 
 
 class ElasticAverageState(NamedTuple):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import as_number, needed, optimizer_in, steer, sum_of, whole_number, wide
+from jaxcross.exchange.validation import as_number, needed, optimizer_in, steer, sum_of, whole_number, wide
 
 
 class FederatedAverageState(NamedTuple):
@@ -67,7 +67,7 @@ def federated_average(
 
     Source: McMahan et al., arXiv 1602.05629, algorithm 1.
     """
-    axis = hops.one_axis(axis_name, "`federated_average`")
+    axis = collectives.one_axis(axis_name, "`federated_average`")
     every = whole_number(every, "every", "`federated_average`")
     share_of_ranks = as_number(participation)
     if not 0 < share_of_ranks <= 1:

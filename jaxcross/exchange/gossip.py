@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import add, floats, needed, optimizer_in
+from jaxcross.exchange.validation import add, floats, needed, optimizer_in
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
 _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
@@ -73,7 +73,7 @@ def gossip(
 
     Source: Lian et al., arXiv 1705.09056, algorithm 1; one-peer exponential graph: Assran et al., arXiv 1811.10792.
     """
-    axis = hops.one_axis(axis_name, "`gossip`")
+    axis = collectives.one_axis(axis_name, "`gossip`")
     if topology not in _TOPOLOGIES:
         raise ValueError(f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}.")
     inner = optimizer_in(optimizer, "`gossip`")

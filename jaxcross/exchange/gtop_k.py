@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops, sparse
+from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_float32, check_state
 from jaxcross.exchange.select import Selection, check_selection, select
+from jaxcross.exchange.validation import check_float32, check_state
 
 
 class GTopKState(NamedTuple):
@@ -59,7 +59,7 @@ def gtop_k(
     """
     density = sparse.check_density(density)
     check_selection(selection)
-    axis = hops.one_axis(axis_name, "`gtop_k`")
+    axis = collectives.one_axis(axis_name, "`gtop_k`")
 
     def init(params: optax.Params) -> GTopKState:
         sparse.warn_if_none(params, skip, "`gtop_k`")
@@ -68,7 +68,7 @@ def gtop_k(
     def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
         del params
         size = jax.lax.axis_size(axis)
-        if not hops.power_of_two(size):
+        if not collectives.power_of_two(size):
             raise ValueError(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
                 " any number of ranks."
@@ -93,11 +93,11 @@ def gtop_k(
         k = sparse.slots(density, vector.size)
         size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
-        own_values = hops.within(own_values, x.dtype)  # and so is the mean of all ranks'
+        own_values = collectives.within(own_values, x.dtype)  # and so is the mean of all ranks'
         values, indices = own_values, own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
-            other = hops.swap((values, indices), axis, 1 << level)
+            other = collectives.swap((values, indices), axis, 1 << level)
             lower = (rank >> level) & 1 == 0
             # In rank order on both sides, so that both add and break ties alike.
             first = jax.tree.map(lambda a, b: jnp.where(lower, a, b), (values, indices), other)  # noqa: B023

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.hops import AxisName, axis_names
+from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import mean_of, needed, optimizer_in, steer, whole_number
+from jaxcross.exchange.validation import mean_of, needed, optimizer_in, steer, whole_number
 
 
 class LocalSGDState(NamedTuple):

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import floats
+from jaxcross.exchange.validation import floats
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
-    axis_name: hops.AxisName, wire_dtype: Any = None, *, pattern: Pattern = "auto"
+    axis_name: collectives.AxisName, wire_dtype: Any = None, *, pattern: Pattern = "auto"
 ) -> optax.GradientTransformation:
     """Replace each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
@@ -63,14 +63,14 @@ def mean(
         )
     if pattern not in get_args(Pattern):
         raise ValueError(f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}.")
-    names = hops.axis_names(axis_name)
+    names = collectives.axis_names(axis_name)
     if pattern == "hierarchical" and len(names) != 2:
         raise ValueError(
             f'`pattern="hierarchical"` goes over two axes, the outer first, not over `{axis_name!r}`: write for example'
             ' `axis_name=("node", "local")` and give the step both axes.'
         )
     if pattern in ("ring", "tree"):
-        hops.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
+        collectives.one_axis(axis_name, f'`mean(pattern="{pattern}")`')
 
     def average(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
@@ -97,20 +97,20 @@ def mean(
 
 def _hierarchical(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     outer, inner = names
-    block = hops.sum_scatter(x, inner, wire_dtype=wire)
-    return hops.gather(jax.lax.psum(hops.narrow(block, wire), outer), inner).reshape(-1).astype(x.dtype)
+    block = collectives.sum_scatter(x, inner, wire_dtype=wire)
+    return collectives.gather(jax.lax.psum(collectives.narrow(block, wire), outer), inner).reshape(-1).astype(x.dtype)
 
 
 def _ring(x: jax.Array, names: Any, wire: Any) -> jax.Array:
-    return hops.ring_sum(x, hops.one_axis(names, "a ring"), wire_dtype=wire)
+    return collectives.ring_sum(x, collectives.one_axis(names, "a ring"), wire_dtype=wire)
 
 
 def _tree(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        return hops.narrow(a.astype(x.dtype) + b.astype(x.dtype), wire)
+        return collectives.narrow(a.astype(x.dtype) + b.astype(x.dtype), wire)
 
-    return hops.doubling(hops.narrow(x, wire), hops.one_axis(names, "a tree"), add).astype(x.dtype)
+    return collectives.doubling(collectives.narrow(x, wire), collectives.one_axis(names, "a tree"), add).astype(x.dtype)
 
 
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 
 
 class _Mark(NamedTuple):
@@ -34,7 +34,7 @@ _running = _Running()
 
 
 def once(
-    by: str, axis_name: hops.AxisName, exchange: optax.GradientTransformation
+    by: str, axis_name: collectives.AxisName, exchange: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes, and to
     be in the optimizer of one.
@@ -46,7 +46,7 @@ def once(
     Raises:
         ValueError: When traced, before the first step, and on every rank.
     """
-    axes = frozenset(hops.axis_names(axis_name))
+    axes = frozenset(collectives.axis_names(axis_name))
     exchange = optax.with_extra_args_support(exchange)
 
     def update(

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import bits, hops
+from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.flat import Layout, layout
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import as_number, check_real, check_state, whole_number
+from jaxcross.exchange.validation import as_number, check_real, check_state, whole_number
 
 
 class OneBitAdamState(NamedTuple):
@@ -75,7 +75,7 @@ def one_bit_adam(
     Source: Tang et al., arXiv 2102.02888, algorithm 1. Scales are mean absolute values, for which error feedback
     contracts whatever the elements are.
     """
-    axis = hops.one_axis(axis_name, "`one_bit_adam`")
+    axis = collectives.one_axis(axis_name, "`one_bit_adam`")
     freeze_step = whole_number(freeze_step, "freeze_step", "`one_bit_adam`")  # signs need a second moment
     block = whole_number(block, "block", "`one_bit_adam`")
     ranks = whole_number(ranks, "ranks", "`one_bit_adam`")
@@ -139,11 +139,11 @@ def one_bit_adam(
         counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
         # One bit cannot say zero: what has come for the padding, or is left of it, is not passed on.
         real = (jnp.arange(block) < counts[:, None]).reshape(-1)
-        owned = hops.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
+        owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
         owned = jnp.where(real, owned, 0)
         packed, scales = _encode(owned, counts, block)
         server_rest = jnp.where(real, owned - _decode(packed, scales, block), 0)
-        mu = lay.unravel(_decode(hops.gather(packed, axis), hops.gather(scales, axis), block).reshape(-1))
+        mu = lay.unravel(_decode(collectives.gather(packed, axis), collectives.gather(scales, axis), block).reshape(-1))
         # Nor zero for an element that never had a gradient, which would be divided by `eps`. What is not finite is not
         # hidden.
         mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)

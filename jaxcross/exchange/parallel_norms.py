@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 
 
 def scale_by_trust_ratio(
@@ -47,7 +47,7 @@ def scale_by_trust_ratio(
     Source: Shi et al., arXiv 2010.10458, section 3.2 (parallel tensor operator); You et al., arXiv 1708.03888, equation
     6.
     """
-    axis = hops.one_axis(axis_name, "`scale_by_trust_ratio`")
+    axis = collectives.one_axis(axis_name, "`scale_by_trust_ratio`")
 
     def scale(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         if params is None:
@@ -68,7 +68,7 @@ def scale_by_trust_ratio(
 
         # Only this rank's branch runs: over MPI the index is a constant.
         mine = jax.lax.switch(jax.lax.axis_index(axis), [partial(of, layers) for layers in owned])
-        gathered = hops.gather(mine, axis)
+        gathered = collectives.gather(mine, axis)
         out = list(leaves)
         for rank, layers in enumerate(owned):
             for place, i in enumerate(layers):

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
-from jaxcross.elementwise import check_elementwise
-from jaxcross.exchange import blocks, hops
+from jaxcross.exchange import blocks, collectives
+from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import by_type, check_state, optimizer_in, whole_number, wide
 from jaxcross.exchange.per_rank import PerRankState
+from jaxcross.exchange.validation import by_type, check_state, optimizer_in, whole_number, wide
 
 
 def parameter_server(
@@ -55,7 +55,7 @@ def parameter_server(
     Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv 2007.03970, section
     3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """
-    axis = hops.one_axis(axis_name, "`parameter_server`")
+    axis = collectives.one_axis(axis_name, "`parameter_server`")
     ranks = None if ranks is None else whole_number(ranks, "ranks", "`parameter_server`")
     inner = optimizer_in(optimizer, "`parameter_server`")
 
@@ -104,7 +104,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
     out: list[Any] = [None] * len(leaves)
     for dtype, members in by_type(leaves).items():
         rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(wide(dtype))
-        mine = (hops.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
+        mine = (collectives.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
         for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
             out[i] = x
     return out
@@ -114,7 +114,7 @@ def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis:
     """The whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
     for members in by_type(parts).values():
-        rows = hops.gather(jnp.concatenate([parts[i] for i in members]), axis)
+        rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
         for i, x in zip(members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True):
             out[i] = x
     return out

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import as_number, check_float32, check_state, whole_number
+from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
 _EPSILON = 1e-5
@@ -29,7 +29,7 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(
-    rank: int, axis_name: hops.AxisName, *, min_ratio: float = 1.0, seed: int = 0
+    rank: int, axis_name: collectives.AxisName, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
     """The mean over ranks of each leaf, as a matrix of rank `rank`; what that leaves out is added to the next step.
 
@@ -69,7 +69,7 @@ def power_sgd(
             f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a compressed matrix"
             " shrinks, a number from 0 on."
         )
-    names = hops.axis_names(axis_name)
+    names = collectives.axis_names(axis_name)
 
     def shape_of(leaf: Any) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is compressed."""
@@ -114,7 +114,7 @@ def power_sgd(
             mine = _product(matrix.T, p)
             factors[i] = jax.lax.pmean(mine, names)
             found = _product(p, factors[i].T)
-            sent = hops.within(found, leaf.dtype)
+            sent = collectives.within(found, leaf.dtype)
             out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
             residuals[i] = matrix - _product(p, mine.T)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_real, whole_number
+from jaxcross.exchange.validation import check_real, whole_number
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -21,7 +21,7 @@ class QSGDState(NamedTuple):
     step: jax.Array
 
 
-def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.GradientTransformation:
+def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> optax.GradientTransformation:
     """The mean over ranks of leaves rounded to `norm * i / levels`, i a whole number, at random and without bias.
 
     The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
@@ -51,7 +51,7 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
     if levels > 127:
         raise ValueError(f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127.")
 
-    names = hops.axis_names(axis_name)
+    names = collectives.axis_names(axis_name)
 
     def init(params: optax.Params) -> QSGDState:
         del params
@@ -70,11 +70,11 @@ def qsgd(levels: int, axis_name: hops.AxisName, *, seed: int = 0) -> optax.Gradi
             _quantise(x, levels, jax.random.fold_in(jax.random.fold_in(key, leaf), rank))
             for leaf, x in enumerate(leaves)
         ]
-        every_unit = hops.gather(jnp.stack([unit for _, unit in coded]), names)  # [P, leaves]
-        every_code = [hops.gather(code, names) for code, _ in coded]
+        every_unit = collectives.gather(jnp.stack([unit for _, unit in coded]), names)  # [P, leaves]
+        every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
             # One level up may be beyond the update's type.
-            hops.within(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
+            collectives.within(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import bits, hops
+from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.flat import layout
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_real
+from jaxcross.exchange.validation import check_real
 
 
 def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
@@ -37,7 +37,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
 
     Source: Bernstein et al., arXiv 1802.04434 and 1810.05291, algorithm 1.
     """
-    axis = hops.one_axis(axis_name, "`sign_sgd`")
+    axis = collectives.one_axis(axis_name, "`sign_sgd`")
 
     def elect(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
@@ -50,7 +50,7 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         ballots = bits.pack(where.ravel(jax.tree.map(lambda x: x >= 0, updates)).reshape(size, -1))
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
-        elected = bits.unpack(hops.gather(bits.pack(majority), axis)).reshape(-1)
+        elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
         # A bit cannot say zero, nor what is not finite: that travels as NaN, which a job's `nonfinite` sees.
         told = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
         moved = jax.lax.psum(jnp.stack(told).astype(jnp.float32), axis)

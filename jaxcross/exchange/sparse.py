@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross._jax_compat import Tracer
-from jaxcross.exchange import hops
-from jaxcross.exchange.parameters import as_number
+from jaxcross.exchange import collectives
+from jaxcross.exchange.validation import as_number
 
 Skip = Callable[[str, Any], bool]
 
@@ -88,7 +88,7 @@ def warn_if_none(params: Any, skip: Skip, what: str) -> None:
 
 def rounded(values: jax.Array, dtype: Any) -> jax.Array:
     """Values as they travel. The rest then stays in the residual, as all rounding does."""
-    return hops.narrow(hops.within(values, dtype), dtype)
+    return collectives.narrow(collectives.within(values, dtype), dtype)
 
 
 def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import optimizer_in, whole_number, wide
+from jaxcross.exchange.validation import optimizer_in, whole_number, wide
 
 
 class StaleState(NamedTuple):
@@ -40,7 +40,7 @@ class BoundedStaleState(NamedTuple):
 
 
 def bounded_stale(
-    optimizer: optax.GradientTransformation, axis_name: hops.AxisName, *, bound: int
+    optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, bound: int
 ) -> optax.GradientTransformationExtraArgs:
     """Step each rank on its own gradient at once and on the others' `bound` steps late: the worst that SSP allows.
 
@@ -70,7 +70,7 @@ def bounded_stale(
     section 2; Langer et al., arXiv 2007.03970, section 3.3.4.
     """
     bound = whole_number(bound, "bound", "`bounded_stale`", least=0)
-    names = hops.axis_names(axis_name)
+    names = collectives.axis_names(axis_name)
     inner = optimizer_in(optimizer, "`bounded_stale`")
 
     def init(params: optax.Params) -> BoundedStaleState:
@@ -98,7 +98,7 @@ def bounded_stale(
 
 def asynchronous(
     optimizer: optax.GradientTransformation,
-    axis_name: hops.AxisName,
+    axis_name: collectives.AxisName,
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
@@ -129,7 +129,7 @@ def asynchronous(
 
     Source: Langer et al., arXiv 2007.03970, section 3.3.3; delayed SGD: Agarwal and Duchi, arXiv 1104.5525.
     """
-    axis = hops.one_axis(axis_name, "`asynchronous`")
+    axis = collectives.one_axis(axis_name, "`asynchronous`")
     table = _table(delays)
     # One slot for each step from now to the latest arrival.
     slots = int(table.max()) + 1

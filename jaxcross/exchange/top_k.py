@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange import blocks, hops, sparse
+from jaxcross.exchange import blocks, collectives, sparse
 from jaxcross.exchange.once import once
-from jaxcross.exchange.parameters import check_float32, check_state, whole_number
 from jaxcross.exchange.select import Selection, check_selection, select
+from jaxcross.exchange.validation import check_float32, check_state, whole_number
 
 Pattern = Literal["flat", "hierarchical"]
 
@@ -33,7 +33,7 @@ class TopKState(NamedTuple):
 
 def top_k(
     density: float,
-    axis_name: hops.AxisName,
+    axis_name: collectives.AxisName,
     *,
     selection: Selection = "auto",
     error_feedback: bool = True,
@@ -92,7 +92,7 @@ def top_k(
     stages = _stages(density, warm_up)
     if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
         raise ValueError(f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type.")
-    names = hops.axis_names(axis_name)
+    names = collectives.axis_names(axis_name)
     if pattern not in get_args(Pattern):
         raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
     hierarchical = pattern == "hierarchical"
@@ -146,7 +146,7 @@ def top_k(
         shapes = [x.shape for x in leaves]
         vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
         if inner > 1:
-            rows = hops.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), names[1])
+            rows = collectives.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), names[1])
             vectors = blocks.pieces(rows, shapes, inner)
         if error_feedback:
             vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
@@ -158,20 +158,22 @@ def top_k(
         if bucket and len(set(types)) > 1:
             sent = [_each_within(*pairs[0], bounds[1:], types, inner)]
         else:
-            sent = [hops.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)]
+            sent = [
+                collectives.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)
+            ]
         sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v in sent]
         counts = list(itertools.accumulate(v.size for v in sent))[:-1]
-        every_value = jnp.split(hops.gather(jnp.concatenate(sent), across), counts, axis=1)
-        every_index = jnp.split(hops.gather(jnp.concatenate([i for _, i in pairs]), across), counts, axis=1)
+        every_value = jnp.split(collectives.gather(jnp.concatenate(sent), across), counts, axis=1)
+        every_index = jnp.split(collectives.gather(jnp.concatenate([i for _, i in pairs]), across), counts, axis=1)
         ranks = jax.lax.psum(1, names)
         sums = [sparse.total(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)]
         rests = [sparse.without(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
         if bucket:
             sums, rests = ([whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests))
         if inner > 1:
-            sums = blocks.from_blocks(hops.gather(jnp.concatenate(sums), names[1]), shapes)
+            sums = blocks.from_blocks(collectives.gather(jnp.concatenate(sums), names[1]), shapes)
         # What `values_dtype` has rounded up may be beyond the update's type.
-        sums = [hops.within(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
+        sums = [collectives.within(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
         out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
         return out, list(rests) if error_feedback else []
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from jaxcross.elementwise import check_elementwise
+from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.server.layout import Layout
 
 

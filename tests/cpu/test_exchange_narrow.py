@@ -14,7 +14,7 @@ from exchange_row import Row
 from exchange_table import TABLE, params
 
 from jaxcross import _jax_compat as compat
-from jaxcross.exchange import hops
+from jaxcross.exchange import collectives
 from jaxcross.exchange.federated_average import federated_average
 
 # The plain mean sends what it rounds and does not read it again.
@@ -35,7 +35,7 @@ def numbers() -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_it_is_the_conversion(dtype: Any) -> None:
     x = numbers()
-    got = np.asarray(jax.jit(lambda v: hops.narrow(v, dtype))(x))
+    got = np.asarray(jax.jit(lambda v: collectives.narrow(v, dtype))(x))
     with np.errstate(all="ignore"):
         expected = x.astype(dtype)
     nan = np.isnan(x)
@@ -47,7 +47,7 @@ def test_it_is_the_conversion(dtype: Any) -> None:
 def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
     x = numbers()
     x = x[np.isfinite(x)]
-    sent, read = jax.jit(lambda v: (hops.narrow(v, dtype), hops.narrow(v, dtype).astype(jnp.float32)))(x)
+    sent, read = jax.jit(lambda v: (collectives.narrow(v, dtype), collectives.narrow(v, dtype).astype(jnp.float32)))(x)
     np.testing.assert_array_equal(np.asarray(sent).astype(np.float32), np.asarray(read))
 
 
@@ -55,12 +55,12 @@ def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
 def test_eight_bits_keep_their_range(dtype: Any) -> None:
     every = jnp.arange(256, dtype=jnp.uint8).view(dtype).astype(jnp.float32)
     every = every[jnp.isfinite(every)]
-    assert (hops.narrow(every, dtype).astype(jnp.float32) == every).all()
+    assert (collectives.narrow(every, dtype).astype(jnp.float32) == every).all()
 
 
 def test_what_is_not_narrower_is_left_alone() -> None:
     for x, dtype in ((jnp.ones(2), jnp.float32), (jnp.arange(2), jnp.int32), (jnp.ones(2, jnp.bfloat16), jnp.float32)):
-        found = str(jax.make_jaxpr(lambda v, d=dtype: hops.narrow(v, d))(x))
+        found = str(jax.make_jaxpr(lambda v, d=dtype: collectives.narrow(v, d))(x))
         assert "reduce_precision" not in found
 
 
