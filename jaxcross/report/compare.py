@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.facts import LOSSES, Account, JobAccount
+from jaxcross.report.summary import LOSSES, Account, JobAccount
 from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
 

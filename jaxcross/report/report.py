@@ -12,9 +12,9 @@ from typing import Any
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
-from jaxcross.report.account import account
-from jaxcross.report.facts import Account, JobFacts
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
+from jaxcross.report.summary import Account, JobFacts
+from jaxcross.report.time_breakdown import account
 
 FORMAT = 1
 IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import first_line
-from jaxcross.report.facts import BRIEF, LOSSES, Account, JobAccount
+from jaxcross.report.summary import BRIEF, LOSSES, Account, JobAccount
 from jaxcross.report.units import number, seconds, share
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER, Span
-from jaxcross.report.account import account
 from jaxcross.report.compare import Comparison
-from jaxcross.report.facts import JobFacts
 from jaxcross.report.intervals import intersect, measure, subtract, union
 from jaxcross.report.report import Report
+from jaxcross.report.summary import JobFacts
+from jaxcross.report.time_breakdown import account
 
 S = 1_000_000_000
 

@@ -13,10 +13,10 @@ from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Fail, Simulation, Step, Think
 from jaxcross.interleave.step_graph import Outline
 from jaxcross.interleave.vote import Wish
-from jaxcross.report.account import account
 from jaxcross.report.chrome import trace_events
-from jaxcross.report.facts import LOSSES, JobFacts
 from jaxcross.report.report import IN_TURN, Report
+from jaxcross.report.summary import LOSSES, JobFacts
+from jaxcross.report.time_breakdown import account
 
 S = 1_000_000_000
 SEEDS = st.integers(0, 2**32 - 1)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
-from jaxcross.report.facts import BRIEF, LOSSES, Account, JobAccount, JobFacts
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
 from jaxcross.report.rounds import Stretch, at_work_together, sets_together
+from jaxcross.report.summary import BRIEF, LOSSES, Account, JobAccount, JobFacts
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 
 
