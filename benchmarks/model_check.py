@@ -11,13 +11,17 @@ for, at the least. Failures are put at every segment, when dispatched and later,
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from workloads import parser, write_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "model"))  # the checker is no part of the package
 from explore import explore
 from model_case import Case, Script
-from workloads import parser, write_json
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted

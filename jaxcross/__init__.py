@@ -37,11 +37,10 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "CheckReplicas": "jobs.replicas",
-    "Checkpoints": "checkpoint", "Job": "jobs.plain_loop", "ParameterServer": "server", "RoundRobin": "interleave.policy",
-    "Runner": "jobs.runner",
-    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
-    "crossover": "step.crossover", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
+    "CheckReplicas": "jobs.replicas", "Checkpoints": "checkpoint", "Job": "jobs.plain_loop",
+    "ParameterServer": "server", "RoundRobin": "interleave.policy", "Runner": "jobs.runner",
+    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world", "crossover": "step.crossover", "current": "world",
+    "initialize": "world", "run": "jobs.plain_loop",
 }  # fmt: skip
 
 

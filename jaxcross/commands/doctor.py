@@ -51,7 +51,7 @@ class Findings:
     mpirun: tuple[str, str] | None
     cores: int
     machine_cores: int
-    xla_pool: int
+    pool: int
     namespaces: bool
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
 
-HOLD = Path(__file__).with_name("hold.py")
+HOLD = Path(__file__).with_name("supervise.py")
 HOLD_S = 40
 """How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
 

@@ -1,4 +1,4 @@
-"""Holds a rank's place after its end: `python hold.py SECONDS command ...`. Standard library only, one thread.
+"""Holds a rank's place after its end: `python supervise.py SECONDS command ...`. Standard library only, one thread.
 
 `mpirun` ends all ranks the moment that one dies by itself, before the others can say what they waited for. What it
 started is this process; the rank is its child. If the child ends badly, this one stays while others may miss it, some

@@ -1,1 +1,1 @@
-"""Pure decisions: whose segment is next, in what order jobs exchange, when a step is committed. No MPI, JAX, thread or clock."""
+"""Pure decisions: whose segment is next, which exchange follows, when a step is committed. No MPI, JAX or clock."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.jobs import thread as runtime
+from jaxcross.jobs import thread as job_thread
 from jaxcross.program.accepted import check_step
 from jaxcross.program.compile import Once
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
@@ -120,7 +120,7 @@ class Step:
         world = current()
         given, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, args = self._bind_static(given)
-        job = runtime.current_job()
+        job = job_thread.current_job()
         if guards := job is not None and job.nonfinite == "skip":
             function, args = self._guarded(function, len(given)), (*args, go())
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -148,7 +148,7 @@ class Step:
         unshare(leaves, node.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
-        runtime.check_not_stray(self.__name__)
+        job_thread.check_not_stray(self.__name__)
         assert node.program is not None
         self._calls += 1
         if world.size == 1 or (node is not self._agreed and not node.program.speaks):

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jaxcross.errors import ExchangeError
-from jaxcross.jobs import context as runtime
+from jaxcross.jobs import context as job_context
 from jaxcross.program import rank_lists
 from jaxcross.program.ir import Exchange, Program, hash_62
 from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
@@ -47,7 +47,9 @@ class Units:
     """
 
     latest: tuple[Any, str] | None = None
-    of_job: WeakKeyDictionary[runtime.JobContext, dict[tuple[Any, str], str]] = field(default_factory=WeakKeyDictionary)
+    of_job: WeakKeyDictionary[job_context.JobContext, dict[tuple[Any, str], str]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def is_current(self, world: World, program: Program, asked: Any) -> bool:
         """Whether the latest agreement outside a runner holds for this program."""
@@ -65,7 +67,7 @@ class Units:
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
 
-    def agree_in(self, job: runtime.JobContext, world: World, program: Program, asked: Any) -> Program:
+    def agree_in(self, job: job_context.JobContext, world: World, program: Program, asked: Any) -> Program:
         """The program over the job's own communicators, once all ranks have agreed. Waits for all ranks.
 
         Raises:
@@ -136,7 +138,12 @@ def without_calls(name: str, ranks: list[int]) -> str:
 
 
 def _agree(
-    job: runtime.JobContext, world: World, program: Program, calls: tuple[Exchange, ...], order: int, control: Control
+    job: job_context.JobContext,
+    world: World,
+    program: Program,
+    calls: tuple[Exchange, ...],
+    order: int,
+    control: Control,
 ) -> str:
     """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks. Returns a hash."""
     job.check_alike(control)

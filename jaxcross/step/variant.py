@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.errors import ExchangeError
-from jaxcross.jobs import context as runtime
+from jaxcross.jobs import context as job_context
 from jaxcross.program.compile import Once
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
@@ -76,7 +76,7 @@ class Variant:
     chooses: bool = field(init=False, default=False)  # whether there is a cut to choose
     compiled: dict[int, Compiled] = field(init=False, default_factory=dict)
     alone: Compiled | None = field(init=False, default=None)  # chosen outside a runner
-    of_job: WeakKeyDictionary[runtime.JobContext, Compiled] = field(init=False, default_factory=WeakKeyDictionary)
+    of_job: WeakKeyDictionary[job_context.JobContext, Compiled] = field(init=False, default_factory=WeakKeyDictionary)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class Variant:
         # Where the host takes branches, ranks may be at unlike calls of it, with equal exchanges.
         agree_alone(self.world, self.default, call, by_call=bool(self.traced.choices))
 
-    def compiled_for(self, job: runtime.JobContext | None) -> Compiled:
+    def compiled_for(self, job: job_context.JobContext | None) -> Compiled:
         """The executables. At a job's first use waits until all ranks are known to want the same exchanges.
 
         The ranks agree (without a job: by `agree`) before anything is compiled. Jobs agree each for themselves, making
@@ -148,7 +148,7 @@ class Variant:
         self.program = compiled.program
         return compiled
 
-    def _unit_in(self, job: runtime.JobContext) -> Compiled:
+    def _unit_in(self, job: job_context.JobContext) -> Compiled:
         if (known := self.of_job.get(job)) is None:
             program = self.units.agree_in(job, self.world, self.default, self.asked)
             with self._compiling(job, program.name):
@@ -176,7 +176,7 @@ class Variant:
         program = self._program(pieces)
         return (pieces, program) if program.exchange_hash() == signature else None
 
-    def _choose_in(self, job: runtime.JobContext) -> Compiled:
+    def _choose_in(self, job: job_context.JobContext) -> Compiled:
         """What a job runs for all of its steps: the same cut on every rank. Waits for all ranks."""
         self._agree_in(job, self.default)
         # Before they meet again: a job that joins in that meeting may be here before this one goes on.
@@ -210,14 +210,14 @@ class Variant:
         known = self.compiled.get(pieces)
         return known.program if known else self.traced.cut(pieces, bucket_bytes=self.bucket_bytes)
 
-    def _compile(self, job: runtime.JobContext | None, pieces: int, program: Program) -> Compiled:
+    def _compile(self, job: job_context.JobContext | None, pieces: int, program: Program) -> Compiled:
         with self._compiling(job, program.name), self.lock:
             if (compiled := self.compiled.get(pieces)) is None:
                 compiled = self.compiled[pieces] = program.compile(self.kinds, cache=self.world.executables)
         return compiled
 
     @contextmanager
-    def _compiling(self, job: runtime.JobContext | None, name: str) -> Iterator[None]:
+    def _compiling(self, job: job_context.JobContext | None, name: str) -> Iterator[None]:
         whose, step = (name, 0) if job is None else (job.name, job.step)
         with (
             self.world.flight.during("compile", job=whose, step=step),
@@ -225,7 +225,7 @@ class Variant:
         ):
             yield
 
-    def _agree_in(self, job: runtime.JobContext, program: Program) -> None:
+    def _agree_in(self, job: job_context.JobContext, program: Program) -> None:
         if program.exchanges and job.first_use(program, self.pieces):
             # The label is compared by all ranks: behind its first line it holds all that they must have in common.
             order = order_hash(program) if self.world.size > 1 else 0  # not while the exchange lane waits for it
@@ -240,7 +240,7 @@ class Variant:
             job.together(label, agree)
 
     def _search(
-        self, job: runtime.JobContext | None, leaves: Sequence[Any], together: Together, recalled: Recalled
+        self, job: job_context.JobContext | None, leaves: Sequence[Any], together: Together, recalled: Recalled
     ) -> tuple[int, Compiled]:
         """The fastest cut: measured. Nothing else runs beside this step as that begins."""
         world = self.world

@@ -138,13 +138,13 @@ class FakeWorld:
         step: int,
         segment: int,
         what: str,
-        awaited: Any = None,  # noqa: ARG002
-        own: bool = False,  # noqa: ARG002
+        awaited: Any = None,
+        own: bool = False,
     ) -> Unwatched:
         self.watched.append((job, step, segment, what))
         return Unwatched()
 
-    def abort(self, message: str, *, code: int = 1) -> NoReturn:  # noqa: ARG002
+    def abort(self, message: str, *, code: int = 1) -> NoReturn:
         self.control.leave()
         raise Aborted(message)
 

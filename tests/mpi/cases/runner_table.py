@@ -352,7 +352,8 @@ def a_trial_that_fails_on_one_rank():
         return dataclasses.replace(compiled, runnables=tuple(runnables))
 
     for target, name, broken in (
-        (timed_trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut), (Program, "compile", break_cut)
+        (timed_trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut),
+        (Program, "compile", break_cut)
     ):  # fmt: skip
         for run in (by_hand, in_a_runner):
             with mock.patch.object(target, name, broken) if WORLD.rank == WORLD.size - 1 else nullcontext():
