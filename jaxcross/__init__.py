@@ -39,8 +39,8 @@ __all__ = [
 _HOMES = {
     "CheckReplicas": "jobs.replicas", "Checkpoints": "checkpoint", "Job": "jobs.plain_loop",
     "ParameterServer": "server", "RoundRobin": "interleave.policy", "Runner": "jobs.runner",
-    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world", "crossover": "step.crossover", "current": "world",
-    "initialize": "world", "run": "jobs.plain_loop",
+    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
+    "crossover": "step.crossover", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
 }  # fmt: skip
 
 
