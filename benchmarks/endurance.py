@@ -140,7 +140,7 @@ def work(out: Path, args: Any) -> None:
     """On each rank."""
     import jaxcross
 
-    world = jaxcross.initialize(watchdog_s=600)
+    world = jaxcross.initialize(stall_timeout_s=600)
     before = {"threads": threading.active_count()}
     joins(world, 2 * AT_ONCE)  # what is made once
     steps(world, args.jobs, 4 * args.jobs)

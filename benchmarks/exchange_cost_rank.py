@@ -20,7 +20,7 @@ from typing import Any
 
 import jaxcross
 
-WORLD = jaxcross.initialize(lanes=2, watchdog_s=300)
+WORLD = jaxcross.initialize(lanes=2, stall_timeout_s=300)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -22,7 +22,7 @@ STEPS, AT_STEP = 8, 3
 FAULT, POINT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 SAID = {"agreement": "restore or the like"}.get(POINT, POINT)  # what the recorder calls it
 RUNNER_SAVES = FAULT == "term" or (FAULT in ("raise", "memory") and POINT == "compute")
-WORLD = jaxcross.initialize(silence_s=float(sys.argv[4]), watchdog_s=float(sys.argv[5]))
+WORLD = jaxcross.initialize(heartbeat_timeout_s=float(sys.argv[4]), stall_timeout_s=float(sys.argv[5]))
 VICTIM = WORLD.size - 1
 
 import jax  # noqa: E402

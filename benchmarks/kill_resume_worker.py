@@ -28,7 +28,7 @@ import optax
 import jaxcross
 from jaxcross.checkpoint import arrays, layout
 
-WORLD = jaxcross.initialize(watchdog_s=120)
+WORLD = jaxcross.initialize(stall_timeout_s=120)
 STEPS, EVERY, KEEP = 24, 3, 2
 
 

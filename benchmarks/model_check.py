@@ -26,19 +26,19 @@ from model_case import Case, Script
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 
-SHORT = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1, text="short")
-PLAIN = Outline(
+SHORT = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1, text="short")
+PLAIN = StepGraph(
     kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=2,
     text="plain",
 )  # fmt: skip
-TWICE = Outline(
+TWICE = StepGraph(
     kinds=("compute", "collective", "compute", "collective", "compute"), needs=((), (0,), (1,), (2,), (0, 3)),
     after_commit=frozenset({4}), signature=3, text="twice",
 )  # fmt: skip
-LOCAL = Outline(kinds=("compute",), needs=((),))
+LOCAL = StepGraph(kinds=("compute",), needs=((),))
 POLICIES = {"round-robin": RoundRobin(), "weighted": Weighted((1.0, 3.0, 2.0)), "sequential": Sequential()}
 
 INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
@@ -46,12 +46,12 @@ INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
 Expected = set[str]  # how the jobs may end, in the order of the jobs
 
 
-def step(outline: Outline, **fails: str) -> Step:
+def step(outline: StepGraph, **fails: str) -> Step:
     """One call; `step(PLAIN, s2="complete")`: segment 2 fails on the device."""
     return Step(outline, (0.0,) * len(outline.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
-def fed(batches: int, outline: Outline) -> Script:
+def fed(batches: int, outline: StepGraph) -> Script:
     """A loop over batches that are prepared meanwhile."""
     prepared = tuple(Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches))
     return (*prepared, *(a for n in range(batches) for a in (Batch(0, n), step(outline))), Batch(0, batches))
@@ -100,7 +100,7 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
     for segment, how in ((0, "dispatch"), (0, "complete"), (2, "dispatch"), (2, "complete")):
         bad, good, other = (step(PLAIN, **{f"s{segment}": how}),), (step(PLAIN),), (step(SHORT),)
         yield f"2 ranks, 2 jobs, segment {segment} fails, {how}", one_bad(2, bad, good, other), {"failed, ended"}
-    wished = [(m.JobWished(0, "", wish),) for wish in (Wish.STOP, Wish.PAUSE, Wish.RESUME)]
+    wished = [(m.JobRequested(0, "", wish),) for wish in (JobRequest.STOP, JobRequest.PAUSE, JobRequest.RESUME)]
     yield "2 ranks, 1 job, a wish to stop", alike(2, (step(PLAIN),) * 2, outside=(wished[0], ())), {"ended", "stopped"}
     yield "2 ranks, 1 job, a rest", alike(2, (step(SHORT),) * 2, outside=((*wished[1], *wished[2]), ())), ended
     for ranks in (2, 3):
@@ -126,7 +126,7 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
     yield "1 rank, 3 jobs", alike(1, *[(step(SHORT),)] * 3), {"ended, ended, ended"}
 
 
-def on_three_ranks(wished: list[tuple[m.JobWished]]) -> Iterator[tuple[str, Case, Expected]]:
+def on_three_ranks(wished: list[tuple[m.JobRequested]]) -> Iterator[tuple[str, Case, Expected]]:
     """Faults and wishes of one rank that two others hear of. `wished`: to stop, to rest, to go on."""
     good, stop, rest = (step(PLAIN),), wished[0], (*wished[1], *wished[2])
     for segment in (0, 2):

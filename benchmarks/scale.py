@@ -26,19 +26,19 @@ from workloads import parser, spread, write_json
 from jaxcross.interleave.messages import Event
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Simulation, Step
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 JOBS = (1, 2, 4, 8, 16, 32, 64)
 SEGMENTS = (3, 10, 30, 100, 300, 1000)
 RUN_SEGMENTS = (3, 11, 31, 101, 301, 1001)
 
 
-def outline(segments: int) -> Outline:
+def outline(segments: int) -> StepGraph:
     """Compute and exchange in turn, all of a backward pass that is cut small, and the update."""
     kinds = tuple("collective" if n % 2 else "compute" for n in range(segments - 1))
     needs = tuple((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(segments - 1))
     last = segments - 1
-    return Outline(
+    return StepGraph(
         kinds=(*kinds, "compute"), needs=(*needs, tuple(range(last))), after_commit=frozenset({last}), signature=1
     )
 

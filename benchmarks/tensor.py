@@ -76,7 +76,7 @@ def balanced_bits_per_s(found: dict[str, Any]) -> float:
 def worker(args: Any) -> int:
     import jaxcross
 
-    world = jaxcross.initialize(watchdog_s=300)
+    world = jaxcross.initialize(stall_timeout_s=300)
     part = {"scaling": scaling, "calibrate": calibrate, "crossover": crossover, "unlike": crossover}[args.part]
     found = part(world, args)
     if world.rank == 0:

@@ -22,7 +22,7 @@ from jaxcross.step.cut_tuner import PIECES
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 # before the imports that make JAX arrays
-world = jaxcross.initialize(watchdog_s=900)
+world = jaxcross.initialize(stall_timeout_s=900)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

@@ -14,8 +14,8 @@ from jaxcross._pytree import Form, Leaf, forms_of, rebuild, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, Saved
-from jaxcross.checkpoint.rank_gather import Talk, Together
-from jaxcross.checkpoint.restore import UNREADABLE, Found, KeeperWorld, find
+from jaxcross.checkpoint.rank_gather import RankGather, Together
+from jaxcross.checkpoint.restore import UNREADABLE, CheckpointerWorld, Found, find
 from jaxcross.checkpoint.writer import Writer
 
 
@@ -34,7 +34,7 @@ class Progress:
     cuts: Mapping[str, int]
 
 
-class Keeper:
+class JobCheckpointer:
     """Restores and saves one job. Its calls follow one another, in one order on all ranks.
 
     Args:
@@ -47,9 +47,15 @@ class Keeper:
     """
 
     def __init__(
-        self, talk: Talk, *, world: KeeperWorld, folders: Folders, keep: int, environment: Mapping[str, str],
+        self,
+        talk: RankGather,
+        *,
+        world: CheckpointerWorld,
+        folders: Folders,
+        keep: int,
+        environment: Mapping[str, str],
         writer: Writer,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._talk, self._world, self._folders, self._keep = talk, world, folders, keep
         self._environment, self._writer = environment, writer
         self._wanted: dict[str, Form] | None = None  # the state that the job restored

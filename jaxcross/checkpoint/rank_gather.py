@@ -15,7 +15,7 @@ Together = Callable[[str, Callable[[Any], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class RankGather:
     """One job's voice. `note` shows a line where the run is watched."""
 
     job: str

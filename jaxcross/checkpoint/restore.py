@@ -15,7 +15,7 @@ from jaxcross._pytree import Form, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import ABSENT, Folders
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
-from jaxcross.checkpoint.rank_gather import Talk, Together
+from jaxcross.checkpoint.rank_gather import RankGather, Together
 from jaxcross.checkpoint.rank_local import own_leaves
 from jaxcross.checkpoint.select import choose, to_offer
 from jaxcross.errors import JobError, clause, first_line
@@ -26,19 +26,19 @@ UNREADABLE = (
 )
 
 
-class KeeperFlight(Protocol):
+class CheckpointerFlight(Protocol):
     """Where a rank says what it is in."""
 
     def during(self, what: str, *, job: str, step: int) -> AbstractContextManager[None]: ...
 
 
-class KeeperWatch(AbstractContextManager[None], Protocol):
+class CheckpointerWatch(AbstractContextManager[None], Protocol):
     """A context whose length is watched."""
 
     def renew(self) -> None: ...
 
 
-class KeeperWorld(Protocol):
+class CheckpointerWorld(Protocol):
     """What the checkpoints of a job need of the world."""
 
     @property
@@ -46,10 +46,10 @@ class KeeperWorld(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def flight(self) -> KeeperFlight: ...
+    def flight(self) -> CheckpointerFlight: ...
     def watching(
         self, *, job: str, step: int, segment: int, what: str, awaited: Any = None, own: bool = False
-    ) -> KeeperWatch: ...
+    ) -> CheckpointerWatch: ...
     def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any: ...
 
 
@@ -91,9 +91,9 @@ def find(
     state: Any,
     wanted: Mapping[str, Form],
     *,
-    world: KeeperWorld,
+    world: CheckpointerWorld,
     folders: Folders,
-    talk: Talk,
+    talk: RankGather,
     together: Together,
     local: bool,
 ) -> Found | None:
@@ -156,7 +156,7 @@ def find(
     return None
 
 
-def _refuse_astray(talk: Talk, told: Sequence[Mapping[str, Sequence[int]]], ranks: int) -> None:
+def _refuse_astray(talk: RankGather, told: Sequence[Mapping[str, Sequence[int]]], ranks: int) -> None:
     """Nothing is whole: but is a checkpoint whole on other ranks' disks?
 
     Raises:
@@ -174,7 +174,7 @@ def _refuse_astray(talk: Talk, told: Sequence[Mapping[str, Sequence[int]]], rank
             )
 
 
-def _refuse_lost(talk: Talk, heard: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str) -> None:
+def _refuse_lost(talk: RankGather, heard: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str) -> None:
     """Nothing is whole: but was anything ever? A kill during the first write leaves no rank's mark, and no checkpoint
     of which every rank has a part.
 
@@ -200,7 +200,7 @@ def _refuse_lost(talk: Talk, heard: Sequence[Mapping[str, Any]], damaged: Mappin
     )
 
 
-def _survey(folders: Folders, talk: Talk, together: Together) -> _Survey:
+def _survey(folders: Folders, talk: RankGather, together: Together) -> _Survey:
     """What lies on this rank's disk.
 
     Raises:
@@ -237,7 +237,7 @@ def _said(error: Exception | None, path: Path) -> str:
     return "" if error is None else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
-def _part_here(first: Part, own: Part | None, world: KeeperWorld) -> Part:
+def _part_here(first: Part, own: Part | None, world: CheckpointerWorld) -> Part:
     """What this rank resumes from: its own part or, where it has none, rank 0's without that rank's iterators."""
     if own is not None and own.ranks == world.size:
         return own
@@ -265,7 +265,7 @@ def _read(
 
 
 def _common(
-    part: Part, held: dict[str, np.ndarray], world: KeeperWorld, together: Together
+    part: Part, held: dict[str, np.ndarray], world: CheckpointerWorld, together: Together
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """The leaves that rank 0 holds for all: sent, as each node may have a disk of its own."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
@@ -284,7 +284,7 @@ def _fresh(state: Any, *, local: bool) -> str:
     return json.dumps([own_leaves(state), digests])
 
 
-def _refuse_copies(talk: Talk, texts: Sequence[str], path: str) -> None:
+def _refuse_copies(talk: RankGather, texts: Sequence[str], path: str) -> None:
     """One rank wrote the checkpoint, so that all leaves look equal: are there any of which each rank needs its own?
 
     Raises:
@@ -297,7 +297,7 @@ def _refuse_copies(talk: Talk, texts: Sequence[str], path: str) -> None:
         raise _refusal(talk, path, ", ".join(f"`{leaf}`" for leaf in own[:3]), saved_on=1, ranks=len(heard))
 
 
-def _refusal(talk: Talk, path: str, apart: str, *, saved_on: int, ranks: int) -> JobError:
+def _refusal(talk: RankGather, path: str, apart: str, *, saved_on: int, ranks: int) -> JobError:
     return talk.error(
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each rank has its own values "
         f"of {apart}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxcross.checkpoint.checkpointer import Keeper
+from jaxcross.checkpoint.checkpointer import JobCheckpointer
 from jaxcross.checkpoint.job_list import Members, read
 from jaxcross.checkpoint.layout import SET_FILE, Folders, folder_name, write_text
 from jaxcross.checkpoint.part import FORMAT, UnusableError
-from jaxcross.checkpoint.rank_gather import Talk
-from jaxcross.checkpoint.restore import KeeperWorld
+from jaxcross.checkpoint.rank_gather import RankGather
+from jaxcross.checkpoint.restore import CheckpointerWorld
 from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError, clause
@@ -24,7 +24,7 @@ from jaxcross.errors import JobError, clause
 _log = logging.getLogger("jaxcross")
 
 
-class SessionWorld(KeeperWorld, Protocol):
+class SessionWorld(CheckpointerWorld, Protocol):
     """What the checkpoints of a run need of the world."""
 
     @property
@@ -130,10 +130,10 @@ class Session:
     def every(self) -> int | None:
         return self._settings.every
 
-    def keeper(self, job: str, note: Callable[[str], None]) -> Keeper:
+    def keeper(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:
         """What restores and saves one job; `note` tells a person."""
-        return Keeper(
-            Talk(job, note), world=self._world, folders=self._folders(job), keep=self._settings.keep,
+        return JobCheckpointer(
+            RankGather(job, note), world=self._world, folders=self._folders(job), keep=self._settings.keep,
             environment=self._environment, writer=self._writer,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from jaxcross.checkpoint.restore import KeeperWorld
+from jaxcross.checkpoint.restore import CheckpointerWorld
 
 _LOOK_S = 0.2
 
@@ -28,7 +28,7 @@ class Writer:
 
         return self._pool.submit(run)
 
-    def wait_for(self, written: Future[None], world: KeeperWorld, *, job: str, step: int, lacks: str) -> None:
+    def wait_for(self, written: Future[None], world: CheckpointerWorld, *, job: str, step: int, lacks: str) -> None:
         """Waits until it is through with that, and raises what writing raised. The watchdog tells of a disk that hangs,
         and of what it `lacks`; while others' parts get written before, it is only slow.
         """

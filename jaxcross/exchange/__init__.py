@@ -7,7 +7,7 @@ where several are named for a strategy that goes over one, or where a leaf would
 
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
-from jaxcross.exchange.auto import Load, Rung, auto
+from jaxcross.exchange.auto import Candidate, Load, auto
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
@@ -24,8 +24,8 @@ from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.top_k import top_k
 
 __all__ = [
+    "Candidate",
     "Load",
-    "Rung",
     "accumulate",
     "adasum",
     "asynchronous",

@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Candidate:
     """One exchange of a ladder: its name, and how it is made for an axis. It is counted by its step that sends most."""
 
     name: str
@@ -51,12 +51,12 @@ class Rung:
 
 
 LADDER = (
-    Rung("mean", mean),
-    Rung("mean, bfloat16", partial(mean, wire_dtype=jnp.bfloat16)),
-    Rung("qsgd, 127 levels", partial(qsgd, 127)),
-    Rung("power_sgd, rank 8", partial(power_sgd, 8)),
-    Rung("top_k, 1%", partial(top_k, 0.01)),
-    Rung("top_k, 0.1%", partial(top_k, 0.001)),
+    Candidate("mean", mean),
+    Candidate("mean, bfloat16", partial(mean, wire_dtype=jnp.bfloat16)),
+    Candidate("qsgd, 127 levels", partial(qsgd, 127)),
+    Candidate("power_sgd, rank 8", partial(power_sgd, 8)),
+    Candidate("top_k, 1%", partial(top_k, 0.01)),
+    Candidate("top_k, 0.1%", partial(top_k, 0.001)),
 )
 """From what loses nothing to what loses most."""
 
@@ -67,7 +67,7 @@ def auto(
     axis_name: Hashable,
     *,
     ranks: int,
-    ladder: Sequence[Rung] = LADDER,
+    ladder: Sequence[Candidate] = LADDER,
     say: Callable[[str], Any] = print,
 ) -> tuple[optax.GradientTransformation, ...]:
     """The least compression with which the jobs' exchanges take at most `target` of their computation; says why.
@@ -212,7 +212,11 @@ def _total(seconds: Sequence[Sequence[float]], at: Sequence[int]) -> float:
 
 
 def _why(
-    jobs: Sequence[Load], ladder: Sequence[Rung], seconds: Sequence[Sequence[float]], at: Sequence[int], limit: float
+    jobs: Sequence[Load],
+    ladder: Sequence[Candidate],
+    seconds: Sequence[Sequence[float]],
+    at: Sequence[int],
+    limit: float,
 ) -> str:
     plain, after = _total(seconds, [0] * len(at)), _total(seconds, at)
     lines = list(_first_line(plain, after, limit))

@@ -23,7 +23,7 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class AbortReason:
     """Why a rank ends all others.
 
     Attributes:
@@ -44,15 +44,15 @@ class Terminated(KeyboardInterrupt):
 
 
 # Who tells the other ranks why. One process has one MPI, whose end this file is.
-_TELLERS: list[Callable[[Ending], None]] = []
+_TELLERS: list[Callable[[AbortReason], None]] = []
 
 
-def on_abort(tell: Callable[[Ending], None]) -> None:
+def on_abort(tell: Callable[[AbortReason], None]) -> None:
     """Has `tell` called before this rank ends the others. It may wait for about a second."""
     _TELLERS.append(tell)
 
 
-def abort_everywhere(message: str, ending: Ending) -> NoReturn:
+def abort_everywhere(message: str, ending: AbortReason) -> NoReturn:
     """Print `message`, tell the other ranks why, and end all through MPI, or this one alone if MPI does not react.
 
     Ends them within about 4 s whatever happens meanwhile: a closed or blocked stderr, another interrupt, the end of the
@@ -116,7 +116,7 @@ def install_hooks(rank: int, size: int) -> None:
         if issubclass(kind, KeyboardInterrupt):
             ending = stop_of(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {ending.reason}; all {size} ranks end.", ending)
-        ending = Ending(reason=f"rank {rank} failed with {_short(kind, value)}")
+        ending = AbortReason(reason=f"rank {rank} failed with {_short(kind, value)}")
         if ends_run(value):  # the same on every rank: only what this one raised itself needs a traceback
             if value.__cause__ is not None:
                 show(value.__cause__)
@@ -138,18 +138,18 @@ def install_hooks(rank: int, size: int) -> None:
         text = f"jaxcross: rank {rank} of {size} failed in thread {name!r}:\n{''.join(lines)}"
         abort_everywhere(
             f"{text}jaxcross: rank {rank} failed with {args.exc_type.__name__}; all {size} ranks end.",
-            Ending(reason=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, args.exc_value)}"),
+            AbortReason(reason=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, args.exc_value)}"),
         )
 
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
 
 
-def stop_of(rank: int, *, terminated: bool) -> Ending:
+def stop_of(rank: int, *, terminated: bool) -> AbortReason:
     """The end that a person or a batch system wants."""
     if terminated:
-        return Ending(reason=f"rank {rank} was told to end (SIGTERM)", how="terminated", code=TERMINATED)
-    return Ending(reason=f"rank {rank} was interrupted", how="interrupted", code=INTERRUPTED)
+        return AbortReason(reason=f"rank {rank} was told to end (SIGTERM)", how="terminated", code=TERMINATED)
+    return AbortReason(reason=f"rank {rank} was interrupted", how="interrupted", code=INTERRUPTED)
 
 
 def _short(kind: type[BaseException], value: BaseException | None) -> str:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from jaxcross.health.abort import Ending, end_processes, say
+from jaxcross.health.abort import AbortReason, end_processes, say
 from jaxcross.health.flight_recorder import FlightRecorder
 
 _END, _HEARD = 4, 5
@@ -16,7 +16,7 @@ _HOLD_S = 3.0
 
 
 @final
-class Notices:
+class AbortNotices:
     """Notices of the end, from and to all other ranks.
 
     Args:
@@ -31,7 +31,7 @@ class Notices:
         self._telling, self._told = threading.Lock(), threading.Event()
         self._answers: list[Any] = []  # MPI reads a message until its request is complete
 
-    def tell(self, ending: Ending) -> None:
+    def tell(self, ending: AbortReason) -> None:
         """Writes this rank's last words and tells the others. Waits until they have heard, a second at most."""
         standing = self._flight.words(ending.how, ending.reason, ending.lost)
         from mpi4py import MPI

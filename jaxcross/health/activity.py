@@ -50,7 +50,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankStatus:
     """How far a rank is.
 
     Attributes:
@@ -72,7 +72,7 @@ class Standing:
 
 
 def missing(
-    job: str, what: str, ranks: Iterable[int], answers: Mapping[int, Standing | None], *, patient: bool
+    job: str, what: str, ranks: Iterable[int], answers: Mapping[int, RankStatus | None], *, patient: bool
 ) -> dict[int, str] | None:
     """Of the ranks that must come to a wait, those that have not, and why; None if all are there. A `patient` wait
     excuses ranks that are in waits of their own.
@@ -89,7 +89,7 @@ def explain(
     rank: int,
     wait: Activity,
     waited_s: float,
-    answers: Mapping[int, Standing | None],
+    answers: Mapping[int, RankStatus | None],
     awaited: Mapping[int, str] | None = None,
 ) -> str:
     """The report of a stuck wait. Pure.
@@ -129,13 +129,13 @@ def explain(
         )
     lines.append(
         "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, input, evaluation, "
-        "disks), raise `initialize(watchdog_s=...)`."
+        "disks), raise `initialize(stall_timeout_s=...)`."
     )
     return "\n".join(lines)
 
 
 def late_ranks(
-    wait: Activity, answers: Mapping[int, Standing | None], awaited: Mapping[int, str] | None = None
+    wait: Activity, answers: Mapping[int, RankStatus | None], awaited: Mapping[int, str] | None = None
 ) -> list[int]:
     """Ranks that are `awaited` and did not fail to answer, or have not entered this wait: all ranks enter theirs in one
     order.
@@ -145,7 +145,7 @@ def late_ranks(
     return [r for r, s in sorted(answers.items()) if s is not None and s.entered < wait.number]
 
 
-def _unlike_waits(wait: Activity, answers: Mapping[int, Standing | None]) -> list[tuple[int, Activity]]:
+def _unlike_waits(wait: Activity, answers: Mapping[int, RankStatus | None]) -> list[tuple[int, Activity]]:
     """Ranks whose wait of the same number is for something else, and that wait."""
     return [
         (rank, other)

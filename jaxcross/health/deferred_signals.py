@@ -19,7 +19,7 @@ _AT_ONCE_S = 0.5  # a person who means it twice is slower
 
 
 @final
-class Held:
+class DeferredHandler:
     """In place of a handler: keeps the exception that the handler raises.
 
     Attributes:
@@ -56,9 +56,9 @@ def held_back() -> Iterator[deque[BaseException]]:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     before[number] = handler
-                    signal.signal(number, Held(handler, kept, times_s))
+                    signal.signal(number, DeferredHandler(handler, kept, times_s))
         yield kept
     finally:
         for number, handler in before.items():
-            if isinstance(signal.getsignal(number), Held):
+            if isinstance(signal.getsignal(number), DeferredHandler):
                 signal.signal(number, handler)

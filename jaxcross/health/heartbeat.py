@@ -50,7 +50,7 @@ class Loss:
         }[self.found]
         return (
             f"rank {self.rank} is silent for {self.silent_s:.0f} s: {why} {heard} If it is only slow, raise "
-            "`initialize(silence_s=...)`."
+            "`initialize(heartbeat_timeout_s=...)`."
         )
 
 
@@ -63,12 +63,12 @@ class Silence:
 
     Args:
         ranks: Whom this rank listens to.
-        silence_s: How long a rank may be silent.
+        heartbeat_timeout_s: How long a rank may be silent.
         tick_s: The longest time between two ticks of a rank that is awake.
     """
 
-    def __init__(self, ranks: Sequence[int], *, silence_s: float, tick_s: float) -> None:
-        self.silence_s, self._tick_s = silence_s, tick_s
+    def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
+        self.heartbeat_timeout_s, self._tick_s = heartbeat_timeout_s, tick_s
         self.seconds = dict.fromkeys(ranks, 0.0)
         self.standings = dict.fromkeys(ranks, "")
         self.gone: dict[int, int] = {}
@@ -86,7 +86,7 @@ class Silence:
         """Lets time pass; the ranks that have been silent for too long."""
         for rank in self.seconds:
             self.seconds[rank] += min(passed_s, self._tick_s)
-        return [rank for rank, seconds in self.seconds.items() if seconds > self.silence_s]
+        return [rank for rank, seconds in self.seconds.items() if seconds > self.heartbeat_timeout_s]
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -100,18 +100,20 @@ class Heartbeat:
 
     Args:
         comm: A communicator in which nothing else uses tag 3.
-        silence_s: How long a neighbour may be silent.
+        heartbeat_timeout_s: How long a neighbour may be silent.
         flight: Where this rank says what it is in.
         places: The process of every rank.
     """
 
-    def __init__(self, comm: Any, *, silence_s: float, flight: FlightRecorder, places: Sequence[Place]) -> None:
+    def __init__(
+        self, comm: Any, *, heartbeat_timeout_s: float, flight: FlightRecorder, places: Sequence[Place]
+    ) -> None:
         self._comm, self._flight, self._places = comm, flight, places
         self._rank: int = comm.Get_rank()
-        self.silence_s = silence_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self._neighbours = neighbours(self._rank, len(places))
-        self._between_s = min(_LONGEST_BETWEEN_S, silence_s / 5)
-        self._silence = Silence(self._neighbours, silence_s=silence_s, tick_s=2 * self._between_s)
+        self._between_s = min(_LONGEST_BETWEEN_S, heartbeat_timeout_s / 5)
+        self._silence = Silence(self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s)
         self._sent: dict[int, Any] = {}
         self._farewells: list[Any] = []  # MPI reads a message until its request is complete
         self._gone: set[int] = set()

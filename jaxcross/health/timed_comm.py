@@ -15,7 +15,7 @@ _LONGEST_BETWEEN_S = 1.0
 
 
 @final
-class GuardedComm:
+class TimedComm:
     """What the watchdog uses of an mpi4py communicator, each call bounded in time.
 
     Args:

@@ -13,18 +13,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from jaxcross.health.abort import Ending, Terminated, abort_everywhere, stop_of
-from jaxcross.health.abort_notice import Notices
-from jaxcross.health.activity import Activity, Standing, explain, late_ranks
+from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_of
+from jaxcross.health.abort_notice import AbortNotices
+from jaxcross.health.activity import Activity, RankStatus, explain, late_ranks
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.heartbeat import Heartbeat
 from jaxcross.health.process import Place
 from jaxcross.health.shutdown_barrier import Leaving
 from jaxcross.health.sigterm import Termination
 from jaxcross.health.stacks import stacks
-from jaxcross.health.timed_comm import GuardedComm
+from jaxcross.health.timed_comm import TimedComm
 
-Awaited = Callable[[Mapping[int, Standing | None]], Mapping[int, str] | None]
+Awaited = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
 """The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered.
 Where there are none, something else holds it up, which has its own watch. `None`: all are there, and it should be over.
 """
@@ -55,7 +55,7 @@ class Watchdog:
         timeout_s: Seconds after which a wait is reported and all ranks are aborted.
         flight: Told of the waits.
         places: The process of every rank.
-        silence_s: Seconds after which a rank that does not beat is reported; 0 for never.
+        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported; 0 for never.
         termination: Whether the main thread must be ended from here.
     """
 
@@ -66,15 +66,17 @@ class Watchdog:
         timeout_s: float,
         flight: FlightRecorder,
         places: Sequence[Place] = (),
-        silence_s: float = 0.0,
+        heartbeat_timeout_s: float = 0.0,
         termination: Termination | None = None,
     ) -> None:
         self._flight, self._termination = flight, termination
-        self._limit_s = max(silence_s or timeout_s, _LEAST_CALL_S)
-        self._comm = comm = GuardedComm(comm, limit_s=self._limit_s, on_stuck=self._give_up)
-        self._notices = Notices(comm, flight)
-        beats = silence_s > 0 and len(places) > 1
-        self._heartbeat = Heartbeat(comm, silence_s=silence_s, flight=flight, places=places) if beats else None
+        self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
+        self._comm = comm = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._give_up)
+        self._notices = AbortNotices(comm, flight)
+        beats = heartbeat_timeout_s > 0 and len(places) > 1
+        self._heartbeat = (
+            Heartbeat(comm, heartbeat_timeout_s=heartbeat_timeout_s, flight=flight, places=places) if beats else None
+        )
         self._rank: int = comm.Get_rank()
         self._others = [r for r in range(comm.Get_size()) if r != self._rank]
         self.timeout_s = timeout_s
@@ -111,7 +113,7 @@ class Watchdog:
             abort_everywhere(f"jaxcross: {ending.reason} while it waited for the others to end.", ending)
         self._comm.stop()
 
-    def tell(self, ending: Ending) -> None:
+    def tell(self, ending: AbortReason) -> None:
         """Tells all other ranks why this one ends them. Waits a second at most."""
         self._notices.tell(ending)
 
@@ -150,12 +152,12 @@ class Watchdog:
                 wait, awaited = self._waits[token]
                 self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankStatus:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
             since_s = time.monotonic() - self.timeout_s
             self._ended = {job: end_s for job, end_s in self._ended.items() if end_s > since_s}
-            return Standing(entered=self._entered, waits=waits, asking=self._asking, lately=frozenset(self._ended))
+            return RankStatus(entered=self._entered, waits=waits, asking=self._asking, lately=frozenset(self._ended))
 
     def _run(self) -> None:
         from mpi4py import MPI
@@ -243,11 +245,11 @@ class Watchdog:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(f"MPI does not come back from a message to {whom}: a rank, its host or a link is gone")
         else:
-            self._report(str(self._heartbeat.loss(rank, self._heartbeat.silence_s)), rank)
+            self._report(str(self._heartbeat.loss(rank, self._heartbeat.heartbeat_timeout_s)), rank)
 
     def _check_left(self, wait: Activity) -> None:
         """Who has left will never come: there is no need to wait for the watchdog's whole time."""
-        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.silence_s:
+        if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s:
             return
         for rank, entered in self._heartbeat.left().items():
             if entered < wait.number:
@@ -256,14 +258,14 @@ class Watchdog:
 
     def _report(self, reason: str, *lost: int) -> None:
         text = f"jaxcross: rank {self._rank} ends all ranks while {self._flight.standing()}, because {reason}"
-        abort_everywhere(text, Ending(reason=reason, how="reported", lost=lost))
+        abort_everywhere(text, AbortReason(reason=reason, how="reported", lost=lost))
 
-    def _ask(self, question: str, ranks: list[int]) -> dict[int, Standing | None]:
+    def _ask(self, question: str, ranks: list[int]) -> dict[int, RankStatus | None]:
         from mpi4py import MPI
 
         self._questions += 1
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
-        answers: dict[int, Standing | None] = dict.fromkeys(ranks)
+        answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
         # Counted are this thread's own turns: a process that was stopped meanwhile has still to hear the answers.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
@@ -319,7 +321,7 @@ class Watchdog:
         names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if set(late) - {self._rank} else ""
         abort_everywhere(
             f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
-            Ending(
+            AbortReason(
                 reason=f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}",
                 how="reported",
                 lost=tuple(late),

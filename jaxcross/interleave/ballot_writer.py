@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxcross.interleave.local_state import LocalJob
-from jaxcross.interleave.pending_jobs import Joiners
+from jaxcross.interleave.pending_jobs import PendingJobs
 from jaxcross.interleave.shared_state import SharedJob
-from jaxcross.interleave.vote import Ballot, JobBallot, Wish
+from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest
 
 
-class Voice:
+class BallotWriter:
     """The ballot and what is to be written into it.
 
     Attributes:
@@ -21,7 +21,7 @@ class Voice:
     """
 
     def __init__(self, rows: int) -> None:
-        self.joiners = Joiners()
+        self.joiners = PendingJobs()
         self.urgent = False
         self._ballot = Ballot(rows)
         self._touched: set[int] = set()  # jobs whose row may be out of date
@@ -61,8 +61,8 @@ class Voice:
         for job in self._touched:
             mine = jobs[job]
             self._ballot.say(shared[job].row, mine.ballot())
-            if mine.wish is not Wish.NONE:
-                mine.wish = Wish.NONE
+            if mine.wish is not JobRequest.NONE:
+                mine.wish = JobRequest.NONE
                 wished.add(job)
         self._touched = wished
         self.joiners.say(self._ballot)

@@ -8,8 +8,8 @@ and any job has a ready one, the policy's choice is dispatched: the lane never i
 compute segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are
 done and, if it consumes the step's input state, the step is committed.
 
-**Exchange lane.** Its order is the same on all ranks, because it follows from `Agreed` alone. What a rank does decide
-is *when* it begins the next slot:
+**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone. What a rank does
+decide is *when* it begins the next slot:
 
 - an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
 - a commit vote, the vote for an idle job's turn, a comparison, a sync: at once;
@@ -20,15 +20,15 @@ is *when* it begins the next slot:
 other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
 every slot ends. For all but exchanges the claim is the list above; patience is bounded, and asked for once a slot. An
 exchange waits for its producers: compute segments that neither need an exchange that comes later nor a commit
-(`Outline` refuses both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict
-which *jobs* run, never which segments of a running job, so an admitted step is never held back.
+(`StepGraph` refuses both), in a lane whose every segment ends by itself and which takes any ready one. Policies
+restrict which *jobs* run, never which segments of a running job, so an admitted step is never held back.
 
 **Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here, or once for each
 wish and each job that was added. If it does so on all ranks the vote changes something: it admits, ends, grants or
 ejects. Otherwise a rank without news paces the vote by its patience.
 
 **Membership.** A job's number is never used again, so whatever comes late from one that has left is known to be late. A
-job that was added during the run joins between two votes, once all ranks have added it (`Joiners`).
+job that was added during the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
 so in the commit vote; nobody then runs the segments that would overwrite the step's input state. A rank that fails
@@ -39,12 +39,12 @@ from __future__ import annotations
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.ballot_writer import Voice
+from jaxcross.interleave.ballot_writer import BallotWriter
 from jaxcross.interleave.compute_queue import ComputeOrder
 from jaxcross.interleave.invariants import check_lanes
 from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.shared_state import Agreed, Outcome, Slot
+from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import Verdict, point_hash
 
 _MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
@@ -62,10 +62,10 @@ class Interleaver:
     def __init__(self, jobs: int, policy: Policy, depth: int = 2) -> None:
         if jobs < 1 or depth < 1:
             raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
-        self.agreed = Agreed(jobs, policy)
+        self.agreed = SharedState(jobs, policy)
         self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
         self._compute = ComputeOrder(jobs, policy, depth)
-        self._voice = Voice(jobs)
+        self._voice = BallotWriter(jobs)
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._patient = False  # patience was asked for, for the coming slot
         self._fruitless = 0  # votes in a row that changed nothing
@@ -84,7 +84,7 @@ class Interleaver:
         return self.agreed.jobs[job].step + self._jobs[job].ahead - self._jobs[job].others
 
     def news(self) -> str:
-        """What this rank tells all of them in a `GatherNews`. Asked for when it is entered, once."""
+        """What this rank tells all of them in a `GatherAnnouncements`. Asked for when it is entered, once."""
         return self._voice.joiners.text()
 
     def awaits(self) -> dict[int, Wait]:
@@ -136,7 +136,7 @@ class Interleaver:
                 # Ranks that did not notice anything say where they wait; one that truly failed decides.
                 kinds = {text.partition("\n")[0] for text in texts}
                 self._close(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
-            case m.NewsGathered(texts):
+            case m.AnnouncementsGathered(texts):
                 self._expect("gather")
                 self.agreed.queued_done()
                 self._news_gathered(texts)
@@ -171,7 +171,7 @@ class Interleaver:
                 self._jobs[job].returned = True
             case m.JobRaised(job, text):
                 self._fail(job, text)
-            case m.JobWished(job, _, wish):
+            case m.JobRequested(job, _, wish):
                 self._jobs[job].wishes(wish)
                 self._voice.urgent = True
             case m.JobAdded(name):
@@ -194,7 +194,7 @@ class Interleaver:
                 self._compute.ended((job, call, segment))
             case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
                 self._out.append(m.Raised(job))
-            case m.JobWished(_, name, wish):
+            case m.JobRequested(_, name, wish):
                 self._voice.joiners.wish(name, wish)
             case m.ExchangeDone(job) | m.TextsCompared(job) | m.SyncDone(job):
                 raise InternalError(f"the exchange lane reports `{event}`, but there is no job {job}")
@@ -345,13 +345,13 @@ class Interleaver:
             if not (urgent or patience_over):
                 if not self._patient:
                     self._patient = True
-                    self._out.append(m.BePatient(self._fruitless))
+                    self._out.append(m.Backoff(self._fruitless))
                 return
             instruction = m.CastVote(self._voice.cast(self._jobs, self.agreed.jobs))
         elif slot.kind == "compare":
             instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
         elif slot.kind == "gather":
-            instruction = m.GatherNews()
+            instruction = m.GatherAnnouncements()
         elif slot.kind == "sync":
             instruction = m.RunSync(slot.job)
         else:

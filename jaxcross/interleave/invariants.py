@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from jaxcross.errors import InternalError
 from jaxcross.interleave.compute_queue import ComputeOrder
 from jaxcross.interleave.local_state import LocalJob
-from jaxcross.interleave.shared_state import Agreed
+from jaxcross.interleave.shared_state import SharedState
 
 
-def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: Agreed) -> None:
+def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: SharedState) -> None:
     """Raises InternalError if a segment ran too early, or the compute lane idles beside a ready one."""
 
     def must(holds: bool, what: str) -> None:

@@ -6,8 +6,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import JobBallot, Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobBallot, JobRequest
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
@@ -44,7 +44,7 @@ class LocalCall:
     """One call of a step on this rank."""
 
     number: int
-    outline: Outline
+    outline: StepGraph
     counts: bool = True  # as a step of the job
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
@@ -111,7 +111,7 @@ class LocalJob:
     failed: str | None = None
     ejects: bool = False  # what failed is what its policy ejects it for
     returned: bool = False  # its function returned
-    wish: Wish = Wish.NONE  # not yet said to the others
+    wish: JobRequest = JobRequest.NONE  # not yet said to the others
     stream: int = -1
     syncs: int = 0
     replayed: int = 0  # batches that were dropped on the way to where a restart goes on
@@ -122,9 +122,9 @@ class LocalJob:
         """The call of that number, unless it is over."""
         return self.call if self.call is not None and self.call.number == call else None
 
-    def wishes(self, wish: Wish) -> None:
+    def wishes(self, wish: JobRequest) -> None:
         """Somebody here wishes so; the last one counts, but a stop is for good."""
-        if self.wish is not Wish.STOP:
+        if self.wish is not JobRequest.STOP:
             self.wish = wish
 
     def ready(self) -> int | None:

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Verdict, Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest, Verdict
 
 Leaving = Literal["ended", "stopped", "failed", "ejected"]
 """How a job leaves."""
@@ -35,7 +35,7 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class PatienceElapsed(Event):
-    """The time asked for by `BePatient` is over."""
+    """The time asked for by `Backoff` is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class JobAdded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class JobWished(Event):
+class JobRequested(Event):
     """Somebody wishes that a job stops, pauses or goes on. `job` is -1 while it has not joined."""
 
     job: int
     name: str
-    wish: Wish
+    wish: JobRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StepCalled(Event):
     """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not count as a step."""
 
     job: int
-    outline: Outline
+    outline: StepGraph
     counts: bool = True
 
 
@@ -200,7 +200,7 @@ class TextsCompared(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NewsGathered(Event):
+class AnnouncementsGathered(Event):
     """Every rank's news of jobs that may join, by rank."""
 
     texts: tuple[str, ...]
@@ -291,7 +291,7 @@ class CompareTexts(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherNews(Instruction):
+class GatherAnnouncements(Instruction):
     """Exchange lane: gather every rank's news of jobs that may join, this rank's being `Interleaver.news()` by then."""
 
 
@@ -303,7 +303,7 @@ class RunSync(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class BePatient(Instruction):
+class Backoff(Instruction):
     """Exchange lane: nothing to do; report after a while that grows with `level`, unless told otherwise before."""
 
     level: int

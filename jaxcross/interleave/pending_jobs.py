@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from jaxcross.interleave.local_state import LocalJob
-from jaxcross.interleave.vote import Ballot, Wish
+from jaxcross.interleave.vote import Ballot, JobRequest
 
 
-class Joiners:
+class PendingJobs:
     """Those of one rank. Ranks may add jobs in any order: what counts is which of them all ranks have added."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Joiners:
         self._waiting[name] = LocalJob()
         self._news = True
 
-    def wish(self, name: str, wish: Wish) -> None:
+    def wish(self, name: str, wish: JobRequest) -> None:
         """A wish for a job that has not joined, which it brings along."""
         if name in self._waiting:
             self._waiting[name].wishes(wish)

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from jaxcross.interleave.policy import Policy, Turns
-from jaxcross.interleave.vote import JobVerdict, Verdict, Wish
+from jaxcross.interleave.vote import JobRequest, JobVerdict, Verdict
 
 SlotKind = Literal["exchange", "vote", "compare", "sync", "gather", "done"]
 OutcomeKind = Literal[
@@ -81,7 +81,7 @@ class SharedJob:
 _OPENING_VOTES = 16  # about half a second of patience
 
 
-class Agreed:
+class SharedState:
     """Merges the jobs' exchanges, one at a time, and places the votes between them."""
 
     def __init__(self, jobs: int, policy: Policy) -> None:
@@ -216,8 +216,8 @@ class Agreed:
         for number in jobs:
             job = self.jobs[number]
             wish = verdict.job(job.row).wish
-            job.stop |= wish is Wish.STOP
-            if not job.finished and wish is (Wish.RESUME if job.paused else Wish.PAUSE):
+            job.stop |= wish is JobRequest.STOP
+            if not job.finished and wish is (JobRequest.RESUME if job.paused else JobRequest.PAUSE):
                 job.paused = not job.paused
                 outcomes.append(Outcome("paused" if job.paused else "resumed", number))
         if outcomes:

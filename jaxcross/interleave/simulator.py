@@ -17,8 +17,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish, tally
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest, tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Think:
 class Step:
     """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
 
-    outline: Outline
+    outline: StepGraph
     seconds: tuple[float, ...]
     fails: Mapping[int, str] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Simulation:
         vote_s: float = 0.0,
         patience_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
         stop_at_s: float | None = None,
-        wishes: Sequence[tuple[float, int, int, Wish]] = (),
+        wishes: Sequence[tuple[float, int, int, JobRequest]] = (),
         adds: Sequence[tuple[float, int, str, Script]] = (),
         submits: Sequence[tuple[float, str]] = (),
         submitted: Callable[[int, str], Script] | None = None,
@@ -176,7 +176,7 @@ class Simulation:
         if stop_at_s is not None:
             self._post(stop_at_s, self._ranks[0], m.StopRequested())
         for at_s, number, job, wish in wishes:
-            self._post(at_s, self._ranks[number], m.JobWished(job, "", wish))
+            self._post(at_s, self._ranks[number], m.JobRequested(job, "", wish))
         for at_s, name in submits:
             self._at(at_s, lambda name=name: self._submit(self._ranks[0], name))
         for at_s, number, name, script in adds:
@@ -250,7 +250,7 @@ class Simulation:
                 self._meet(rank, ("vote",), ballot)
             case m.CompareTexts(job, text):
                 self._meet(rank, ("compare", job), text)
-            case m.GatherNews():
+            case m.GatherAnnouncements():
                 self._meet(rank, ("gather",), rank.interleaver.news())
             case m.TextHeard(text):
                 self._add(rank, text, self._submitted(rank.number, text))
@@ -260,7 +260,7 @@ class Simulation:
                 rank.scripts[job], rank.result.names[job] = rank.joining.pop(name), name
             case m.JobPaused(job, paused):
                 rank.result.paused.append((job, paused, len(rank.result.slots)))
-            case m.BePatient(level):
+            case m.Backoff(level):
                 self._post(now + self._patience_s(level), rank, m.PatienceElapsed())
             case m.JobFinished(job, how, step, texts):
                 rank.result.finished[job], rank.steps[job] = (how, texts), step
@@ -344,7 +344,7 @@ class Simulation:
             elif slot[0] == "compare":
                 event = m.TextsCompared(slot[1], tuple(payloads))
             elif slot[0] == "gather":
-                event = m.NewsGathered(tuple(payloads))
+                event = m.AnnouncementsGathered(tuple(payloads))
             else:
                 event = m.SyncDone(slot[1])
             self._post(end, other, event)

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class StepGraph:
     """Kinds and dependences of a program's segments. Compare by identity of content; safe to share between jobs.
 
     Attributes:

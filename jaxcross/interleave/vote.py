@@ -20,7 +20,7 @@ _HEADER = 4
 _GO, _HOLDS, _QUIET, _MUTE = range(_HEADER)
 
 
-class Wish(IntEnum):
+class JobRequest(IntEnum):
     """What somebody wishes for a job. Of several ranks' wishes the least counts: to stop before all, then to pause."""
 
     STOP = 0
@@ -56,7 +56,7 @@ class JobBallot:
     stream: int = -1
     prepared: int = 0
     limit: int | None = None
-    wish: Wish = Wish.NONE
+    wish: JobRequest = JobRequest.NONE
     finite: bool = True
     settled: bool = True
 
@@ -140,7 +140,7 @@ class JobVerdict:
     stream: int | None
     prepared: int
     limit: int | None
-    wish: Wish
+    wish: JobRequest
     finite: bool
     settled: bool
 
@@ -170,7 +170,7 @@ class Verdict:
             stream=stream if stream == -unstream else None,
             prepared=prepared,
             limit=None if limit == _NEUTRAL else limit,
-            wish=Wish(wish),
+            wish=JobRequest(wish),
             finite=bool(finite),
             settled=bool(settled),
         )

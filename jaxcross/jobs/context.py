@@ -12,17 +12,17 @@ import numpy as np
 
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Span, SpanKind
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.arguments import check_batches
 from jaxcross.jobs.data_position import START
 from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.lifecycle import JobLife
-from jaxcross.jobs.prefetch import Feed, to_device
+from jaxcross.jobs.lifecycle import JobLifecycle
+from jaxcross.jobs.prefetch import Prefetcher, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 
 
-class JobContext(JobLife):
+class JobContext(JobLifecycle):
     """One job on this rank: what its function is given, and what the caller of `Runner.add` keeps.
 
     Attributes:
@@ -107,7 +107,7 @@ class JobContext(JobLife):
             return iter(())
         # Here and not where a loop ends: what is left early, a garbage collector may end in any thread.
         self._feeds = [feed for feed in self._feeds if not feed.closed]
-        feed = Feed(
+        feed = Prefetcher(
             driver=driver, job=self._number, stream=self._streams, beside=[feed.stream for feed in self._feeds],
             data=data, steps=steps, prepare=to_device,
             start=START if self._resumption is None else self._resumption.next_place(),
@@ -132,7 +132,7 @@ class JobContext(JobLife):
         self._strayed = error
         return True
 
-    def _measured(self, feed: Feed) -> Iterator[Any]:
+    def _measured(self, feed: Prefetcher) -> Iterator[Any]:
         used = False
         try:
             while not self._stray_loop():
@@ -240,7 +240,8 @@ class JobContext(JobLife):
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
         """A context whose length appears in the report.
 
-        With the kind `host` it may last longer than `watchdog_s` while other ranks wait, as an evaluation on one rank.
+        With the kind `host` it may last longer than `stall_timeout_s` while other ranks wait, as an evaluation on one
+        rank may.
 
         Raises:
             ValueError: `kind` is not a kind of span.
@@ -274,7 +275,7 @@ class JobContext(JobLife):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(Wish.STOP)
+        self._wish(JobRequest.STOP)
 
     def pause(self) -> None:
         """Lets this job rest, on all ranks between the same two of its steps. Does not wait.
@@ -286,7 +287,7 @@ class JobContext(JobLife):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(Wish.PAUSE)
+        self._wish(JobRequest.PAUSE)
 
     def resume(self) -> None:
         """Lets a paused job go on, on all ranks. Does not wait.
@@ -294,14 +295,14 @@ class JobContext(JobLife):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(Wish.RESUME)
+        self._wish(JobRequest.RESUME)
 
     @property
     def paused(self) -> bool:
         """Whether all ranks know that it is paused."""
         return self._seat is not None and self._seat.paused
 
-    def _wish(self, wish: Wish) -> None:
+    def _wish(self, wish: JobRequest) -> None:
         driver, seat = self._driver, self._seat
         if seat is None and self.how is None:
             raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")

@@ -13,7 +13,7 @@ import numpy as np
 _copy_array = jax.jit(jnp.copy)  # 13 us a scalar to dispatch, where `jnp.copy` takes 57
 
 
-class Kept:
+class LatestState:
     """A job's state as its function last gave it, and the results of its latest committed step. On one rank; used by
     the job's thread, and by the runner after it.
 

@@ -15,9 +15,9 @@ from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.interleave.messages import Leaving
-from jaxcross.jobs.latest_state import Kept
+from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.metrics import MetricLog
-from jaxcross.jobs.prefetch import Feed
+from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
@@ -28,12 +28,12 @@ from jaxcross.program.ir import Program
 from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.failure_text import describe
-from jaxcross.runtime.job_record import NonFinite, Seat, Stopped
+from jaxcross.runtime.job_record import JobRecord, NonFinite, Stopped
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world.control_plane import Control
 
 
-class JobLife:
+class JobLifecycle:
     """What `JobContext` is for jaxcross itself. Its public attributes are described there."""
 
     def __init__(
@@ -57,14 +57,14 @@ class JobLife:
         self.cuts: dict[str, int] = {}
         self._nonfinite: NonFinite = "ignore"
         self._fn, self._arguments, self._listeners, self._world = fn, arguments, listeners, world
-        self._kept, self._calls = Kept(), Calls()
+        self._kept, self._calls = LatestState(), Calls()
         self.replicas = ReplicaChecks(
             name, rank=world.rank, ranks=world.size, kept=self._kept, checks=checks or CheckReplicas()
         )
-        self._feeds: list[Feed] = []  # of its loops over batches, in their order, but for those that are over
+        self._feeds: list[Prefetcher] = []  # of its loops over batches, in their order, but for those that are over
         self._streams = 0  # how many such loops there were
         self._driver: Driver | None = None  # of the run in which it is; None before that, and once it is over
-        self._seat: Seat | None = None  # what that run holds for it; None before that
+        self._seat: JobRecord | None = None  # what that run holds for it; None before that
         self._resumption: Resumption | None = None  # if there are checkpoints
         self._strayed: JobError | None = None  # its batches were asked for in another thread: its own is to raise this
         self._unwound = False
@@ -222,7 +222,7 @@ class JobLife:
         """After how many steps the plain loop is to save, if at all."""
         return None if self._resumption is None else self._resumption.every
 
-    def attach(self, driver: Driver, seat: Seat, resumption: Resumption | None = None) -> None:
+    def attach(self, driver: Driver, seat: JobRecord, resumption: Resumption | None = None) -> None:
         """The run begins, or the job is added to it: this is its seat."""
         self._driver, self._seat, self._resumption = driver, seat, resumption
         seat.abandon = self.abandon
@@ -274,7 +274,7 @@ class JobLife:
         while True:
             threading.Event().wait()
 
-    def _vanish(self, driver: Driver, seat: Seat) -> None:
+    def _vanish(self, driver: Driver, seat: JobRecord) -> None:
         for feed in self._feeds:
             feed.close()
         seat.left.wait()

@@ -13,7 +13,7 @@ import jax
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.replicas import RankReport, exchange
-from jaxcross.report import JobFacts, Recorder, Report
+from jaxcross.report import JobSummary, Recorder, Report
 from jaxcross.world import World
 
 TOLD = 8
@@ -49,13 +49,13 @@ def report_of(
     )
 
 
-def _facts(job: JobContext) -> JobFacts:
+def _facts(job: JobContext) -> JobSummary:
     metrics: dict[str, float] = {}
     for _, values in job.history:
         if isinstance(values, dict):
             metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
     loss = metrics.pop("loss", None)
-    return JobFacts(
+    return JobSummary(
         name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
         metrics=metrics, how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
         replicas=job.replicas.findings.text,

@@ -33,7 +33,7 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-class Feed(Iterator[Any]):
+class Prefetcher(Iterator[Any]):
     """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
 
     `next` waits until every rank has its batch; as that is voted on while earlier steps run, it seldom does.

@@ -13,7 +13,7 @@ from jaxcross._pytree import digests, on_host
 from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
-from jaxcross.jobs.latest_state import Kept, deleted
+from jaxcross.jobs.latest_state import LatestState, deleted
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
@@ -37,7 +37,7 @@ class ReplicaChecks:
         end: This rank's report on the last state, for `settle`; None if there is nothing to report.
     """
 
-    def __init__(self, job: str, *, rank: int, ranks: int, kept: Kept, checks: CheckReplicas) -> None:
+    def __init__(self, job: str, *, rank: int, ranks: int, kept: LatestState, checks: CheckReplicas) -> None:
         self._job, self._rank, self._ranks, self._kept, self._checks = job, rank, ranks, kept, checks
         self.findings = Findings(job)
         self.batches = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxcross.checkpoint.checkpointer import Keeper, Progress
+from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
 from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.jobs.data_position import START, Place
 from jaxcross.jobs.latest_state import holds_state
-from jaxcross.jobs.prefetch import Feed
+from jaxcross.jobs.prefetch import Prefetcher
 
 
 class Resumption:
@@ -27,18 +27,20 @@ class Resumption:
         first_step: How many steps earlier runs made.
     """
 
-    def __init__(self, keeper: Keeper, cuts: dict[str, int], every: int | None) -> None:
+    def __init__(self, keeper: JobCheckpointer, cuts: dict[str, int], every: int | None) -> None:
         self._keeper, self._cuts, self.every = keeper, cuts, every
         self.first_step = 0
         self._ahead: list[Place] = []  # where the next loops begin
         self._places: tuple[Place, ...] = ()
-        self._trained: list[tuple[Feed, int]] = []  # the loops in which the latest step was, and their batches by then
+        self._trained: list[
+            tuple[Prefetcher, int]
+        ] = []  # the loops in which the latest step was, and their batches by then
         self._several = False
         self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
         self._uncounted = ""  # what is wrong with another function that trains
 
     def restore(self, target: Any, together: Together, *, local: bool = False) -> Any:
-        """The state of the newest checkpoint, or None. Waits for all ranks; see `Keeper.restore`."""
+        """The state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
         found = self._keeper.restore(target, together, local=local)
         if found is None:
             return None
@@ -50,7 +52,7 @@ class Resumption:
         return state
 
     def standing(self, together: Together) -> tuple[bool, bool]:
-        """Whether an earlier run left the job stopped or paused. Waits for all ranks; see `Keeper.standing`."""
+        """Whether an earlier run left the job stopped, or paused. Waits for all ranks."""
         return self._keeper.standing(together)
 
     def left(self, how: str) -> None:
@@ -65,12 +67,12 @@ class Resumption:
         """Where the job's next loop over batches begins."""
         return self._ahead.pop(0) if self._ahead else START
 
-    def begun(self, feed: Feed) -> None:
+    def begun(self, feed: Prefetcher) -> None:
         """A loop over batches begins, at `next_place`."""
         if feed.place != START:  # an earlier run trained in it
             self._trained.append((feed, feed.place.taken))
 
-    def called(self, name: str, feeds: Iterable[Feed], *, trains: bool, state: Any, results: Any) -> None:
+    def called(self, name: str, feeds: Iterable[Prefetcher], *, trains: bool, state: Any, results: Any) -> None:
         """A function with exchanges has come through on all ranks.
 
         Args:
@@ -111,7 +113,7 @@ class Resumption:
         return self._uncounted
 
     def save(self, state: Any, step: int, together: Together, *, unfit: str) -> list[dict[str, str]] | None:
-        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `Keeper.save`."""
+        """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `JobCheckpointer.save`."""
         return self._keeper.save(state, self._progress(step), together, unfit=unfit)
 
     def save_last(self, state: Any, step: int, together: Together, *, unfit: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 
 
-def outline_of(program: Program) -> Outline:
+def outline_of(program: Program) -> StepGraph:
     """What the interleaver knows of a program."""
-    return Outline(
+    return StepGraph(
         kinds=tuple(s.kind for s in program.segments),
         needs=program.needs(),
         after_commit=program.after_commit,
@@ -31,7 +31,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.training: str | None = None
-        self._outlines: dict[int, tuple[Compiled, Outline]] = {}
+        self._outlines: dict[int, tuple[Compiled, StepGraph]] = {}
         self._programs: dict[int, Program] = {}
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
 
@@ -53,7 +53,7 @@ class Calls:
         self._agreed[agreed] = step  # kept alive likewise
         return new
 
-    def outline(self, compiled: Compiled) -> Outline:
+    def outline(self, compiled: Compiled) -> StepGraph:
         """What the interleaver knows of it."""
         known = self._outlines.get(id(compiled))
         if known is None:

@@ -25,10 +25,10 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
 from jaxcross.program.ir import Program, Segment, Wire
 
-KEPT = 64  # executables that nobody uses any more, for the next job that is like one that has gone
+MAX_IDLE_EXECUTABLES = 64  # executables that nobody uses any more, for the next job that is like one that has gone
 
 
-class Once:
+class SingleFlightCache:
     """Values by key, each made once. Safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class Once:
         self._values[key] = value
 
 
-class ExecutableCache(Once):
+class ExecutableCache(SingleFlightCache):
     """Executables by what they compute, so that like jobs compile once. Safe to use from several threads.
 
-    Held are those that something else holds, and the latest `KEPT`: jobs may come and go for ever.
+    Held are those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: jobs may come and go for ever.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class ExecutableCache(Once):
     def _hold(self, key: Any, value: Any) -> None:
         self._latest[key] = value
         self._latest.move_to_end(key)
-        if len(self._latest) > KEPT:
+        if len(self._latest) > MAX_IDLE_EXECUTABLES:
             self._latest.popitem(last=False)
 
 

@@ -4,7 +4,17 @@ from jaxcross.report.compare import Comparison
 from jaxcross.report.live import LiveView
 from jaxcross.report.record import Recorder
 from jaxcross.report.report import Report
-from jaxcross.report.summary import LOSSES, Account, JobAccount, JobFacts
+from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.time_breakdown import account
 
-__all__ = ["LOSSES", "Account", "Comparison", "JobAccount", "JobFacts", "LiveView", "Recorder", "Report", "account"]
+__all__ = [
+    "LOST_TIME",
+    "Comparison",
+    "JobSummary",
+    "JobTiming",
+    "LiveView",
+    "Recorder",
+    "Report",
+    "TimeBreakdown",
+    "account",
+]

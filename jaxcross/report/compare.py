@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.summary import LOSSES, Account, JobAccount
+from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
 
@@ -34,8 +34,8 @@ class Comparison:
         where: Where they ran, and over what link.
     """
 
-    first: Account
-    second: Account
+    first: TimeBreakdown
+    second: TimeBreakdown
     names: tuple[str, str]
     where: str = ""
 
@@ -173,15 +173,15 @@ class Comparison:
         return [*lines, self.headline]
 
 
-def _pooled(accounts: Sequence[Account]) -> Account:
+def _pooled(accounts: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """The mean of several runs, of those that have a round where some have one, and most jobs in it."""
     most = max(len(account.crossed) for account in accounts)
     accounts = [account for account in accounts if len(account.crossed) == most]
 
-    def mean(value: Callable[[Account], float | None]) -> float | None:
+    def mean(value: Callable[[TimeBreakdown], float | None]) -> float | None:
         return _mean(value(account) for account in accounts)
 
-    lost = {cause: _mean(a.lost_s[cause] for a in accounts) or 0.0 for cause in LOSSES if accounts[0].lost_s}
+    lost = {cause: _mean(a.lost_s[cause] for a in accounts) or 0.0 for cause in LOST_TIME if accounts[0].lost_s}
     return replace(
         accounts[0],
         jobs=tuple(_pooled_job(jobs) for jobs in zip(*(account.jobs for account in accounts), strict=True)),
@@ -197,7 +197,7 @@ def _pooled(accounts: Sequence[Account]) -> Account:
     )
 
 
-def _pooled_job(jobs: Sequence[JobAccount]) -> JobAccount:
+def _pooled_job(jobs: Sequence[JobTiming]) -> JobTiming:
     names = ("period_s", "compute_s", "exchange_s", "hidden_share", "bytes_per_step", "steps_per_round")
     steps = sum(job.facts.steps for job in jobs)
     facts = replace(jobs[-1].facts, steps=steps, first_step=jobs[0].facts.first_step)

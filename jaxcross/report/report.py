@@ -13,7 +13,7 @@ from typing import Any
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
-from jaxcross.report.summary import Account, JobFacts
+from jaxcross.report.summary import JobSummary, TimeBreakdown
 from jaxcross.report.time_breakdown import account
 
 FORMAT = 1
@@ -37,13 +37,13 @@ class Report:
     """
 
     spans: tuple[Span, ...]
-    jobs: tuple[JobFacts, ...]
+    jobs: tuple[JobSummary, ...]
     wall_ns: dict[int, tuple[int, int]]
     policy: str = ""
     placement: str = ""
     link: str = ""
     dropped: int = 0
-    rounds: Account = field(init=False)
+    rounds: TimeBreakdown = field(init=False)
 
     def __post_init__(self) -> None:
         lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
@@ -54,7 +54,7 @@ class Report:
         cls,
         spans: Iterable[Span],
         *,
-        jobs: Sequence[JobFacts],
+        jobs: Sequence[JobSummary],
         start_ns: int,
         end_ns: int,
         rank: int = 0,
@@ -105,7 +105,7 @@ class Report:
         offsets = {part["rank"]: 0 for part in parts} | clock_offsets(every)
         return cls(
             spans=shifted(every, offsets),
-            jobs=tuple(JobFacts(**job) for job in parts[0]["jobs"]),
+            jobs=tuple(JobSummary(**job) for job in parts[0]["jobs"]),
             wall_ns={p["rank"]: (p["start"] + offsets[p["rank"]], p["end"] + offsets[p["rank"]]) for p in parts},
             policy=policy,
             placement=placement,
@@ -264,11 +264,11 @@ def _spelt(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read_facts(job: dict[str, Any]) -> JobFacts:
+def _read_facts(job: dict[str, Any]) -> JobSummary:
     """The inverse of `asdict`, where numbers may be spelt."""
     numbers = {key: _number(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: _number(v) for key, v in job.get("metrics", {}).items()}
-    return JobFacts(**{**job, **numbers, "metrics": metrics})
+    return JobSummary(**{**job, **numbers, "metrics": metrics})
 
 
 def _number(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LOSSES = {
+LOST_TIME = {
     "dispatch": "work was ready, its lane idle",
     "peer": "an exchange or a vote waited for another rank",
     "imbalance": "one rank computes longer than the mean",
@@ -22,7 +22,7 @@ BRIEF = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFacts:
+class JobSummary:
     """What the runner knows of a job in addition to its spans.
 
     Attributes:
@@ -59,7 +59,7 @@ class JobFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobAccount:
+class JobTiming:
     """One job's share of a run. Seconds are per step, over the steps that the round is measured on; where there is no
     round, or the job has no part in it, over the job's own steady state.
 
@@ -75,7 +75,7 @@ class JobAccount:
         bytes_per_other_call: Bytes that one rank hands to the wire in one of those.
     """
 
-    facts: JobFacts
+    facts: JobSummary
     period_s: float
     compute_s: float
     exchange_s: float
@@ -98,7 +98,7 @@ class JobAccount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class TimeBreakdown:
     """The whole run. Where the jobs were never in steady state together there is no round: `period_s`, `bound_s` and
     what follows from them are None, and nothing is lost.
 
@@ -110,7 +110,7 @@ class Account:
             overlaps with itself (a backward pass cut into several exchanges) shortens its c + m. None also where a job
             of the round trains by a parameter server: its step is its own bound.
         limit: Which of the three terms it is: `compute`, `exchange` or `chain`; "" without a round.
-        lost_s: `period_s - bound_s` by cause; keys of `LOSSES`, none negative, and the values sum to the difference.
+        lost_s: `period_s - bound_s` by cause; keys of `LOST_TIME`, none negative, and the values sum to the difference.
         hidden_share: Share of all jobs' exchange time that compute covered.
         rounds: How many rounds were measured, on that rank.
         in_turn: Whether the round is made of jobs that ran one after the other, because their policy was to.
@@ -120,7 +120,7 @@ class Account:
         wall_s: Seconds of the whole run on the rank that took longest.
     """
 
-    jobs: tuple[JobAccount, ...]
+    jobs: tuple[JobTiming, ...]
     period_s: float | None
     bound_s: float | None
     limit: str
@@ -134,7 +134,7 @@ class Account:
     wall_s: float
 
     @property
-    def crossed(self) -> tuple[JobAccount, ...]:
+    def crossed(self) -> tuple[JobTiming, ...]:
         """The jobs that have a part in the round."""
         return tuple(job for job in self.jobs if job.steps_per_round)
 

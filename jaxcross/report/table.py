@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import first_line
-from jaxcross.report.summary import BRIEF, LOSSES, Account, JobAccount
+from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ def render(report: Report) -> Group:
     return Group(title, table, Text("\n".join(_footnotes(report))))
 
 
-def unit(jobs: Sequence[JobAccount]) -> str:
+def unit(jobs: Sequence[JobTiming]) -> str:
     """What the jobs' examples are called."""
     units = {job.facts.unit for job in jobs if job.facts.examples_per_step is not None}
     return units.pop() if len(units) == 1 else "examples"
 
 
-def cells(rounds: Account, job: JobAccount) -> list[str]:
+def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     """A job's steps, steps/s, examples/s, compute, exchange and hidden share. A job with no part in the round has no
     more than steps, or the rows would not add up to the last one.
     """
@@ -83,7 +83,7 @@ def cells(rounds: Account, job: JobAccount) -> list[str]:
     ]  # fmt: skip
 
 
-def totals(rounds: Account) -> list[str]:
+def totals(rounds: TimeBreakdown) -> list[str]:
     """The same of all jobs: sums of a round, where there is one."""
     steps = str(sum(job.facts.steps for job in rounds.jobs))
     if not rounds.period_s:
@@ -94,14 +94,14 @@ def totals(rounds: Account) -> list[str]:
     ]  # fmt: skip
 
 
-def a_round(rounds: Account) -> str:
+def a_round(rounds: TimeBreakdown) -> str:
     """What a round is made of."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
         return "one step of every job" if len(rounds.crossed) == len(rounds.jobs) else "one step of each job in it"
     return ", ".join(f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed)
 
 
-def too_small(rounds: Account) -> str:
+def too_small(rounds: TimeBreakdown) -> str:
     """What to say of jobs whose votes take longer than crossover could save them; "" of all others."""
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
@@ -150,7 +150,7 @@ def _footnotes(report: Report) -> list[str]:
     return lines
 
 
-def _without_round(rounds: Account) -> list[str]:
+def _without_round(rounds: TimeBreakdown) -> list[str]:
     begun = [job for job in rounds.jobs if job.period_s]
     if len(begun) < 2:
         return ["No steady state: that begins with a job's second step."]
@@ -164,7 +164,7 @@ def _without_round(rounds: Account) -> list[str]:
     ]
 
 
-def _with_round(rounds: Account) -> list[str]:
+def _with_round(rounds: TimeBreakdown) -> list[str]:
     period, bound = rounds.period_s or 0.0, rounds.bound_s
     limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
@@ -187,11 +187,11 @@ def _with_round(rounds: Account) -> list[str]:
     named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
     if named and bound is not None:
         lines.append(f"Lost {seconds(period - bound)} a round:")
-        lines += [f"  {cause:<9} {seconds(lost):>9}  {LOSSES[cause]}" for cause, lost in named]
+        lines += [f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}" for cause, lost in named]
     return [*lines, *filter(None, [too_small(rounds)])]
 
 
-def _why_no_part(job: JobAccount) -> str:
+def _why_no_part(job: JobTiming) -> str:
     if job.period_s:
         return "as it was hardly or never in steady state together with the others"
     return "which needs two steps"

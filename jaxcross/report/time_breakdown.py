@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.report.intervals import Interval, intersect, measure, subtract, union
 from jaxcross.report.rounds import Stretch, at_work_together, sets_together
-from jaxcross.report.summary import BRIEF, LOSSES, Account, JobAccount, JobFacts
+from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 
 
@@ -103,7 +103,7 @@ class _Rank:
 
     def lost(self) -> dict[str, float]:
         """Nanoseconds a round in which what limits this rank did not work, by cause: its period less its own bound."""
-        lost = dict.fromkeys(LOSSES, 0.0)
+        lost = dict.fromkeys(LOST_TIME, 0.0)
         terms = self.terms
         _, limit = terms.limit
         for stretch in self.stretches:
@@ -118,8 +118,8 @@ class _Rank:
 
 
 def account(
-    spans: Sequence[Span], jobs: Sequence[JobFacts], wall_ns: Mapping[int, int], *, in_turn: bool = False
-) -> Account:
+    spans: Sequence[Span], jobs: Sequence[JobSummary], wall_ns: Mapping[int, int], *, in_turn: bool = False
+) -> TimeBreakdown:
     """Accounts for a run.
 
     Args:
@@ -149,7 +149,7 @@ def account(
         bound, limit = _Terms.mean(list(measured.values())).limit
         lost = part.lost()
         lost["imbalance"] = measured[decisive].limit[0] - bound
-    return Account(
+    return TimeBreakdown(
         jobs=tuple(_job_account(job, ranks, decisive, of_rank[decisive]) for job in jobs),
         period_s=part.period / 1e9 if measured else None,
         bound_s=bound / 1e9 if bound is not None else None,
@@ -210,14 +210,14 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
         ("input", timeline.input),
         ("other", [stretch.window]),
     ]
-    lengths = dict.fromkeys(LOSSES, 0)
+    lengths = dict.fromkeys(LOST_TIME, 0)
     for cause, when in causes:
         lengths[cause] += measure(intersect(left, when))
         left = subtract(left, when)
     return lengths
 
 
-def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobAccount:
+def _job_account(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobTiming:
     name, part = facts.name, ranks[decisive]
     stretch = part.measured(name)
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
@@ -226,7 +226,7 @@ def _job_account(facts: JobFacts, ranks: Mapping[int, _Rank], decisive: int, spa
     exchanges = [s for s in spans if s.kind == "collective" and s.job == name]
     others = [s for s in exchanges if not s.in_step]
     calls = len({s.number for s in others})
-    return JobAccount(
+    return JobTiming(
         facts=facts,
         period_s=(stretch.window[1] - stretch.window[0]) / stretch.steps[name] / 1e9 if stretch else 0.0,
         compute_s=_mean(compute for compute, _ in costs) / 1e9,

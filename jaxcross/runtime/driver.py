@@ -20,12 +20,12 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Listeners
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.job_record import MOST_REFUSALS, Call, Execution, NonFinite, RunWorld, Seat, Stopped
+from jaxcross.runtime.job_record import MOST_REFUSALS, Call, Execution, JobRecord, NonFinite, RunWorld, Stopped
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.stall_watch import JobWaits
 
@@ -67,9 +67,11 @@ class Driver:
         self.world, self.clock_ns, self.link = world, clock_ns, link
         self._chaos = chaos
         self.listeners = listeners or Listeners()
-        self.seats = {number: Seat(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)}
+        self.seats = {
+            number: JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
+        }
         self.left_out: tuple[str, ...] = ()
-        self._joining: dict[str, Seat] = {}
+        self._joining: dict[str, JobRecord] = {}
         self._threads: list[threading.Thread] = []  # of jobs; some have ended
         self._left_behind: set[threading.Thread] = set()
         self._on_text = on_text
@@ -185,7 +187,7 @@ class Driver:
                 self._compute.put(instruction, self._call(job, number))
             case m.RunExchange(job, number, _, _, _):
                 self._exchange.put(instruction, self._call(job, number))
-            case m.CastVote() | m.CompareTexts() | m.GatherNews() | m.RunSync() | m.BePatient():
+            case m.CastVote() | m.CompareTexts() | m.GatherAnnouncements() | m.RunSync() | m.Backoff():
                 self._exchange.put(instruction, None)
             case m.StepReturned(job) | m.BatchGranted(job) | m.SyncReturned(job) | m.Raised(job):
                 self.seats[job].answers.put(instruction)
@@ -234,8 +236,8 @@ class Driver:
     # For the runner, and whoever holds a job: in any thread.
 
     def join(
-        self, name: str, thread: Callable[[], threading.Thread], attach: Callable[[Driver, Seat], None]
-    ) -> Seat | None:
+        self, name: str, thread: Callable[[], threading.Thread], attach: Callable[[Driver, JobRecord], None]
+    ) -> JobRecord | None:
         """Adds a job while the run goes on; None if it is over. Does not wait: it joins once all ranks have added it.
 
         Args:
@@ -243,7 +245,7 @@ class Driver:
             thread: How to make its thread.
             attach: Told of its seat before it joins.
         """
-        seat = Seat(-1, name, thread, self.queue())
+        seat = JobRecord(-1, name, thread, self.queue())
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -260,15 +262,21 @@ class Driver:
             self.post(m.TextSubmitted(text))
         return True
 
-    def wish(self, seat: Seat, wish: Wish) -> None:
+    def wish(self, seat: JobRecord, wish: JobRequest) -> None:
         """Tells all ranks, in the next vote, what somebody wishes for a job. Does not wait."""
         with self._lock:
-            self.post(m.JobWished(seat.number, seat.name, wish))
+            self.post(m.JobRequested(seat.number, seat.name, wish))
 
     # For job threads.
 
     def call(
-        self, job: int, outline: Outline, execution: Execution, nonfinite: NonFinite = "ignore", *, in_step: bool = True
+        self,
+        job: int,
+        outline: StepGraph,
+        execution: Execution,
+        nonfinite: NonFinite = "ignore",
+        *,
+        in_step: bool = True,
     ) -> Any:
         """Runs one step, or a call that reports do not count as one: its results, perhaps not computed yet. Waits until
         its last segment was dispatched.
@@ -303,7 +311,7 @@ class Driver:
             raise error
         return result
 
-    def _ask(self, seat: Seat, event: m.Event) -> m.Instruction:
+    def _ask(self, seat: JobRecord, event: m.Event) -> m.Instruction:
         self.post(event)
         answer = seat.answers.get() if self._fatal is None else m.Raised(seat.number)
         if not isinstance(answer, m.Raised):

@@ -11,7 +11,7 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values are not all finite."""
@@ -82,7 +82,7 @@ class Call:
         self,
         name: str,
         number: int,
-        outline: Outline,
+        outline: StepGraph,
         execution: Execution,
         called_ns: int,
         nonfinite: NonFinite,
@@ -103,7 +103,7 @@ class Call:
 MOST_REFUSALS = 100  # that a job's function may catch
 
 
-class Seat:
+class JobRecord:
     """What the driver holds for one job.
 
     Attributes:

@@ -175,7 +175,7 @@ class ExchangeLane:
                 case m.Finish():
                     self._driver.over()
                     return
-                case m.BePatient(level):
+                case m.Backoff(level):
                     patience = patience_s(level)
                     continue
                 case m.RunExchange():
@@ -234,10 +234,10 @@ class ExchangeLane:
                 job, label = driver.seats[number].name, "compare"
                 with world.watching(job=job, step=0, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
-            case m.GatherNews():
+            case m.GatherAnnouncements():
                 job, label = "", "news"
                 with world.watching(job="", step=0, segment=-1, what="news of jobs"):
-                    event = m.NewsGathered(tuple(world.control.allgather_text(driver.news())))
+                    event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.news())))
             case m.RunSync(number):
                 seat = driver.seats[number]
                 job, label = seat.name, TOGETHER

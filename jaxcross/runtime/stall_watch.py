@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxcross.health.activity import Standing, missing
+from jaxcross.health.activity import RankStatus, missing
 from jaxcross.interleave.local_state import Wait
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class JobWaits:
                 self._watched[job].renew()
 
     def _watch(self, job: str, wait: Wait) -> Watch:
-        def awaited(answers: Mapping[int, Standing | None]) -> dict[int, str]:
+        def awaited(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
             return absent(job, wait.what, answers)
 
         return self._world.watching(
@@ -60,7 +60,7 @@ def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Wa
     return world.watching(job=job, step=step, segment=-1, what=what, awaited=awaited)
 
 
-def absent(job: str, what: str, answers: Mapping[int, Standing | None]) -> dict[int, str]:
+def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
     """The other ranks for which a job's wait is, and why. Pure.
 
     Args:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.activity import Standing, missing
+from jaxcross.health.activity import RankStatus, missing
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.ir import Program
@@ -124,7 +124,7 @@ def _nothing() -> None:
 
 
 def _missing_partners(
-    world: World, program: Program, what: str, answers: Mapping[int, Standing | None]
+    world: World, program: Program, what: str, answers: Mapping[int, RankStatus | None]
 ) -> dict[int, str] | None:
     partners = rank_lists.partners(world.wire().calls(program), world.rank)
     return missing(program.name, what, sorted(partners), answers, patient=False)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.activity import Standing
+from jaxcross.health.activity import RankStatus
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import check_not_stray, current_job
 from jaxcross.program.mismatch import disagreement
@@ -210,7 +210,7 @@ class ParameterServer:
     def _watching(self, lane: Lane, what: str) -> Any:
         job = "" if self._job is None else self._job.name
 
-        def awaited(answers: Mapping[int, Standing | None]) -> dict[int, str]:
+        def awaited(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
             patient = {rank for rank, s in answers.items() if job and s is not None and s.excused(job)}
             return {rank: why for rank, why in lane.awaited().items() if rank not in patient}
 

@@ -15,7 +15,7 @@ from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs import thread as job_thread
 from jaxcross.program.accepted import check_step
-from jaxcross.program.compile import Once
+from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
@@ -106,7 +106,7 @@ class Step:
         self.__name__ = step_name(step)
         self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
         self.donate, self.static = donate, static
-        self._roots = Once()  # (structure, types) of the arguments -> Variant
+        self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
         self._last: tuple[Any, Any, Variant] | None = None
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges

@@ -40,7 +40,7 @@ Together = Callable[[str, Callable[[Any], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
+class CutHint:
     """What is known of how a step is to be cut, before it runs; all but `key` the same on every rank.
 
     Attributes:
@@ -69,21 +69,23 @@ def key_of(program: Program, world: World) -> str:
 def recall(
     key: str, *, rank: int, together: Together, ran: int | None = None, before: int | None = None,
     steps: int | None = None,
-) -> Recalled:  # fmt: skip
+) -> CutHint:  # fmt: skip
     """Brings together what the ranks know: their shapes, neighbours and files may differ. Waits for all ranks.
 
     Args:
         key: See `key_of`.
         rank: Of this process.
         together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
-        ran: As this rank knows it; see `Recalled`.
+        ran: As this rank knows it; see `CutHint`.
         before: Likewise.
         steps: Likewise.
     """
     if ran is not None and not 0 <= ran <= max(PIECES):
         ran = None
 
-    kept = _Book(key).read() if rank == 0 else None  # only its own count; not while all jobs' exchanges wait for a file
+    kept = (
+        CutCache(key).read() if rank == 0 else None
+    )  # only its own count; not while all jobs' exchanges wait for a file
     own = json.dumps([ran, before, kept, steps])
     told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
     (ran, before, kept, _), first = told[0], all(each[1] is None for each in told)
@@ -93,7 +95,7 @@ def recall(
     if any(each[1] != before for each in told):
         before = None
     kept = None if kept is None else (kept[0], kept[1])
-    return Recalled(key=key, ran=ran, before=before, first=first, kept=kept, steps=steps)
+    return CutHint(key=key, ran=ran, before=before, first=first, kept=kept, steps=steps)
 
 
 def search(
@@ -104,7 +106,7 @@ def search(
     cut: Callable[[int], Program],
     build: Callable[[Program], Compiled],
     together: Together,
-    recalled: Recalled,
+    recalled: CutHint,
 ) -> tuple[int, Compiled]:
     """The number of pieces and the executables of the fastest of a few cuts.
 
@@ -209,7 +211,7 @@ def search(
         if gain < 1:
             best, pieces, gain = uncut, 1, 1.0
     if world.rank == 0 and first is not None and through:
-        _Book(recalled.key).write(pieces, first)  # a longer run may still search
+        CutCache(recalled.key).write(pieces, first)  # a longer run may still search
     if world.rank == 0 and first is not None and (through or len(tried) > 1):
         _log.warning(
             "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
@@ -264,7 +266,7 @@ def _tell(world: World, text: str) -> None:
         _log.warning("%s", text)
 
 
-class _Book:
+class CutCache:
     """What was found before, in JAX's folder of compiled programs. Read and written by rank 0's file system alone."""
 
     def __init__(self, key: str) -> None:

@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs import context as job_context
-from jaxcross.program.compile import Once
+from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
@@ -25,7 +25,7 @@ from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.mismatch import different_calls, disagreement
 from jaxcross.program.trace import Traced
-from jaxcross.step.cut_tuner import Recalled, Together, key_of, recall, search
+from jaxcross.step.cut_tuner import CutHint, Together, key_of, recall, search
 from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
 from jaxcross.step.unit_agreement import Units, list_hash, without_calls
 from jaxcross.world import World
@@ -66,7 +66,7 @@ class Variant:
     world: World
     units: Units = field(default_factory=Units)
     asked: Any = None
-    children: Once = field(default_factory=Once)
+    children: SingleFlightCache = field(default_factory=SingleFlightCache)
     predicate: Callable[[Sequence[Any]], int] | None = None
     program: Program | None = None
     default: Program = field(init=False, repr=False, compare=False)
@@ -240,7 +240,7 @@ class Variant:
             job.together(label, agree)
 
     def _search(
-        self, job: job_context.JobContext | None, leaves: Sequence[Any], together: Together, recalled: Recalled
+        self, job: job_context.JobContext | None, leaves: Sequence[Any], together: Together, recalled: CutHint
     ) -> tuple[int, Compiled]:
         """The fastest cut: measured. Nothing else runs beside this step as that begins."""
         world = self.world

@@ -55,7 +55,7 @@ def probe_exchange() -> dict[str, Any]:
 
     from jaxcross.world import initialize
 
-    world = initialize(watchdog_s=20.0)
+    world = initialize(stall_timeout_s=20.0)
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.psum(x, "ranks"), axis_env=[("ranks", world.size)])(jnp.zeros(4))
     with world.watching(job="doctor", step=0, segment=0, what="psum"):
         (total,) = jax.jit(world.wire().lower(jaxpr, {"ranks": world.size}))(jnp.full(4, world.rank + 1.0))

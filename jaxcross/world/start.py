@@ -18,7 +18,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
-from jaxcross.health.abort import Ending, abort_everywhere, install_hooks, on_abort
+from jaxcross.health.abort import AbortReason, abort_everywhere, install_hooks, on_abort
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.sigterm import Termination
 from jaxcross.health.watchdog import Watchdog
@@ -36,7 +36,7 @@ _CURRENT: list[World] = []
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES")
 
 
-def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int = 1) -> World:
+def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 30.0, lanes: int = 1) -> World:
     """Join the MPI world. Call it before the first JAX array; waits for every rank.
 
     From here on an exception that nobody catches, the end of a rank's process or its silence ends all ranks, each with
@@ -50,9 +50,10 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     returns there has the numbers of that rank, and whatever would exchange with other ranks raises `ExchangeError`.
 
     Args:
-        watchdog_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
-        silence_s: Seconds after which a rank whose process does not show that it lives is reported, and all ranks are
-            aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it computes.
+        stall_timeout_s: Seconds after which a wait for other ranks is reported, and all ranks are aborted.
+        heartbeat_timeout_s: Seconds after which a rank whose process does not show that it lives is reported, and all
+            ranks are aborted; 0 for never. It shows it about once a second, from a thread of its own, whatever it
+            computes.
         lanes: Exchanges that your own code may have under way at once on a rank; a run has one.
 
     Raises:
@@ -62,15 +63,15 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
     """
     if _CURRENT:
         started = _CURRENT[0]
-        wanted = (watchdog_s, lanes, silence_s)
-        if wanted not in ((300.0, 1, 30.0), (started.watchdog_s, started.lanes, started.silence_s)):
+        wanted = (stall_timeout_s, lanes, heartbeat_timeout_s)
+        if wanted not in ((300.0, 1, 30.0), (started.stall_timeout_s, started.lanes, started.heartbeat_timeout_s)):
             raise ValueError(
-                f"jaxcross is initialised already, with `watchdog_s={started.watchdog_s}` and `lanes={started.lanes}`, "
-                f"`silence_s={started.silence_s}`: it cannot change to {watchdog_s}, {lanes}, {silence_s}. Give them "
-                "to the first call."
+                f"jaxcross is initialised already, with `stall_timeout_s={started.stall_timeout_s}` and "
+                f"`lanes={started.lanes}`, `heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
+                f"{stall_timeout_s}, {lanes}, {heartbeat_timeout_s}. Give them to the first call."
             )
         return started
-    _check_arguments(watchdog_s, silence_s, lanes)
+    _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
     if (worker := world_of_worker(os.environ)) is not None:
         _CURRENT.append(worker)
         return worker
@@ -92,16 +93,21 @@ def initialize(*, watchdog_s: float = 300.0, silence_s: float = 30.0, lanes: int
         )
     install_hooks(rank, size)
     load_mpi4jax()
-    with _in_time(rank, size, watchdog_s):
-        joined = _join(mpi, vendor=vendor, watchdog_s=watchdog_s, silence_s=silence_s, lanes=lanes)
+    with _in_time(rank, size, stall_timeout_s):
+        joined = _join(
+            mpi, vendor=vendor, stall_timeout_s=stall_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, lanes=lanes
+        )
     _CURRENT.append(joined)
     mark(joined)
     return joined
 
 
-def _check_arguments(watchdog_s: Any, silence_s: Any, lanes: Any) -> None:
+def _check_arguments(stall_timeout_s: Any, heartbeat_timeout_s: Any, lanes: Any) -> None:
     never = "0 or more, 0 for never"
-    for name, value, wanted in (("watchdog_s", watchdog_s, "more than 0"), ("silence_s", silence_s, never)):
+    for name, value, wanted in (
+        ("stall_timeout_s", stall_timeout_s, "more than 0"),
+        ("heartbeat_timeout_s", heartbeat_timeout_s, never),
+    ):
         seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
         if not (seconds > 0 or (seconds == 0 and wanted == never)):  # NaN is neither
             raise ValueError(f"`{name}` must be a number of seconds, {wanted}, got {value!r}.")
@@ -115,10 +121,12 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     reason = f"rank {rank} has waited {limit_s:g} s for all ranks to call `jaxcross.initialize()`"
     message = (
         f"jaxcross: {reason}; all {size} ranks end. The script of some rank ended before it, or hangs: in a lock, a"
-        " file system? For start-ups that take longer, raise `initialize(watchdog_s=...)`."
+        " file system? For start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
     )
     timer = threading.Timer(
-        min(limit_s, threading.TIMEOUT_MAX), abort_everywhere, args=(message, Ending(reason=reason, how="reported"))
+        min(limit_s, threading.TIMEOUT_MAX),
+        abort_everywhere,
+        args=(message, AbortReason(reason=reason, how="reported")),
     )
     timer.daemon = True
     timer.start()
@@ -128,7 +136,7 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: int) -> World:
+def _join(mpi: Any, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int) -> World:
     """This rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
@@ -152,7 +160,12 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
     termination = Termination(flight)
     termination.install()
     watchdog = Watchdog(
-        world.Dup(), timeout_s=watchdog_s, silence_s=silence_s, flight=flight, places=places, termination=termination
+        world.Dup(),
+        timeout_s=stall_timeout_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        flight=flight,
+        places=places,
+        termination=termination,
     )
     watchdog.start()
     on_abort(watchdog.tell)
@@ -165,7 +178,7 @@ def _join(mpi: Any, *, vendor: str, watchdog_s: float, silence_s: float, lanes: 
         vendor=vendor,
         lanes=lanes,
         pool_size=size_of_pool,
-        silence_s=silence_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
         control=MpiControl(world.Dup(), mpi.MIN),
         flight=flight,
         _base=(base := world.Dup()),

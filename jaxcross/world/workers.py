@@ -19,14 +19,14 @@ from typing import Any, NoReturn, final
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
-from jaxcross.health.abort import Ending, abort_everywhere
+from jaxcross.health.abort import AbortReason, abort_everywhere
 from jaxcross.health.process import Place, here, state
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
 """Set by `initialize()` for the processes that a rank starts: its process, its numbers, where it listens."""
 
-_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "silence_s")
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "vendor", "lanes", "pool_size", "heartbeat_timeout_s")
 _TALKING = ("control", "flight", "exchanger", "_base", "_watchdog", "_neighbours")  # all of a world that communicates
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
@@ -39,7 +39,7 @@ def mark(world: World) -> None:
     """Lets the processes that this rank starts or forks know that they are its workers."""
     listener, process = _listen(world), here()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
-    reached = {"process": asdict(process), "listener": listener, "watchdog_s": world.watchdog_s}
+    reached = {"process": asdict(process), "listener": listener, "stall_timeout_s": world.stall_timeout_s}
     os.environ[VARIABLE] = json.dumps({**reached, **numbers})
     os.register_at_fork(after_in_child=lambda: _disarm(world, process))
 
@@ -60,7 +60,7 @@ def world_of_worker(environ: Mapping[str, str]) -> World | None:
             import jax
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
-        refusal: Any = Refusal(mine["rank"], Place(**mine["process"]), mine["listener"], mine["watchdog_s"])
+        refusal: Any = Refusal(mine["rank"], Place(**mine["process"]), mine["listener"], mine["stall_timeout_s"])
         return World(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
     if _is_subprocess(environ, text):
         raise ExchangeError(
@@ -80,7 +80,7 @@ class Refusal:
         rank: The rank that started the worker.
         process: Its process.
         listener: A pipe of that process, -1 for none; see `mark`.
-        timeout_s: The rank's `watchdog_s`, which a worker may ask for.
+        timeout_s: The rank's `stall_timeout_s`, which a worker may ask for.
     """
 
     def __init__(self, rank: int, process: Place, listener: int, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ def _listen(world: World) -> int:
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script again in every worker,"
             f" unless it forks. {_REMEDY}",
-            Ending(reason=f"{what}: put what trains under `if __name__ == '__main__':`"),
+            AbortReason(reason=f"{what}: put what trains under `if __name__ == '__main__':`"),
         )
 
     threading.Thread(target=wait, name="jaxcross-workers", daemon=True).start()
@@ -126,7 +126,7 @@ def _listen(world: World) -> int:
 
 def _disarm(world: World, process: Place) -> None:
     """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
-    refusal = Refusal(world.rank, process, -1, world.watchdog_s)
+    refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
     for name in _TALKING:
         object.__setattr__(world, name, refusal)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.errors import clause, first_line
-from jaxcross.health.abort import Ending, abort_everywhere
+from jaxcross.health.abort import AbortReason, abort_everywhere
 from jaxcross.health.activity import missing
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch, Watchdog
@@ -51,7 +51,8 @@ class World:
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
         executables: What this process has compiled, shared by like jobs.
-        silence_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for never.
+        heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for
+            never.
         flight: What this rank is in, and its event file.
         exchanger: The one thread that makes exchanges beside computation where no runner has lanes.
     """
@@ -63,7 +64,7 @@ class World:
     vendor: str
     lanes: int
     pool_size: int
-    silence_s: float
+    heartbeat_timeout_s: float
     control: Control
     flight: FlightRecorder = field(repr=False)
     executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
@@ -176,11 +177,11 @@ class World:
         first, size = clause(first_line(message)), self._base.Get_size()  # raises in a worker: it ends no rank
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
-            Ending(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),
+            AbortReason(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),
         )
 
     @property
-    def watchdog_s(self) -> float:
+    def stall_timeout_s(self) -> float:
         """Seconds after which a wait for other ranks is reported, and all ranks are aborted."""
         return self._watchdog.timeout_s
 

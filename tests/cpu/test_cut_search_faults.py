@@ -27,7 +27,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.collective_call import meet
 from jaxcross.step import cut_tuner, timed_trial
-from jaxcross.step.cut_tuner import Recalled, recall, search
+from jaxcross.step.cut_tuner import CutHint, recall, search
 from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
@@ -84,7 +84,7 @@ def found(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
             with ThreadPoolExecutor(1) as world.exchanger:
                 pieces, compiled = search(
                     traced(), LEAVES, world=world, cut=lambda n: traced().cut(n, bucket_bytes=0), build=build,
-                    together=together, recalled=Recalled(key="", ran=None, before=None, first=True, kept=kept),
+                    together=together, recalled=CutHint(key="", ran=None, before=None, first=True, kept=kept),
                 )  # fmt: skip
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2
             assert pieces == len(compiled.program.collectives)
@@ -169,7 +169,7 @@ def test_what_fails_later_in_the_search_leaves_the_step_uncut(
 @pytest.mark.parametrize("forbidden", [0, 1])
 def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path)
-    cut_tuner._Book("key").write(4, 0.5)
+    cut_tuner.CutCache("key").write(4, 0.5)
     stat = Path.stat
 
     def checked(path: Path, **options: Any) -> Any:

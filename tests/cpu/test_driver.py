@@ -21,7 +21,7 @@ from jaxcross.jobs.thread import JobThread, current_job
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.job_record import Seat
+from jaxcross.runtime.job_record import JobRecord
 from jaxcross.runtime.lanes import LaneThread, patience_s
 
 
@@ -238,12 +238,12 @@ def test_a_job_that_hears_that_it_has_left_may_be_gone_before_its_teller_goes_on
             for thread in job_threads:
                 thread.join(0.3)
 
-    class SlowSeat(Seat):
+    class SlowSeat(JobRecord):
         def __init__(self, *args):
             super().__init__(*args)
             self.left = SlowTeller()
 
-    monkeypatch.setattr("jaxcross.runtime.driver.Seat", SlowSeat)
+    monkeypatch.setattr("jaxcross.runtime.driver.JobRecord", SlowSeat)
 
     def work(world):
         runner = runner_of(world)

@@ -29,7 +29,7 @@ def quick(examples):
 def book(tmp_path, monkeypatch):
     """What keeps the cuts that were found, in a folder that is not there yet."""
     monkeypatch.setattr(cut_tuner, "compilation_cache_dir", lambda: tmp_path / "cache")
-    return cut_tuner._Book("key")
+    return cut_tuner.CutCache("key")
 
 
 @quick(60)

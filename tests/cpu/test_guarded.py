@@ -5,7 +5,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from jaxcross.health.timed_comm import GuardedComm
+from jaxcross.health.timed_comm import TimedComm
 
 
 class Comm:
@@ -25,7 +25,7 @@ class Comm:
 
 def test_the_rank_is_told_that_does_not_take_a_message():
     comm, stuck = Comm(), SimpleQueue()
-    guarded = GuardedComm(comm, limit_s=0.05, on_stuck=stuck.put)
+    guarded = TimedComm(comm, limit_s=0.05, on_stuck=stuck.put)
     guarded.start()
     assert guarded.isend("a", dest=1, tag=7) == ("a", 1, 7)
     thread = threading.Thread(target=guarded.isend, args=("b", 3, 7))
@@ -38,7 +38,7 @@ def test_the_rank_is_told_that_does_not_take_a_message():
 
 
 def test_calls_that_return_or_raise_are_forgotten():
-    guarded = GuardedComm(Comm(), limit_s=60, on_stuck=lambda rank: None)
+    guarded = TimedComm(Comm(), limit_s=60, on_stuck=lambda rank: None)
     guarded.isend("a", dest=1, tag=7)
     with pytest.raises(ValueError, match="torn"):
         guarded.recv(source=1, tag=7)

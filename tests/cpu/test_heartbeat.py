@@ -26,7 +26,7 @@ def test_the_ring(rank_and_size):
 
 
 def test_silence_is_counted_by_ticks():
-    silence = Silence([1, 3], silence_s=3, tick_s=2)
+    silence = Silence([1, 3], heartbeat_timeout_s=3, tick_s=2)
     assert silence.tick(1) == silence.tick(1) == silence.tick(1) == []
     silence.heard(3, "in vote")
     assert silence.tick(1) == [1]
@@ -34,13 +34,13 @@ def test_silence_is_counted_by_ticks():
 
 
 def test_who_was_asleep_itself_blames_nobody():
-    silence = Silence([1], silence_s=30, tick_s=2)
+    silence = Silence([1], heartbeat_timeout_s=30, tick_s=2)
     assert silence.tick(3600) == []
     assert silence.seconds == {1: 2}
 
 
 def test_who_has_left_beats_on():
-    silence = Silence([1], silence_s=3, tick_s=2)
+    silence = Silence([1], heartbeat_timeout_s=3, tick_s=2)
     silence.left(1, 7)
     assert silence.gone == {1: 7}
     assert silence.tick(2) == []
@@ -63,7 +63,7 @@ def test_what_is_said(found, text):
     said = str(Loss(rank=2, place=place, found=found, silent_s=31, standing="in vote"))
     assert said.startswith(text)
     assert "It was last heard 31 s ago, in vote." in said
-    assert ("initialize(silence_s=...)" in said) == (found != "gone")
+    assert ("initialize(heartbeat_timeout_s=...)" in said) == (found != "gone")
 
 
 @pytest.fixture
@@ -137,13 +137,15 @@ class Comm:
 def ring(monkeypatch):
     """Heartbeats of three ranks under a clock of the test's own, their processes as given."""
 
-    def make(places, silence_s=10.0):
+    def make(places, heartbeat_timeout_s=10.0):
         now = [0.0]
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
         boxes = [SimpleQueue() for _ in places]
         comms = [Comm(rank, boxes) for rank in range(len(places))]
         beats = [
-            Heartbeat(comm, silence_s=silence_s, flight=FlightRecorder(places, comm.rank), places=places)
+            Heartbeat(
+                comm, heartbeat_timeout_s=heartbeat_timeout_s, flight=FlightRecorder(places, comm.rank), places=places
+            )
             for comm in comms
         ]
 

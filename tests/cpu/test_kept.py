@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcross.jobs.latest_state import Kept, holds_state, matching, own_copy
+from jaxcross.jobs.latest_state import LatestState, holds_state, matching, own_copy
 
 
 def state(value):
@@ -53,7 +53,7 @@ def test_all_results_if_no_part_has_the_structure(given):
 
 
 def test_results_later_than_the_state_take_its_place():
-    kept, one = Kept(), state(1.0)
+    kept, one = LatestState(), state(1.0)
     kept.give(state(0.0), 0)
     kept.committed((one, None), 1)
     kept.settle()
@@ -61,7 +61,7 @@ def test_results_later_than_the_state_take_its_place():
 
 
 def test_a_state_given_after_the_last_step_stays():
-    kept, mine = Kept(), state(5.0)
+    kept, mine = LatestState(), state(5.0)
     kept.committed((state(1.0), None), 1)
     kept.give(mine, 1)
     kept.settle()
@@ -69,7 +69,7 @@ def test_a_state_given_after_the_last_step_stays():
 
 
 def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
-    kept, one = Kept(), state(1.0)
+    kept, one = LatestState(), state(1.0)
     kept.settle()
     assert kept.state is None
     first = state(0.0)
@@ -81,7 +81,7 @@ def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
 
 
 def test_results_of_other_functions_count_only_if_they_were_given_the_state():
-    kept, one, two = Kept(), state(1.0), state(2.0)
+    kept, one, two = LatestState(), state(1.0), state(2.0)
     kept.give(state(0.0), 0)
     kept.committed((one, None), 1)
     kept.committed(state(7.0), 1)  # say, statistics of gradients
@@ -95,7 +95,7 @@ def test_results_of_other_functions_count_only_if_they_were_given_the_state():
 
 
 def test_lost_results_do_not_take_the_place_of_anything():
-    kept, mine, one = Kept(), state(0.0), state(1.0)
+    kept, mine, one = LatestState(), state(0.0), state(1.0)
     kept.give(mine, 0)
     kept.committed(one, 1)
     delete(one)
@@ -117,7 +117,7 @@ def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
 @pytest.mark.parametrize("donates", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
 def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, donates):
-    kept, one, two = Kept(), state(1.0), state(2.0)
+    kept, one, two = LatestState(), state(1.0), state(2.0)
     kept.give(state(0.0), 0)
     kept.used([jnp.ones(3), *kept.state.values()])
     kept.committed((one, jnp.float32(0)), 1)
@@ -131,7 +131,7 @@ def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, dona
 
 
 def test_results_whose_change_the_function_has_given_are_no_guess():
-    kept = Kept()
+    kept = LatestState()
     kept.give(state(0.0), 0)
     for step in (1, 2):
         kept.used(list(kept.state.values()))
@@ -145,7 +145,7 @@ def test_results_whose_change_the_function_has_given_are_no_guess():
 @pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
 def test_results_of_another_make_are_looked_at_anew(later):
     """A static argument may change what a step returns, and another function may be given what the step left."""
-    kept, state = Kept(), {"w": jnp.ones(3)}
+    kept, state = LatestState(), {"w": jnp.ones(3)}
     kept.give(state, 0)
     for step, results in enumerate(((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1):
         kept.used(jax.tree.leaves(state))
@@ -156,7 +156,7 @@ def test_results_of_another_make_are_looked_at_anew(later):
 
 
 def test_a_state_in_parts_is_not_taken_for_a_changed_one():
-    kept, state = Kept(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    kept, state = LatestState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     kept.give(state, 0)
     for step in (1, 2):
         kept.used(jax.tree.leaves(state))

@@ -18,7 +18,7 @@ from jax import lax
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
 from jaxcross.errors import ExchangeError
-from jaxcross.program.compile import KEPT, ExecutableCache
+from jaxcross.program.compile import MAX_IDLE_EXECUTABLES, ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.graph import nbytes
@@ -338,15 +338,15 @@ class Thing:
 def test_of_executables_that_nobody_uses_the_latest_are_kept() -> None:
     cache = ExecutableCache()
     used = [cache.get(("used", n), Thing) for n in range(3)]
-    for n in range(2 * KEPT):
+    for n in range(2 * MAX_IDLE_EXECUTABLES):
         cache.get(n, Thing)
     gc.collect()
-    assert len(cache) == 3 + KEPT
-    assert [cache.get(("used", n), Thing) for n in range(3)] == used and cache.compiled == 3 + 2 * KEPT
-    cache.get(2 * KEPT - 1, Thing)
-    assert cache.compiled == 3 + 2 * KEPT, "one of the latest"
+    assert len(cache) == 3 + MAX_IDLE_EXECUTABLES
+    assert [cache.get(("used", n), Thing) for n in range(3)] == used and cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES
+    cache.get(2 * MAX_IDLE_EXECUTABLES - 1, Thing)
+    assert cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES, "one of the latest"
     cache.get(0, Thing)
-    assert cache.compiled == 4 + 2 * KEPT, "made again"
+    assert cache.compiled == 4 + 2 * MAX_IDLE_EXECUTABLES, "made again"
 
 
 def test_an_executable_that_cannot_be_made_is_tried_again() -> None:

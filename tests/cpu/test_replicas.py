@@ -19,12 +19,12 @@ import jaxcross
 from jaxcross import exchange
 from jaxcross._pytree import digests
 from jaxcross.checkpoint.rank_local import common_leaves, own_leaves
-from jaxcross.jobs.latest_state import Kept
+from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
-from jaxcross.report import JobFacts, Report
+from jaxcross.report import JobSummary, Report
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]
@@ -217,10 +217,10 @@ def test_exceptions_are_names():
 
 def test_the_table_says_it_in_a_line_for_all_jobs_alike():
     facts = [
-        JobFacts(name=name, steps=1, replicas=text)
+        JobSummary(name=name, steps=1, replicas=text)
         for name, text in (("a", "equal"), ("b", "differ after step 1, first `x` on ranks 0 and 1"), ("c", "equal"))
     ]
-    report = Report(spans=(), jobs=(*facts, JobFacts(name="d", steps=1)), wall_ns={0: (0, 1)})
+    report = Report(spans=(), jobs=(*facts, JobSummary(name="d", steps=1)), wall_ns={0: (0, 1)})
     lines = str(report).splitlines()
     assert "a, c: replicas equal." in lines
     assert "b: replicas differ after step 1, first `x` on ranks 0 and 1." in lines
@@ -315,7 +315,7 @@ def test_a_state_that_cannot_be_read_is_a_report_and_no_hang():
         def __jax_array__(self):
             raise RuntimeError("lost")
 
-    kept = Kept()
+    kept = LatestState()
     checks = ReplicaChecks("a", rank=0, ranks=2, kept=kept, checks=CheckReplicas())
     start = {"w": jnp.ones(3)}
     kept.give(start, 0)

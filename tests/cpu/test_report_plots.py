@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.interleave.instrument import Span
-from jaxcross.report import JobFacts, Report
+from jaxcross.report import JobSummary, Report
 
 S = 1_000_000_000
 
@@ -22,7 +22,7 @@ def make(crossed, policy, *, ranks=2, steps=4, names="ab", link=""):
                 )
                 times = {"start_ns": (t + 1) * S, "end_ns": (t + 2) * S, "ready_ns": (t + 1) * S}
                 spans.append(Span(kind="collective", segment=1, **times, **common))
-    jobs = tuple(JobFacts(name=name, steps=steps) for name in names)
+    jobs = tuple(JobSummary(name=name, steps=steps) for name in names)
     wall_ns = dict.fromkeys(range(ranks), (0, 17 * S))
     return Report(spans=tuple(spans), jobs=jobs, wall_ns=wall_ns, policy=policy, link=link)
 
@@ -94,7 +94,7 @@ def test_the_chart_begins_at_the_steady_state():
     # of a job that comes later and has no part in the round it does not wait
     late = [replace(s, job="late") for s in make(True, "x", names="a", steps=2).spans]
     later = [replace(s, start_ns=s.start_ns + 13 * S, end_ns=s.end_ns + 13 * S) for s in late]
-    three = replace(crossed, spans=(*crossed.spans, *later), jobs=(*crossed.jobs, JobFacts(name="late", steps=2)))
+    three = replace(crossed, spans=(*crossed.spans, *later), jobs=(*crossed.jobs, JobSummary(name="late", steps=2)))
     assert [job.facts.name for job in three.rounds.crossed] == ["a", "b"]
     assert _steady_begin(three) == 3 * S
     apart = make(False, "round-robin")
@@ -159,7 +159,7 @@ def test_what_is_thinner_than_a_pixel_is_a_tint(tmp_path, share):
         )
         for n in range(100_000)
     ]  # fmt: skip
-    report = Report(spans=tuple(spans), jobs=(JobFacts(name="a", steps=100_000),), wall_ns={0: (0, S)})
+    report = Report(spans=tuple(spans), jobs=(JobSummary(name="a", steps=100_000),), wall_ns={0: (0, S)})
     picture = matplotlib.image.imread(report.to_gantt(tmp_path / "x.png", window=(0.0, 1.0)))[..., :3]
     blue = np.array([0x00, 0x72, 0xB2]) / 255
     tinted = np.abs(picture - (1 - max(share, 0.15) * (1 - blue))).max(axis=-1) < 0.02

@@ -8,7 +8,7 @@ from checkpoint_jobs import batches, init, make_step, resumes, same, train
 from fakes import run_ranks
 
 from jaxcross.errors import JobError
-from jaxcross.jobs.prefetch import Feed
+from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.runner import Runner
 
 
@@ -16,7 +16,7 @@ def known(job):
     """How many loops each part of a run knows of, once the threads of those that are over have said their last."""
     for thread in threading.enumerate():
         feed = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(feed, Feed) and feed._driver is job._driver and feed.closed:
+        if isinstance(feed, Prefetcher) and feed._driver is job._driver and feed.closed:
             thread.join(60)
             assert not thread.is_alive()
     interleaver = job._driver._interleaver

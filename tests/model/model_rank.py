@@ -22,7 +22,7 @@ from model_state import clone, name
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.interleave.vote import Verdict, Wish
+from jaxcross.interleave.vote import JobRequest, Verdict
 
 Move = tuple[Any, ...]
 
@@ -117,7 +117,7 @@ class RankModel:
         found += [("feed", *key) for key, feed in self.feeds.items() if feed]
         if self.outside:
             match self.outside[0]:
-                case m.StopRequested() | m.JobWished(_, _, Wish.STOP | Wish.PAUSE):
+                case m.StopRequested() | m.JobRequested(_, _, JobRequest.STOP | JobRequest.PAUSE):
                     found.append(("person",))
                 case _:
                     found.append(("outside",))
@@ -192,7 +192,7 @@ class RankModel:
             case ("sync", job):
                 self._post(m.SyncDone(job))
             case ("gather",):
-                self._post(m.NewsGathered(result))
+                self._post(m.AnnouncementsGathered(result))
             case _:
                 raise InternalError(f"nobody leaves {slot!r}")
 
@@ -285,13 +285,13 @@ class RankModel:
                 self._arrive(("compare", job), text)
             case m.RunSync(job):
                 self._arrive(("sync", job))
-            case m.GatherNews():
+            case m.GatherAnnouncements():
                 self.gathers = True
             case m.TextHeard(text):
                 self.heard.append(text)
             case m.JobJoined(job, wanted):
                 self.scripts[job], self.threads[job] = self.joining.pop(wanted), _Thread()
-            case m.BePatient():
+            case m.Backoff():
                 self.patient = True
             case m.Finish():
                 self._arrive(("done",))

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 
 @dataclass(slots=True)
 class SpecCall:
     """One call of a step, as seen from outside."""
 
-    outline: Outline
+    outline: StepGraph
     issued: set[int] = field(default_factory=set)
     exchanged: list[int] = field(default_factory=list)
     infinite: bool = False  # this rank has found values that are not finite, and keeps the state

@@ -35,7 +35,7 @@ import sys
 import jax.numpy as jnp, optax, jaxcross
 from jaxcross import exchange
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 
 
 def train(job, tx):

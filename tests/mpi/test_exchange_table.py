@@ -16,7 +16,7 @@ QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarc
 REFUSED = """
 import jax.numpy as jnp, optax, jaxcross
 from jaxcross import exchange
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 params = {"w": jnp.full((4, 4), float(world.rank))}
 for tx, words in (
     (exchange.gtop_k(0.5, "batch"), "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"),

@@ -82,7 +82,7 @@ def test_a_limit_tells_a_promise_from_the_watchdog():
 
 
 def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
-    code = START.format("silence_s=5") + HURT.format("KILL") + WAIT
+    code = START.format("heartbeat_timeout_s=5") + HURT.format("KILL") + WAIT
     done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
     text = verdict(read(tmp_path))
@@ -90,7 +90,7 @@ def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path)
 
 
 def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
-    code = START.format("silence_s=10") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
+    code = START.format("heartbeat_timeout_s=10") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
     done = mpirun(2, code)
     assert done.returncode != 0
     said = "because rank 1 does not come to job 'a', step 3, segment 1 (psum): its script ended after 0 of 1 exchanges"
@@ -104,7 +104,7 @@ LEFT = (
 
 
 def test_a_rank_whose_script_has_ended_is_watched(mpirun):
-    done = mpirun(3, START.format("silence_s=10") + LEFT.format("STOP"))
+    done = mpirun(3, START.format("heartbeat_timeout_s=10") + LEFT.format("STOP"))
     assert done.returncode != 0
     assert "because rank 1 is silent for " in done.stderr and "is stopped (by SIGSTOP or a debugger)." in done.stderr
 
@@ -152,7 +152,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=12, silence_s=0)
+world = jaxcross.initialize(stall_timeout_s=12, heartbeat_timeout_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
@@ -213,7 +213,7 @@ import jax.numpy as jnp, numpy as np
 from jax import lax
 from jaxcross import Runner, crossover, initialize
 from jaxcross.program.ir import Program
-world = initialize(watchdog_s=30, silence_s=0)
+world = initialize(stall_timeout_s=30, heartbeat_timeout_s=0)
 compiled = Program.compile
 
 def fails(self, *args, **kwargs):
@@ -289,7 +289,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=12, silence_s=0)
+world = jaxcross.initialize(stall_timeout_s=12, heartbeat_timeout_s=0)
 
 def last(total):
     if world.rank == 1 and total >= 6:
@@ -326,7 +326,7 @@ LONG = """
 import time, jaxcross
 from jax import lax
 from jaxcross import Runner, crossover
-world = jaxcross.initialize(watchdog_s=3, silence_s=0)
+world = jaxcross.initialize(stall_timeout_s=3, heartbeat_timeout_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 
@@ -393,7 +393,7 @@ from jax import lax
 from jaxcross import Runner, crossover
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=12, silence_s=0)
+world = jaxcross.initialize(stall_timeout_s=12, heartbeat_timeout_s=0)
 
 step = crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
 

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import jaxcross
-world = jaxcross.initialize(silence_s=float(sys.argv[1]))
+world = jaxcross.initialize(heartbeat_timeout_s=float(sys.argv[1]))
 from mpi4py import MPI
 comm, over = MPI.COMM_WORLD.Dup(), False
 sent, total = np.ones(250_000, np.float32), np.empty(250_000, np.float32)
@@ -41,10 +41,10 @@ print("done", flush=True)
 """
 
 
-def start(lab, silence_s, tmp_path, wrapped=list, stderr=subprocess.PIPE):
+def start(lab, heartbeat_timeout_s, tmp_path, wrapped=list, stderr=subprocess.PIPE):
     mpirun = find_mpirun()
     assert mpirun is not None
-    rank = wrapped([sys.executable, "-c", RANK, str(silence_s), str(tmp_path / "over")])
+    rank = wrapped([sys.executable, "-c", RANK, str(heartbeat_timeout_s), str(tmp_path / "over")])
     process = subprocess.Popen(
         lab.wrap([mpirun.path, "-n", "2", *rank]), stdout=subprocess.PIPE, stderr=stderr, text=True,
         env={**lab.environment(), "JAXCROSS_EVENTS": str(tmp_path / "events")},
@@ -157,7 +157,7 @@ def test_lost_packets_make_an_exchange_late_and_nothing_else(tmp_path):
 def test_who_has_ended_waits_for_the_others(tmp_path):
     """MPICH over TCP tries for ever to reach a rank that is gone: a beat of the one that is not would never return."""
     rank = (
-        "import time, jaxcross\nworld = jaxcross.initialize(silence_s=5)\nworld.control.allgather_text('')\n"
+        "import time, jaxcross\nworld = jaxcross.initialize(heartbeat_timeout_s=5)\nworld.control.allgather_text('')\n"
         "if world.rank == 0: time.sleep(12)\nprint('rank', world.rank, 'ends')"
     )
     mpirun = find_mpirun()

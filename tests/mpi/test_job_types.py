@@ -5,7 +5,7 @@ from functools import partial
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def test_a_job_keeps_64_bits_and_fails_alone(mpirun) -> None:
 INITIAL = """
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,7 @@ import jax.numpy as jnp, optax, jaxcross
 from jaxcross import ParameterServer
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
-world = jaxcross.initialize(watchdog_s=12)
+world = jaxcross.initialize(stall_timeout_s=12)
 with ParameterServer(jnp.ones(4), optax.sgd(0.1), staleness=1) as server:
     if world.rank == 1:
         {late}

@@ -7,7 +7,7 @@ import jaxcross
 from jax import lax
 
 warnings.simplefilter("ignore")
-world = jaxcross.initialize(watchdog_s=30)
+world = jaxcross.initialize(stall_timeout_s=30)
 inside, leave, x = threading.Event(), threading.Event(), jnp.ones(4)
 
 
@@ -108,7 +108,7 @@ import jaxcross
 from jax import lax
 
 warnings.simplefilter("ignore")
-world = jaxcross.initialize(watchdog_s=30)
+world = jaxcross.initialize(stall_timeout_s=30)
 calls = []
 
 
@@ -149,7 +149,7 @@ import jaxcross
 from jax import lax
 
 warnings.simplefilter("ignore")
-world = jaxcross.initialize(watchdog_s=5)
+world = jaxcross.initialize(stall_timeout_s=5)
 
 
 def host(x):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(watchdog_s={watchdog})\n"
+START = "import threading, sys\nfrom jaxcross.world import initialize\nworld = initialize(stall_timeout_s={watchdog})\n"
 TOGETHER = "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()  # one start may take longer than others\n"
 WAIT = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Dup().Barrier()\n"
 

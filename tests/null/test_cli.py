@@ -10,7 +10,7 @@ import pytest
 from jaxcross import __version__, cli
 from jaxcross.commands import demo
 from jaxcross.interleave.instrument import Span
-from jaxcross.report import Comparison, JobFacts, Report
+from jaxcross.report import Comparison, JobSummary, Report
 
 
 def test_help_names_every_command(capsys):
@@ -92,7 +92,7 @@ def report(policy, loss=0.5, compute=1.0, exchange=1.0, gap=0.0, steps=6):
                 )
                 for segment, begin, end in ends
             ]  # fmt: skip
-    jobs = [JobFacts(name=job, steps=steps, examples_per_step=8, final_loss=loss, unit="images") for job in "ab"]
+    jobs = [JobSummary(name=job, steps=steps, examples_per_step=8, final_loss=loss, unit="images") for job in "ab"]
     end_ns = max(span.end_ns for span in spans)
     return Report.build(spans, jobs=jobs, start_ns=0, end_ns=end_ns, policy=policy)
 
@@ -198,7 +198,7 @@ def test_rounds_of_other_steps_are_not_compared():
             )
             for job, step, begin, length in begins
         ]  # fmt: skip
-        jobs = [JobFacts(name=name, steps=sum(job == name for job, *_ in begins)) for name in ("large", "small")]
+        jobs = [JobSummary(name=name, steps=sum(job == name for job, *_ in begins)) for name in ("large", "small")]
         return Report.build(spans, jobs=jobs, start_ns=0, end_ns=max(s.end_ns for s in spans), policy=policy)
 
     alone = [*(("large", n + 1, n, 1.0) for n in range(10)), *(("small", n + 1, 10 + n / 10, 0.1) for n in range(10))]

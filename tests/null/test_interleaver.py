@@ -7,11 +7,11 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.local_state import Wait
 from jaxcross.interleave.policy import RoundRobin, Sequential
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish, tally
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest, tally
 
-PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
-LOCAL = Outline(kinds=("compute",), needs=((),))
+PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+LOCAL = StepGraph(kinds=("compute",), needs=((),))
 
 
 def feed(interleaver, *events):
@@ -34,7 +34,7 @@ def vote(interleaver, instructions):
 
 def test_one_step_in_full():
     one = Interleaver(1, RoundRobin())
-    assert feed(one, m.RunStarted()) == [m.StartJob(0), m.BePatient(0)]
+    assert feed(one, m.RunStarted()) == [m.StartJob(0), m.Backoff(0)]
     out = feed(one, m.StepCalled(0, PLAIN))
     # The first compute segment needs no agreement: it starts at the call, beside the vote.
     assert out[0] == m.Dispatch(0, 1, 1, 0)
@@ -43,7 +43,7 @@ def test_one_step_in_full():
     assert feed(one, m.SegmentCompleted(0, 1, 0)) == []
     out = feed(one, m.ExchangeDone(0, 1))
     assert kinds(out) == ["CastVote"]  # the commit; segment 2 overwrites the state and must wait for it
-    assert vote(one, out) == [m.Dispatch(0, 1, 1, 2), m.BePatient(0)]
+    assert vote(one, out) == [m.Dispatch(0, 1, 1, 2), m.Backoff(0)]
     assert one.step(0) == 1
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
     # The end is offered once nothing of the job can fail on the device any more.
@@ -118,7 +118,7 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
     # Meanwhile the lane is patient, not hot; the job is stopped when it calls again.
     out = vote(one, feed(one, m.PatienceElapsed()))
-    assert kinds(out) == ["BePatient"]
+    assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StepCalled(0, PLAIN)))
     assert m.JobFinished(0, "stopped", 1) in out
     assert m.Raised(0) in out
@@ -128,7 +128,7 @@ def test_stop_reaches_a_job_of_which_nothing_else_is_new():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
     out = vote(one, feed(one, m.PatienceElapsed()))  # it was said that the job waits, and nothing came of it
-    assert kinds(out) == ["BePatient"]
+    assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StopRequested()))
     assert [m.JobFinished(0, "stopped", 0), m.Raised(0)] == out[:2]
     assert one.finished
@@ -166,9 +166,9 @@ def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
 
 def test_an_outline_refuses_an_exchange_that_waits_for_its_own_commit():
     with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
-        Outline(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
+        StepGraph(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
     with pytest.raises(ValueError, match="segment 0 needs"):
-        Outline(kinds=("compute",), needs=((1,),))
+        StepGraph(kinds=("compute",), needs=((1,),))
 
 
 def test_reports_out_of_turn_are_internal_errors():
@@ -181,10 +181,16 @@ def test_reports_out_of_turn_are_internal_errors():
 
 def test_a_job_joins_with_the_wish_that_came_before_it():
     one = Interleaver(1, RoundRobin())
-    out = feed(one, m.RunStarted(), m.JobAdded("b"), m.JobWished(-1, "b", Wish.STOP), m.JobWished(-1, "b", Wish.PAUSE))
-    assert kinds(out) == ["StartJob", "BePatient", "CastVote"]
-    assert vote(one, out) == [m.GatherNews()]
-    out = feed(one, m.NewsGathered((one.news(),)))
+    out = feed(
+        one,
+        m.RunStarted(),
+        m.JobAdded("b"),
+        m.JobRequested(-1, "b", JobRequest.STOP),
+        m.JobRequested(-1, "b", JobRequest.PAUSE),
+    )
+    assert kinds(out) == ["StartJob", "Backoff", "CastVote"]
+    assert vote(one, out) == [m.GatherAnnouncements()]
+    out = feed(one, m.AnnouncementsGathered((one.news(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
     out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.PatienceElapsed()))
     assert out[:2] == [m.JobFinished(1, "stopped", 0, asked=True), m.Raised(1)]  # a stop is for good
@@ -206,11 +212,11 @@ def test_what_comes_late_from_a_job_that_left_disturbs_nobody():
 
 def test_a_paused_job_dispatches_nothing_for_its_next_step():
     one = Interleaver(1, RoundRobin())
-    out = vote(one, feed(one, m.RunStarted(), m.JobWished(0, "", Wish.PAUSE)))
+    out = vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert m.JobPaused(0, True) in out
     assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, PLAIN)))
     vote(one, feed(one, m.PatienceElapsed()))
-    out = vote(one, feed(one, m.JobWished(0, "", Wish.RESUME)))
+    out = vote(one, feed(one, m.JobRequested(0, "", JobRequest.RESUME)))
     assert out[:2] == [m.JobPaused(0, False), m.Dispatch(0, 1, 1, 0)]
 
 
@@ -257,7 +263,7 @@ def test_the_end_of_a_job_may_wait_for_whatever_moves_on():
 
 
 def test_who_is_held_is_not_awaited():
-    for policy, wishes in ((Sequential(), ()), (RoundRobin(), (m.JobWished(1, "b", Wish.PAUSE),))):
+    for policy, wishes in ((Sequential(), ()), (RoundRobin(), (m.JobRequested(1, "b", JobRequest.PAUSE),))):
         one = Interleaver(2, policy)
         out = feed(one, m.RunStarted(), *wishes)
         if wishes:

@@ -11,29 +11,29 @@ import pytest
 from jaxcross.interleave.local_state import LocalCall
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Simulation, Step
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 
-def chain(segments: int) -> Outline:
+def chain(segments: int) -> StepGraph:
     """Every segment needs the one before it, as a step whose exchanges follow from one another."""
-    return Outline(
+    return StepGraph(
         kinds=tuple("collective" if n % 2 else "compute" for n in range(segments)),
         needs=tuple((n - 1,) if n else () for n in range(segments)),
         after_commit=frozenset({segments - 1}), signature=1,
     )  # fmt: skip
 
 
-def backward_pass(segments: int) -> Outline:
+def backward_pass(segments: int) -> StepGraph:
     """Compute segments follow one another, exchanges follow from them, and the last segment needs them all."""
     last = segments - 1
-    return Outline(
+    return StepGraph(
         kinds=(*("collective" if n % 2 else "compute" for n in range(last)), "compute"),
         needs=(*((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(last)), tuple(range(last))),
         after_commit=frozenset({last}), signature=1,
     )  # fmt: skip
 
 
-def calls_a_segment(outline: Outline, jobs: int, steps: int) -> float:
+def calls_a_segment(outline: StepGraph, jobs: int, steps: int) -> float:
     """Calls of Python functions and iterations of generators in the interleavers, over all segments of all jobs."""
     segments = len(outline.kinds)
 
@@ -67,7 +67,7 @@ def test_a_segment_costs_the_same_in_a_long_step(outline: Any) -> None:
 
 
 @pytest.mark.parametrize(("outline", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
-def test_a_segment_costs_about_the_same_beside_many_jobs(outline: Outline, steps: int, most: float) -> None:
+def test_a_segment_costs_about_the_same_beside_many_jobs(outline: StepGraph, steps: int, most: float) -> None:
     few, many = (calls_a_segment(outline, jobs=k, steps=steps) for k in (4, 64))
     assert many <= most * few
 
@@ -75,7 +75,7 @@ def test_a_segment_costs_about_the_same_beside_many_jobs(outline: Outline, steps
 def test_segments_behind_the_commit_let_others_pass() -> None:
     call = LocalCall(
         1,
-        Outline(
+        StepGraph(
             kinds=("compute", "compute", "compute", "collective"), needs=((), (0,), (0,), (2,)),
             after_commit=frozenset({1}),
         ),

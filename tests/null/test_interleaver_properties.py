@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Batch, Fail, Prepare, Simulation, Step, Sync, Think
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Every part draws cases of its own; the usual run makes one.
 PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 
 
-def random_outline(rng: random.Random, signature: int) -> Outline:
+def random_outline(rng: random.Random, signature: int) -> StepGraph:
     """Exchanges that depend on each other through random compute segments, then an update after the commit."""
     kinds, needs = [], []
     for _ in range(rng.randint(1, 4)):
@@ -33,12 +33,12 @@ def random_outline(rng: random.Random, signature: int) -> Outline:
         kinds.append("compute")
         needs.append((last, len(kinds) - 2) if len(kinds) - 2 != last else (last,))
     after = frozenset(range(last + 1, len(kinds)))
-    return Outline(kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x")
+    return StepGraph(kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x")
 
 
-def local_outline(rng: random.Random) -> Outline:
+def local_outline(rng: random.Random) -> StepGraph:
     n = rng.randint(1, 3)
-    return Outline(kinds=("compute",) * n, needs=tuple((i - 1,) if i else () for i in range(n)))
+    return StepGraph(kinds=("compute",) * n, needs=tuple((i - 1,) if i else () for i in range(n)))
 
 
 def random_case(rng: random.Random):
@@ -73,7 +73,7 @@ def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segmen
         if n == fault_step and fault == "return":
             return
         if n == fault_step and fault == "other":
-            outline = Outline(kinds=outline.kinds, needs=outline.needs, signature=99, text="y")
+            outline = StepGraph(kinds=outline.kinds, needs=outline.needs, signature=99, text="y")
         fails = {}
         if n == fault_step and fault == "segment":
             compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
@@ -234,7 +234,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
 )
 def test_round_robin_reaches_the_bound_after_start_up(part, times, ranks):
     steps = 30
-    outline = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+    outline = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
 
     def loop(c):
         for _ in range(steps):

@@ -5,9 +5,9 @@ import pytest
 from jaxcross.errors import InternalError
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Simulation, Step, Think
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
-PLAIN = Outline(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
+PLAIN = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}))
 
 
 def loop(steps, seconds=(1.0, 0.0, 0.5)):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from jaxcross.health.activity import Activity, Standing, missing
+from jaxcross.health.activity import Activity, RankStatus, missing
 from jaxcross.interleave.local_state import Wait
 from jaxcross.runtime.stall_watch import JobWaits, absent
 
@@ -70,7 +70,7 @@ def test_another_wait_of_the_same_job_begins_anew(world):
 
 def standing(*whats, job="a", own=False):
     made = [Activity(job=job, step=4, segment=-1, what=what, number=0, since_s=0.0, own=own) for what in whats]
-    return Standing(entered=9, waits=tuple(made))
+    return RankStatus(entered=9, waits=tuple(made))
 
 
 def test_for_whom_a_wait_is():
@@ -104,7 +104,7 @@ def test_what_moves_on_stays_watched_and_begins_anew(world):
 
 def test_who_waited_for_what_is_its_own_affair_a_short_while_ago_is_not_blamed_either():
     """Evaluations one after the other, each shorter than the watchdog's time."""
-    between = Standing(entered=9, waits=(), lately=frozenset({"a"}))
+    between = RankStatus(entered=9, waits=(), lately=frozenset({"a"}))
     assert absent("a", "call of the step", {1: between}) == {}
     assert absent("b", "call of the step", {1: between}) == {1: "its job 'b' has not come so far"}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Simulation, Step, Think
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 
 SEEDS = st.integers(0, 2**32 - 1)
 END_S = 60.0  # when all that is paused goes on
@@ -24,7 +24,7 @@ def outline(exchanges, signature):
         kinds += ["compute", "collective"]
         needs += [(2 * n - 1,) if n else (), (2 * n,)]
     last = 2 * exchanges
-    return Outline(
+    return StepGraph(
         kinds=(*kinds, "compute"), needs=(*needs, (last - 1,)), after_commit=frozenset({last}), signature=signature,
         text="x",
     )  # fmt: skip
@@ -139,16 +139,16 @@ def test_wishes_and_failures_take_effect_between_the_same_two_steps_everywhere(s
     rng = case.rng
     everybody = range(case.jobs + len(case.joiners))
     wishes = [
-        (20 * rng.random(), rng.randrange(case.ranks), rng.choice(everybody), rng.choice(list(Wish)[:3]))
+        (20 * rng.random(), rng.randrange(case.ranks), rng.choice(everybody), rng.choice(list(JobRequest)[:3]))
         for _ in range(rng.randint(0, 6))
     ]
-    wishes += [(END_S, rng.randrange(case.ranks), job, Wish.RESUME) for job in everybody]
+    wishes += [(END_S, rng.randrange(case.ranks), job, JobRequest.RESUME) for job in everybody]
     for name in rng.sample(sorted(case.plans), rng.randint(0, min(2, len(case.plans)))):
         case.faults[name] = (rng.randrange(case.ranks), rng.randrange(len(case.plans[name])))
     results = case.run(case.policy(), wishes)
     check_equal(results)
     result, names = results[0], case.names(results[0])
-    stopped = {job for _, _, job, wish in wishes if wish is Wish.STOP}
+    stopped = {job for _, _, job, wish in wishes if wish is JobRequest.STOP}
     for job, name in names.items():
         how, steps = result.finished[job][0], result.steps[job]
         assert exchanges_of(result, job) == expected(case.plans[name][:steps])
@@ -174,7 +174,12 @@ def endless():
 
 def test_one_ranks_wish_is_enough_and_a_pause_wins_over_a_resume():
     plan = [outline(1, 1)] * 3
-    wishes = [(0.0, 1, 0, Wish.PAUSE), (0.0, 0, 0, Wish.RESUME), (50.0, 0, 0, Wish.RESUME), (3.0, 2, 1, Wish.STOP)]
+    wishes = [
+        (0.0, 1, 0, JobRequest.PAUSE),
+        (0.0, 0, 0, JobRequest.RESUME),
+        (50.0, 0, 0, JobRequest.RESUME),
+        (3.0, 2, 1, JobRequest.STOP),
+    ]
     scripts = [[script(random.Random(rank), plan), endless()] for rank in range(3)]
     results = Simulation(scripts, policy=RoundRobin(), wishes=wishes).run()
     check_equal(results)
@@ -185,7 +190,7 @@ def test_one_ranks_wish_is_enough_and_a_pause_wins_over_a_resume():
 
 
 def test_while_all_are_paused_the_lanes_rest():
-    wishes = [(1.0, 0, 0, Wish.PAUSE), (101.0, 1, 0, Wish.RESUME), (102.0, 1, 0, Wish.STOP)]
+    wishes = [(1.0, 0, 0, JobRequest.PAUSE), (101.0, 1, 0, JobRequest.RESUME), (102.0, 1, 0, JobRequest.STOP)]
     results = Simulation([[endless()], [endless()]], policy=RoundRobin(), wishes=wishes).run()
     check_equal(results)
     pause, go_on = (slot for _, _, slot in results[0].paused)
@@ -195,7 +200,7 @@ def test_while_all_are_paused_the_lanes_rest():
 
 
 def test_a_paused_job_can_be_stopped_and_one_that_has_not_begun():
-    wishes = [(1.0, 0, 0, Wish.PAUSE), (5.0, 1, 0, Wish.STOP), (0.5, 0, 2, Wish.STOP)]
+    wishes = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
     scripts = [[endless(), script(random.Random(rank), [outline(2, 1)] * 4), endless()] for rank in range(2)]
     results = Simulation(scripts, policy=Sequential(), wishes=wishes).run()
     check_equal(results)
@@ -249,7 +254,7 @@ def test_a_failure_waits_until_every_rank_has_what_was_committed():
 
     def busy(rank):
         yield Think(0.5)
-        yield Step(Outline(kinds=("compute",), needs=((),)), (30.0 if rank == 0 else 0.0,))
+        yield Step(StepGraph(kinds=("compute",), needs=((),)), (30.0 if rank == 0 else 0.0,))
 
     results = Simulation([[fails(rank), busy(rank)] for rank in range(2)], policy=RoundRobin(), depth=1).run()
     check_equal(results)

@@ -13,22 +13,22 @@ from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Sequential
-from jaxcross.interleave.shared_state import Agreed, Slot
+from jaxcross.interleave.shared_state import SharedState, Slot
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 
-PLAIN = Outline(
+PLAIN = StepGraph(
     kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=1,
     text="x",
 )  # fmt: skip
-TWICE = Outline(
+TWICE = StepGraph(
     kinds=("compute", "collective", "compute", "collective"), needs=((), (0,), (1,), (2,)), signature=2, text="y"
 )
-SHORT = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
-WIDE = Outline(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
-LOCAL = Outline(kinds=("compute",), needs=((),))
-BETWEEN = Outline(kinds=("compute",), needs=((),), local_step=True)
+SHORT = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=3, text="z")
+WIDE = StepGraph(kinds=("compute", "compute", "collective"), needs=((), (), (0, 1)), signature=4, text="w")
+LOCAL = StepGraph(kinds=("compute",), needs=((),))
+BETWEEN = StepGraph(kinds=("compute",), needs=((),), local_step=True)
 
 
 EXHAUSTIVE = pytest.mark.exhaustive  # seconds each; benchmarks/model_check.py has larger ones
@@ -151,17 +151,20 @@ def test_an_interrupt_at_any_moment_stops_all_ranks_at_one_step():
 
 
 def wish(what):
-    return m.JobWished(0, "", what)
+    return m.JobRequested(0, "", what)
 
 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
         # Somebody wants the job to stop, or to rest for a while, at any moment.
-        (alike(2, (step(SHORT),) * 2, outside=((wish(Wish.STOP),), ())), {"0 stopped", "1 stopped", "2 ended"}),
-        (alike(1, (step(SHORT),), outside=((wish(Wish.PAUSE), wish(Wish.RESUME)),)), {"1 ended"}),
-        (alike(3, (step(SHORT),) * 2, outside=((wish(Wish.STOP),), (), ())), {"0 stopped", "1 stopped", "2 ended"}),
-        (alike(3, (step(SHORT),), outside=((wish(Wish.PAUSE), wish(Wish.RESUME)), (), ())), {"1 ended"}),
+        (alike(2, (step(SHORT),) * 2, outside=((wish(JobRequest.STOP),), ())), {"0 stopped", "1 stopped", "2 ended"}),
+        (alike(1, (step(SHORT),), outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)),)), {"1 ended"}),
+        (
+            alike(3, (step(SHORT),) * 2, outside=((wish(JobRequest.STOP),), (), ())),
+            {"0 stopped", "1 stopped", "2 ended"},
+        ),
+        (alike(3, (step(SHORT),), outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)), (), ())), {"1 ended"}),
         # Added in a job: in time always. Added by somebody else: perhaps when all is over.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(alike(1, (Add("new", (step(SHORT),)), step(SHORT))), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
@@ -214,7 +217,7 @@ class RunsWhatRests(Interleaver):
         self.agreed = RestlessAgreed(jobs, policy)
 
 
-class RestlessAgreed(Agreed):
+class RestlessAgreed(SharedState):
     def _choose(self):
         super()._choose()
         for job in self.jobs.values():
@@ -246,12 +249,12 @@ class TakesTheCommitForGranted(Interleaver):
         self._jobs[job].call.committed = self.agreed.commit == job
 
 
-class DeafAgreed(Agreed):
+class DeafAgreed(SharedState):
     def _hear(self, number, said, committing, called):
         return super()._hear(number, replace(said, good=True), committing, called)
 
 
-class HastyAgreed(Agreed):
+class HastyAgreed(SharedState):
     def _hear(self, number, said, committing, called):
         return super()._hear(number, replace(said, settled=True), committing, called)
 
@@ -343,7 +346,7 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
         (
             RunsWhatRests,
-            alike(1, (step(SHORT),) * 2, outside=((wish(Wish.PAUSE), wish(Wish.RESUME)),)),
+            alike(1, (step(SHORT),) * 2, outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)),)),
             "makes steps while it is paused",
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),

@@ -11,8 +11,8 @@ from model_rank import RankModel
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 
 SIGNATURES = iter(range(1, 10**9))
 
@@ -23,7 +23,7 @@ def outlines(draw):
     kinds = (*draw(st.lists(st.sampled_from(("compute", "collective")), max_size=4)), "collective")
     needs = [tuple(sorted(draw(st.sets(st.integers(0, n - 1), max_size=2)))) if n else () for n in range(len(kinds))]
     after = draw(st.integers(0, 2))
-    return Outline(
+    return StepGraph(
         kinds=(*kinds, *["compute"] * after), needs=(*needs, *[(len(kinds) - 1,)] * after),
         after_commit=frozenset(range(len(kinds), len(kinds) + after)), signature=next(SIGNATURES), text="x",
     )  # fmt: skip
@@ -32,7 +32,7 @@ def outlines(draw):
 @st.composite
 def scripts(draw):
     """One job on every rank: the same loop, of which one rank may break off in its own way."""
-    step, local = draw(outlines()), Outline(kinds=("compute",), needs=((),))
+    step, local = draw(outlines()), StepGraph(kinds=("compute",), needs=((),))
     kinds = draw(st.lists(st.sampled_from(("step", "step", "batch", "local", "sync")), max_size=4))
     loop, batches = [], 0
     for kind in kinds:
@@ -58,8 +58,8 @@ def outside(draw, ranks, jobs):
     for what in draw(st.lists(st.sampled_from(("stop", "pause", "interrupt")), max_size=2)):
         rank, job = draw(st.integers(0, ranks - 1)), draw(st.integers(0, jobs - 1))
         events = {
-            "stop": [m.JobWished(job, "", Wish.STOP)], "interrupt": [m.StopRequested()],
-            "pause": [m.JobWished(job, "", Wish.PAUSE), m.JobWished(job, "", Wish.RESUME)],
+            "stop": [m.JobRequested(job, "", JobRequest.STOP)], "interrupt": [m.StopRequested()],
+            "pause": [m.JobRequested(job, "", JobRequest.PAUSE), m.JobRequested(job, "", JobRequest.RESUME)],
         }[what]  # fmt: skip
         at = draw(st.integers(0, len(coming[rank])))
         coming[rank][at:at] = events
@@ -101,7 +101,7 @@ def job_step(action):
 
 def will_resume(rank):
     """Who has paused a job lets it go on in the end, whatever is wished before that."""
-    return any(isinstance(event, m.JobWished) and event.wish is Wish.RESUME for event in rank.outside)
+    return any(isinstance(event, m.JobRequested) and event.wish is JobRequest.RESUME for event in rank.outside)
 
 
 class Ranks(RuleBasedStateMachine):

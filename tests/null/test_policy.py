@@ -2,7 +2,7 @@ import pytest
 
 from jaxcross.interleave.policy import RoundRobin, Sequential, Turns, Weighted
 from jaxcross.interleave.simulator import Simulation, Step
-from jaxcross.interleave.step_graph import Outline
+from jaxcross.interleave.step_graph import StepGraph
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def backward(pieces, nbytes):
     for piece in range(pieces):
         kinds += ["compute", "collective"]
         needs += [(2 * piece - 2,) if piece else (), (2 * piece,)]
-    return Outline(
+    return StepGraph(
         kinds=(*kinds, "compute"), needs=(*needs, tuple(range(1, 2 * pieces, 2))), signature=pieces,
         after_commit=frozenset({2 * pieces}), nbytes=(*[nbytes // pieces] * (2 * pieces), 0),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxcross.interleave.instrument import Span
-from jaxcross.report import Comparison, JobFacts, LiveView, Recorder, Report
+from jaxcross.report import Comparison, JobSummary, LiveView, Recorder, Report
 from jaxcross.report import report as report_module
 
 S = 1_000_000_000
@@ -36,8 +36,8 @@ def run_of(rank=0, begin=0.0, steps=4):
 
 
 JOBS = [
-    JobFacts(name="a", steps=4, examples_per_step=8, final_loss=0.7),
-    JobFacts(name="b", steps=4, examples_per_step=8),
+    JobSummary(name="a", steps=4, examples_per_step=8, final_loss=0.7),
+    JobSummary(name="b", steps=4, examples_per_step=8),
 ]
 
 
@@ -81,7 +81,7 @@ def test_ranks_are_joined_on_one_clock():
 
 def test_facts_are_those_of_rank_0():
     listener = Listener()
-    facts = [JobFacts(name="a", steps=4, final_loss=loss, metrics={"x": loss}) for loss in (0.5, float("nan"))]
+    facts = [JobSummary(name="a", steps=4, final_loss=loss, metrics={"x": loss}) for loss in (0.5, float("nan"))]
     Report.build(run_of(0), jobs=facts[:1], rank=0, size=2, start_ns=0, end_ns=10 * S, control=listener)
 
     class Second:
@@ -116,8 +116,8 @@ def test_json_loads_back_equal(tmp_path):
 
 def test_numbers_that_are_not_finite_load_back(tmp_path):
     facts = [
-        JobFacts(name="a", steps=4, final_loss=float("nan"), metrics={"x": float("-inf"), "y": 0.5}),
-        JobFacts(name="b", steps=4, final_loss=float("inf"), examples_per_step=float("inf")),
+        JobSummary(name="a", steps=4, final_loss=float("nan"), metrics={"x": float("-inf"), "y": 0.5}),
+        JobSummary(name="b", steps=4, final_loss=float("inf"), examples_per_step=float("inf")),
     ]
     report = Report.build(run_of(0), jobs=facts, start_ns=0, end_ns=10 * S)
     path = report.to_json(tmp_path / "report.json")
@@ -153,7 +153,7 @@ def test_the_table_as_text():
 def test_speed_up_compares_job_steps():
     slow = Report.build(
         [s for step in range(3) for s in (span("compute", "a", step, 4 * step, 4 * step + 4),)],
-        jobs=[JobFacts(name="a", steps=3)], start_ns=0, end_ns=12 * S,
+        jobs=[JobSummary(name="a", steps=3)], start_ns=0, end_ns=12 * S,
     )  # fmt: skip
     assert two_ranks().speedup(over=slow) == 4.0
 
@@ -207,7 +207,7 @@ def test_a_part_of_a_step_behind_the_last_is_named_so():
     from jaxcross.report.chrome import trace_events
 
     spans = tuple(span("compute", "a", step, step, step + 1) for step in (4, 5, 6))
-    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)})
+    report = Report(spans=spans, jobs=(JobSummary(name="a", steps=2, first_step=3),), wall_ns={0: (0, 7 * S)})
     steps = [e["name"] for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
     assert steps == ["step 4", "step 5", "step 6, which does not count"]
 
@@ -217,7 +217,7 @@ def test_slices_of_a_job_track_do_not_overlap():
 
     # the next step's first segment begins before this step's exchange has ended
     spans = [span("compute", "a", 0, 0, 1), span("collective", "a", 0, 1, 3), span("compute", "a", 1, 2, 4)]
-    report = Report.build(spans, jobs=[JobFacts(name="a", steps=2)], start_ns=0, end_ns=4 * S)
+    report = Report.build(spans, jobs=[JobSummary(name="a", steps=2)], start_ns=0, end_ns=4 * S)
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "step"]
     assert steps == [(0, 3e6), (3e6, 4e6)]
 
@@ -404,7 +404,7 @@ def test_names_and_errors_are_no_markup(terminal):
         live.note(job="a[/b]", kind="status", value="cannot open [/data/x.npz]")
     assert "a[/b]" in out.getvalue() and "[/data/x.npz]" in out.getvalue()
     spans = [span("compute", "lr[0.1]", step, step, step + 1) for step in range(3)]
-    report = Report.build(spans, jobs=[JobFacts(name="lr[0.1]", steps=3)], start_ns=0, end_ns=3 * S, link="[/x]")
+    report = Report.build(spans, jobs=[JobSummary(name="lr[0.1]", steps=3)], start_ns=0, end_ns=3 * S, link="[/x]")
     assert "lr[0.1]" in str(report) and "[/x]" in str(report)
     assert "lr[0.1]" in str(Comparison.of([report], [report]))
 

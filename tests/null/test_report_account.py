@@ -8,7 +8,7 @@ from jaxcross.interleave.instrument import PARAMETER_SERVER, TOGETHER, Span
 from jaxcross.report.compare import Comparison
 from jaxcross.report.intervals import intersect, measure, subtract, union
 from jaxcross.report.report import Report
-from jaxcross.report.summary import JobFacts
+from jaxcross.report.summary import JobSummary
 from jaxcross.report.time_breakdown import account
 
 S = 1_000_000_000
@@ -42,7 +42,7 @@ def crossed(steps, *, rank=0, begin=0.0):
 
 
 def facts(*names, steps=5, **more):
-    return [JobFacts(name=name, steps=steps, **more) for name in names]
+    return [JobSummary(name=name, steps=steps, **more) for name in names]
 
 
 def test_sets_of_time():
@@ -378,7 +378,9 @@ def test_one_step_that_ends_among_many_short_ones_is_no_round():
     """While a makes two steps of 60 s, b makes ten of 6 s and ends."""
     spans = [piece("collective", "a", n, 60 * n, 60 * n + 60) for n in range(4)]
     spans += [piece("compute", "b", n, 61 + 6 * n, 67 + 6 * n) for n in range(11)]
-    assert account(spans, [JobFacts(name="a", steps=4), JobFacts(name="b", steps=11)], {0: 240 * S}).period_s is None
+    assert (
+        account(spans, [JobSummary(name="a", steps=4), JobSummary(name="b", steps=11)], {0: 240 * S}).period_s is None
+    )
 
 
 def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
@@ -387,7 +389,7 @@ def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
         *crossed(8, begin=10),
         *(piece("collective", "c", n, *at) for n, at in enumerate(((0, 9), (9, 40), (40, 41)))),
     ]
-    result = account(spans, [*facts("a", "b", steps=8), JobFacts(name="c", steps=3)], {0: 50 * S})
+    result = account(spans, [*facts("a", "b", steps=8), JobSummary(name="c", steps=3)], {0: 50 * S})
     assert [job.steps_per_round for job in result.jobs] == [1, 1, 0]
     assert result.period_s == 2.0
 

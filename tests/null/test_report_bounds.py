@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Fail, Simulation, Step, Think
-from jaxcross.interleave.step_graph import Outline
-from jaxcross.interleave.vote import Wish
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.interleave.vote import JobRequest
 from jaxcross.report.chrome import trace_events
 from jaxcross.report.report import IN_TURN, Report
-from jaxcross.report.summary import LOSSES, JobFacts
+from jaxcross.report.summary import LOST_TIME, JobSummary
 from jaxcross.report.time_breakdown import account
 
 S = 1_000_000_000
@@ -40,7 +40,7 @@ def random_outline(rng):
         kinds.append("collective")
         exchanges.append(len(kinds) - 1)
     last = len(kinds)
-    return Outline(
+    return StepGraph(
         kinds=(*kinds, "compute"), needs=(*needs, tuple(exchanges)), after_commit=frozenset({last}),
         signature=rng.randrange(9), text="x",
     )  # fmt: skip
@@ -83,7 +83,7 @@ def simulated(seed, kind):
             (scale * 10 * rng.random(), rank, f"j{n}", script(rank, jobs + n))
             for n in range(joiners) for rank in range(ranks)
         ],
-        wishes=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), Wish.STOP)] if rng.random() < 0.2 else (),
+        wishes=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), JobRequest.STOP)] if rng.random() < 0.2 else (),
         check=False,
     ).run()  # fmt: skip
     spans, wall_ns = [], {}
@@ -97,13 +97,13 @@ def simulated(seed, kind):
             spans.append(replace(span, **times))
         wall_ns[rank] = round(result.end_s * 1e9)
     names = sorted({span.job for span in spans} | {str(job) for job in range(jobs)})
-    facts = [JobFacts(name=n, steps=max((s.step for s in spans if s.job == n), default=0)) for n in names]
+    facts = [JobSummary(name=n, steps=max((s.step for s in spans if s.job == n), default=0)) for n in names]
     return spans, facts, wall_ns
 
 
 def check_bound(result, rounding):
     assert result.bound_s <= result.period_s + rounding
-    assert set(result.lost_s) == set(LOSSES)
+    assert set(result.lost_s) == set(LOST_TIME)
     assert min(result.lost_s.values()) >= -rounding
     assert result.bound_s + sum(result.lost_s.values()) == pytest.approx(result.period_s, abs=rounding)
 
@@ -155,10 +155,10 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
 @pytest.mark.parametrize("steps", [3, 4, 5, 8])
 def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
     """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run says less."""
-    outline = Outline(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+    outline = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
     scripts = [[loop(random.Random(0), outline, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
     spans = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda *_: 1.0).run()[0].spans
-    facts = [JobFacts(name=str(job), steps=steps) for job in range(jobs)]
+    facts = [JobSummary(name=str(job), steps=steps) for job in range(jobs)]
     result = account(spans, facts, {0: 100 * S})
     assert (result.period_s, result.bound_s) == (pytest.approx(jobs), pytest.approx(jobs))
     assert result.rounds >= steps - 2
@@ -178,8 +178,8 @@ def test_unequal_rates_share_a_round_of_as_many_steps():
         spans += [step("small", 3 * n + i + 1, 6 * n + i, 1) for i in range(3)]
         spans.append(step("large", n + 1, 6 * n + 3, 3))
     facts = [
-        JobFacts(name="small", steps=18, examples_per_step=1),
-        JobFacts(name="large", steps=6, examples_per_step=2),
+        JobSummary(name="small", steps=18, examples_per_step=1),
+        JobSummary(name="large", steps=6, examples_per_step=2),
     ]
     result = account(spans, facts, {0: 36 * S})
     assert (result.period_s, result.bound_s, result.s_per_step) == (3.0, 3.0, 1.5)
@@ -266,6 +266,6 @@ def test_an_exchange_next_to_its_own_backward_pass_gets_the_arrow_of_its_maker()
         span("compute", 0, 0, 1000, 0), span("compute", 2, 1000, 1500, 1000), span("collective", 3, 1010, 9000, 1000),
         span("compute", 4, 1500, 2000, 1500), span("collective", 5, 9000, 9500, 2000),
     )  # fmt: skip
-    report = Report(spans=spans, jobs=(JobFacts(name="a", steps=1),), wall_ns={0: (0, 10_000)})
+    report = Report(spans=spans, jobs=(JobSummary(name="a", steps=1),), wall_ns={0: (0, 10_000)})
     flows = [(e["ph"], e["ts"]) for e in trace_events(report)["traceEvents"] if e.get("cat") == "flow"]
     assert flows == [("s", 0.9), ("f", 1.01), ("s", 1.95), ("f", 9.0)]

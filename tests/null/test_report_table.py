@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
-from jaxcross.report import JobFacts, Report
+from jaxcross.report import JobSummary, Report
 from jaxcross.report.units import number, seconds
 
 S = 1_000_000_000
@@ -38,7 +38,7 @@ def cells(text, first):
 
 def test_jobs_that_never_ran_together_get_no_round():
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
-    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="round-robin"))
+    text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4), policy="round-robin"))
     assert "Never in steady state together: at least two jobs were at work in 0% of the run" in text
     assert not any(word in text for word in ("Round", "bound", "efficiency", "Lost"))
     assert cells(text, "a") == ["a", "4", "0.500", "1.00 s", "1.00 s", "0%"]
@@ -47,14 +47,14 @@ def test_jobs_that_never_ran_together_get_no_round():
 
 def test_the_same_jobs_one_after_the_other_on_purpose_have_one():
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
-    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="sequential"))
+    text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4), policy="sequential"))
     assert "Round 4.00 s (one step of every job), bound 2.00 s" in text
     assert "One job after the other: rates of a row are while that job ran" in text
 
 
 def test_a_job_that_resumed_is_at_its_own_step():
     spans = steps_of("a", 4, first=705)
-    facts = JobFacts(name="a", steps=4, first_step=704, how="stopped")
+    facts = JobSummary(name="a", steps=4, first_step=704, how="stopped")
     text = str(report(spans, facts))
     assert cells(text, "a")[1] == "4 (705 to 708)"
     assert "stopped at 708" in text
@@ -65,7 +65,9 @@ def test_a_job_that_resumed_is_at_its_own_step():
 
 def test_a_job_that_had_ended_before_has_no_range_of_steps():
     spans = steps_of("a", 4, first=21)
-    text = str(report(spans, JobFacts(name="a", steps=4, first_step=20), JobFacts(name="b", steps=0, first_step=10)))
+    text = str(
+        report(spans, JobSummary(name="a", steps=4, first_step=20), JobSummary(name="b", steps=0, first_step=10))
+    )
     assert cells(text, "b")[1] == "0"
     assert "b: resumed after step 10, and made no steps in this run." in text
 
@@ -73,7 +75,7 @@ def test_a_job_that_had_ended_before_has_no_range_of_steps():
 @pytest.mark.parametrize(("begin", "warned"), [(2.0, False), (200.0, True)])
 def test_a_short_stretch_is_not_said_to_be_the_run(begin, warned):
     spans = [*steps_of("a", 4, begin=begin), *steps_of("b", 4, begin=begin + 1)]
-    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4)))
+    text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4)))
     assert ("may not stand for the run" in text) == warned
     assert ("Run 209.00 s: 2% of it measured, 202.00 s start-up and winding up." in text) == warned
 
@@ -82,7 +84,7 @@ def test_rows_add_up_to_the_last_one():
     """b goes on alone, and twice as fast; c came to nothing."""
     spans = [*steps_of("a", 6), *steps_of("b", 6, begin=1), *steps_of("b", 9, begin=20, compute=0.5, first=7)]
     spans += steps_of("c", 1, begin=3)[:1]
-    jobs = [JobFacts(name=name, steps=n, examples_per_step=8) for name, n in (("a", 6), ("b", 15), ("c", 1))]
+    jobs = [JobSummary(name=name, steps=n, examples_per_step=8) for name, n in (("a", 6), ("b", 15), ("c", 1))]
     text = str(report(spans, *jobs))
     assert cells(text, "a")[2:5] == cells(text, "b")[2:5] == ["0.500", "4.00", "1.00 s"]
     assert cells(text, "c") == ["c", "1", "-", "-", "-", "-", "-"]
@@ -101,7 +103,7 @@ def test_rows_add_up_to_the_last_one():
 def test_only_images_are_called_so(units, heading, total):
     spans = [*steps_of("a", 6), *steps_of("b", 6, begin=1)]
     units = units or ("examples", "examples")
-    jobs = [JobFacts(name=n, steps=6, examples_per_step=8, unit=unit) for n, unit in zip("ab", units, strict=True)]
+    jobs = [JobSummary(name=n, steps=6, examples_per_step=8, unit=unit) for n, unit in zip("ab", units, strict=True)]
     text = str(report(spans, *jobs))
     assert heading in text.splitlines()[2]
     assert cells(text, "all 2")[3] == total
@@ -119,10 +121,10 @@ def test_jobs_too_small_to_gain_are_named():
                 end_ns=round((at + 0.01) * S), ready_ns=round((at + 0.006) * S),
             )  # fmt: skip
             spans.append(vote)
-    text = str(report(spans, JobFacts(name="a", steps=6), JobFacts(name="b", steps=6)))
+    text = str(report(spans, JobSummary(name="a", steps=6), JobSummary(name="b", steps=6)))
     assert "Too small to gain: 4.00 ms of votes on a 6.00 ms step." in text
     quiet = [span for span in spans if span.kind != "vote"]
-    assert "Too small" not in str(report(quiet, JobFacts(name="a", steps=6), JobFacts(name="b", steps=6)))
+    assert "Too small" not in str(report(quiet, JobSummary(name="a", steps=6), JobSummary(name="b", steps=6)))
 
 
 @pytest.mark.parametrize(
@@ -144,13 +146,13 @@ def test_numbers_have_three_digits(value, text):
 def test_a_share_of_the_run_other_than_none_is_stated():
     """a runs from 0 to 8 s, b from 7 to 15: 1 of 15 s."""
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=7)]
-    text = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4), policy="round-robin"))
+    text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4), policy="round-robin"))
     assert "Never in steady state together: at least two jobs were at work in 7% of the run" in text
 
 
 def test_a_round_of_two_says_why_a_third_has_no_part():
     spans = [*steps_of("c", 4), *steps_of("a", 8, begin=20), *steps_of("b", 8, begin=21)]
-    text = str(report(spans, *(JobFacts(name=name, steps=n) for name, n in (("a", 8), ("b", 8), ("c", 4)))))
+    text = str(report(spans, *(JobSummary(name=name, steps=n) for name, n in (("a", 8), ("b", 8), ("c", 4)))))
     assert "Round 2.00 s (one step of each job in it)" in text
     assert "c: no part in the round, as it was hardly or never in steady state together with the others." in text
     assert cells(text, "c") == ["c", "4", "-", "-", "-", "-"]
@@ -158,7 +160,7 @@ def test_a_round_of_two_says_why_a_third_has_no_part():
 
 def test_jobs_of_parameter_servers_have_no_efficiency():
     spans = [replace(s, lane=1, label=PARAMETER_SERVER) for s in steps_of("a", 4)]
-    text = str(report(spans, JobFacts(name="a", steps=4)))
+    text = str(report(spans, JobSummary(name="a", steps=4)))
     assert "Round 2.00 s (one step of every job), no bound: " in text
     assert "parameter server" in text
     assert not any(word in text for word in ("efficiency", "Lost", "The bound takes"))
@@ -166,17 +168,17 @@ def test_jobs_of_parameter_servers_have_no_efficiency():
 
 def test_steps_that_no_span_is_of_are_said_to_be_uncounted():
     """A job of a plain `jax.jit`, alone and next to another one."""
-    plain = JobFacts(name="plain", steps=0, replicas="differ after batch 30, first `w` on ranks 0 and 1")
+    plain = JobSummary(name="plain", steps=0, replicas="differ after batch 30, first `w` on ranks 0 and 1")
     line = "plain: 0 steps: only those of `crossover` and of a parameter server are counted."
-    assert line in str(report(steps_of("a", 4), plain, JobFacts(name="a", steps=4)))
+    assert line in str(report(steps_of("a", 4), plain, JobSummary(name="a", steps=4)))
     assert line in str(Report.build([], jobs=[plain], start_ns=0, end_ns=S))
-    assert "steps of `crossover`" not in str(report(steps_of("a", 4), JobFacts(name="a", steps=4)))
+    assert "steps of `crossover`" not in str(report(steps_of("a", 4), JobSummary(name="a", steps=4)))
 
 
 def test_calls_that_exchange_more_than_the_steps_are_said_to_be_none():
     """A job that evaluated before its first training step: its evaluations are its steps."""
     spans = [*steps_of("a", 4), *steps_of("b", 4)]
     spans += [replace(s, step=4, others=1, in_step=False, nbytes=9) for s in steps_of("a", 1, begin=9)]
-    table = str(report(spans, JobFacts(name="a", steps=4), JobFacts(name="b", steps=4)))
+    table = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4)))
     assert "a: its steps are the calls of the first function that exchanges, not counted are 1 of others." in table
     assert "b: its steps" not in table

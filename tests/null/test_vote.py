@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.interleave.vote import Ballot, JobBallot, Wish, point_hash, tally
+from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest, point_hash, tally
 
 BALLOTS = st.builds(
     JobBallot,
@@ -10,7 +10,7 @@ BALLOTS = st.builds(
     stream=st.integers(-1, 3),
     prepared=st.integers(0, 5),
     limit=st.none() | st.integers(0, 5),
-    wish=st.sampled_from(Wish),
+    wish=st.sampled_from(JobRequest),
     finite=st.booleans(),
     settled=st.booleans(),
 )

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import Activity, Standing, explain, late_ranks
+from jaxcross.health.activity import Activity, RankStatus, explain, late_ranks
 from jaxcross.world import start, xla_pool
 from jaxcross.world.launch_env import Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.start import device_of, initialize
@@ -115,9 +115,9 @@ OTHER = Activity(job="b", step=1, segment=0, what="vote", number=6, since_s=0.0)
 
 def test_the_report_names_late_and_silent_ranks():
     answers = {
-        1: Standing(entered=7, waits=(WAIT,)),
-        2: Standing(entered=6, waits=(OTHER,)),
-        3: Standing(entered=5, waits=()),
+        1: RankStatus(entered=7, waits=(WAIT,)),
+        2: RankStatus(entered=6, waits=(OTHER,)),
+        3: RankStatus(entered=5, waits=()),
         4: None,
     }
     assert late_ranks(WAIT, answers) == [2, 3]
@@ -130,13 +130,13 @@ def test_the_report_names_late_and_silent_ranks():
 
 
 def test_the_report_when_everybody_is_there():
-    text = explain(0, WAIT, 1.0, {1: Standing(entered=7, waits=(WAIT,))})
+    text = explain(0, WAIT, 1.0, {1: RankStatus(entered=7, waits=(WAIT,))})
     assert "All ranks have arrived: MPI or the network is stuck" in text
 
 
 def test_the_report_of_a_wait_that_says_for_whom_it_is():
     pull = Activity(job="a", step=3, segment=-1, what="parameter server", number=0, since_s=0.0)
-    answers = {1: Standing(entered=7, waits=(pull,)), 2: Standing(entered=9, waits=()), 3: None}
+    answers = {1: RankStatus(entered=7, waits=(pull,)), 2: RankStatus(entered=9, waits=()), 3: None}
     awaited = {2: "its worker is at step 1", 3: "its worker is at step 0"}
     assert late_ranks(pull, answers, awaited) == [2]
     text = explain(0, pull, 300.0, answers, awaited)
@@ -147,7 +147,7 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
 
 def test_the_report_when_the_ranks_wait_for_different_things():
     agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
-    answers = {1: Standing(entered=7, waits=(agreement,)), 2: Standing(entered=7, waits=(WAIT,))}
+    answers = {1: RankStatus(entered=7, waits=(agreement,)), 2: RankStatus(entered=7, waits=(WAIT,))}
     text = explain(0, WAIT, 300.0, answers)
     assert text.startswith(
         "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).\n"
@@ -155,18 +155,26 @@ def test_the_report_when_the_ranks_wait_for_different_things():
         "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks only"
     )
     assert "All ranks have arrived" not in text
-    text = explain(1, agreement, 300.0, {0: Standing(entered=7, waits=(WAIT,)), 2: Standing(entered=7, waits=(WAIT,))})
+    text = explain(
+        1, agreement, 300.0, {0: RankStatus(entered=7, waits=(WAIT,)), 2: RankStatus(entered=7, waits=(WAIT,))}
+    )
     assert "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, seg" in text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"watchdog_s": "60"}, "`watchdog_s` must be a number of seconds, more than 0, got '60'."),
-        ({"watchdog_s": 0}, "`watchdog_s` must be a number of seconds, more than 0, got 0."),
-        ({"watchdog_s": float("nan")}, "`watchdog_s` must be a number of seconds, more than 0, got nan."),
-        ({"silence_s": -1}, "`silence_s` must be a number of seconds, 0 or more, 0 for never, got -1."),
-        ({"silence_s": None}, "`silence_s` must be a number of seconds, 0 or more, 0 for never, got None."),
+        ({"stall_timeout_s": "60"}, "`stall_timeout_s` must be a number of seconds, more than 0, got '60'."),
+        ({"stall_timeout_s": 0}, "`stall_timeout_s` must be a number of seconds, more than 0, got 0."),
+        ({"stall_timeout_s": float("nan")}, "`stall_timeout_s` must be a number of seconds, more than 0, got nan."),
+        (
+            {"heartbeat_timeout_s": -1},
+            "`heartbeat_timeout_s` must be a number of seconds, 0 or more, 0 for never, got -1.",
+        ),
+        (
+            {"heartbeat_timeout_s": None},
+            "`heartbeat_timeout_s` must be a number of seconds, 0 or more, 0 for never, got None.",
+        ),
         ({"lanes": 0}, "`lanes` must be a whole number of at least 1, got 0."),
         ({"lanes": 1.5}, "`lanes` must be a whole number of at least 1, got 1.5."),
     ],

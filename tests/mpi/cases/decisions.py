@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxcross
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
 SAID = r"ranks decided the conditional at .* differently\. Of those that exchange in it over "
 

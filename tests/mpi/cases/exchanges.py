@@ -21,7 +21,7 @@ import jaxcross
 from jaxcross.testing import decide, over_ranks
 from jaxcross.wire.bytes import wire_bytes
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 size, rank = world.size, world.rank
 everyone = MPI.COMM_WORLD
 

@@ -20,7 +20,7 @@ import jaxcross
 from jaxcross.program import lockstep
 from jaxcross.testing import over_ranks
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
 
 

@@ -13,7 +13,7 @@ import pytest
 import jaxcross
 from jaxcross import JobError, Runner
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
 WIDTH = 4099  # of no other array
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 rank, size = world.rank, world.size
 comm = MPI.COMM_WORLD
 x = jnp.arange(4.0) + rank

@@ -9,7 +9,7 @@ import pytest
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 folder = Path(sys.argv[1])
 plain = jax.jit
 calls: list[str] = []

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 rank, size = world.rank, world.size
 comm = MPI.COMM_WORLD
 half = comm.Split(rank % 2, -rank)  # does not overlap with the other half, and counts ranks backwards

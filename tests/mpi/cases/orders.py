@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import jaxcross
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
 NAMES = ["a", "b"] if RANK == 0 else ["b", "a"]
 TREE = {"a": jnp.zeros(3), "b": jnp.ones(3)}

@@ -15,7 +15,7 @@ from flax import nnx
 import jaxcross
 from jaxcross import CheckReplicas, exchange
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, SIZE = WORLD.rank, WORLD.size
 STEPS = 8
 

@@ -24,7 +24,7 @@ from jaxcross.program.ir import Program
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.step import cut_tuner, timed_trial
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 RATES = {"lr-0.1": 0.1, "lr-0.4": 0.4, "lr-0.2": 0.2}
 TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9)
 

@@ -15,7 +15,7 @@ import jaxcross
 from jaxcross import ExchangeError, JobError, ParameterServer, Runner, Sequential
 from jaxcross.server.clocks import Clocks
 
-WORLD = jaxcross.initialize(watchdog_s=60)
+WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
 TARGET = jnp.arange(12, dtype=jnp.float32).reshape(3, 4) + WORLD.rank
 PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.zeros(()), "h": jnp.ones(5, jnp.bfloat16)}

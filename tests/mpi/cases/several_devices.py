@@ -11,7 +11,7 @@ import jaxcross
 
 notices = []
 logging.getLogger("jaxcross").addFilter(lambda record: notices.append(record.getMessage()) or True)
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 assert jax.local_device_count() == 4
 MESH = Mesh(np.array(jax.local_devices()), ("device",))
 ROWS, SAME = NamedSharding(MESH, PartitionSpec("device")), NamedSharding(MESH, PartitionSpec())

@@ -11,7 +11,7 @@ from shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 rows = cases(sys.argv[1:])
 want = {what: wanted(row, check) for what, row, check in rows} if world.rank == 0 else None
 want = MPI.COMM_WORLD.bcast(want)

@@ -43,7 +43,7 @@ def make_steps(table, inputs, steps, seed):
 def main() -> None:
     steps, x64, seed, jobs = map(int, sys.argv[1:])
     jax.config.update("jax_enable_x64", bool(x64))
-    world = jaxcross.initialize(watchdog_s=120)
+    world = jaxcross.initialize(stall_timeout_s=120)
     warnings.simplefilter("ignore")  # `index` exchanges nothing
     types = (*wire_table.FLOATS, *wire_table.INTEGERS, "bool", "complex64")
     if not x64:

@@ -19,7 +19,7 @@ from jaxcross.tensor import Mesh
 from jaxcross.wire.bytes import wire_bytes
 
 STEPS = 2
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 rank = world.rank
 MESHES = {
     4: {

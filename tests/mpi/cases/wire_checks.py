@@ -18,7 +18,7 @@ from jaxcross.wire.messages import split_counts
 from jaxcross.wire.recognise import recognise
 from jaxcross.world import initialize
 
-world = initialize(watchdog_s=60)
+world = initialize(stall_timeout_s=60)
 P, RANK = world.size, world.rank
 AXES = {"r": P}
 WIRE = world.wire()

@@ -95,7 +95,7 @@ def compare(world, sizes, axes, dtypes, max_count):
 
 
 def main():
-    world = initialize(watchdog_s=60)
+    world = initialize(stall_timeout_s=60)
     jax.config.update("jax_enable_x64", True)
     all_types = (*FLOATS, *INTEGERS, "bool", "complex64")
     plan = [({"a": size}, "a", all_types, 2**31 - 1), ({"a": size}, "a", ("float32", "bfloat16", "bool"), 4)]

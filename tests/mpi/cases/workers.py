@@ -11,7 +11,7 @@ from absl import flags
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=300)
+world = jaxcross.initialize(stall_timeout_s=300)
 
 HOW = sys.argv[-1]
 MAIN = __name__ == "__main__" or "--unguarded" in sys.argv
@@ -32,7 +32,7 @@ def scaled(index):
     """In a worker: uses the rank's number, and may ask for the world."""
     here = jaxcross.initialize()
     assert MAIN or (here is world and jax.default_backend() == "cpu")
-    assert (here.rank, here.size, here.watchdog_s) == (world.rank, world.size, 300)
+    assert (here.rank, here.size, here.stall_timeout_s) == (world.rank, world.size, 300)
     assert here.mesh("batch").shape == (2,)
     return np.float32(index * (1 + world.rank))
 

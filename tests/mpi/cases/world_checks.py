@@ -12,7 +12,7 @@ from mpi4py import MPI
 from jaxcross.errors import ExchangeError
 from jaxcross.world import initialize
 
-world = initialize(watchdog_s=60, lanes=2)
+world = initialize(stall_timeout_s=60, lanes=2)
 P, RANK = world.size, world.rank
 
 
@@ -24,11 +24,11 @@ def who_is_where():
 
 
 def a_second_call_is_the_same_world():
-    assert initialize() is world and initialize(watchdog_s=60, lanes=2) is world
+    assert initialize() is world and initialize(stall_timeout_s=60, lanes=2) is world
     try:
-        initialize(watchdog_s=5)
+        initialize(stall_timeout_s=5)
     except ValueError as error:
-        assert str(error).startswith("jaxcross is initialised already, with `watchdog_s=60` and `lanes=2`")
+        assert str(error).startswith("jaxcross is initialised already, with `stall_timeout_s=60` and `lanes=2`")
     else:
         raise AssertionError("another watchdog was accepted and ignored")
 

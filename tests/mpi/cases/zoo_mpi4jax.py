@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import jaxcross
 
-world = jaxcross.initialize(watchdog_s=30)
+world = jaxcross.initialize(stall_timeout_s=30)
 comm = MPI.COMM_WORLD.Dup()
 rank, size = world.rank, world.size
 x = jnp.arange(6.0) + 10 * rank

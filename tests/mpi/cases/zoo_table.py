@@ -19,7 +19,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.compile import bind_axis_index
 from jaxcross.testing import decide, over_ranks
 
-world = jaxcross.initialize(watchdog_s=60)
+world = jaxcross.initialize(stall_timeout_s=60)
 size, rank = world.size, world.rank
 
 
