@@ -1,1 +1,14 @@
-"""Your loop: runners, jobs, their threads, their data and what they log."""
+"""Jobs, as their users see them.
+
+runner          `Runner`: several jobs share this rank's device
+plain_loop      `Job` and `run`, for jobs that are the plain loop `state, metrics = step(state, batch)`
+context         what a job's function receives; `lifecycle` is the part behind it, `thread` its thread
+prefetch        batches, prepared ahead; `data_position` says where a job is in its data
+latest_state    the state that a job is left with, however it ends; `resumption` ties it to checkpoints
+replicas        whether all ranks hold the same state; `replica_checks` says when that is compared
+metrics         what a job logged
+step_registry   the functions with exchanges that a job calls
+submissions     jobs that rank 0 starts on all ranks by name
+outcome         what a run came to
+arguments       checks of what is passed to runners and jobs
+"""

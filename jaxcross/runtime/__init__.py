@@ -1,1 +1,13 @@
-"""Runs the segments of several jobs on one device: policy, interleaver (pure), driver (threads), vote, jobs."""
+"""Threads that run the segments of several jobs on one device, as `interleave` decides.
+
+driver            hands events to the interleaver and does what it says
+lanes             the threads of the compute and the exchange lane
+job_record        what the driver keeps of a job, and of one call of its step
+standalone        one step without a runner
+collective_call   work on every rank in which one rank's failure is everyone's
+stall_watch       notices jobs that wait for ever between their steps
+failure_text      one error, the same on every rank, of what the ranks say about a job
+flight_notes      facts about jobs for the flight recorder
+emulated_link     a slow network, for looking
+chaos             threads that are late now and then, for tests
+"""

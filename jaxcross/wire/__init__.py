@@ -1,6 +1,13 @@
-"""How an exchange is executed: JAX's named-axis collectives on mpi4jax's calls.
+"""Exchanges on the wire: JAX's named-axis collectives as mpi4jax's calls.
 
-`MpiWire` is what `World.wire` returns. `recognise` sees exchanges, `lower` makes them, `wire_bytes` counts them.
+recognise     which equations are exchanges
+lower         a jaxpr with exchanges -> a function that makes them; `collectives`, `coalesce`, `primitive`
+messages      one call behind one face: any element type, any number of elements
+mpi_wire      the wire of a world: `World.wire` returns it
+rank_grid     axes over ranks: names, sizes, coordinates, groups
+job_comms     a job's own communicators in place of those that its mpi4jax calls name; `calls`
+bytes         how many bytes an exchange brings to a rank
+offsets       pieces of a vector at constant places, made arguments
 """
 
 from jaxcross.wire.bytes import issued_bytes, wire_bytes

@@ -1,4 +1,14 @@
-"""The MPI world: start and end of all ranks together, axes over ranks, communicators, agreements, the watchdog."""
+"""The MPI world: who this process is, its communicators, its start and its end.
+
+start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together
+world           `World`: rank, size, communicators, agreements, the watchdog
+control_plane   small agreements between all ranks, on a communicator of their own
+replicas        makes a pytree equal on all ranks, or checks that it is
+mailbox         flat messages that nobody waits for; `neighbours`: texts of the ranks that exchange with one another
+workers         worker processes of a rank, such as a data loader's
+launch_env      what the launcher says about this process; `probe` prints it
+malloc          memory that is kept; `xla_pool` and `sched_slice`: threads
+"""
 
 from jaxcross.wire.rank_grid import Mesh
 from jaxcross.world.control_plane import Control
