@@ -32,9 +32,8 @@ class Resumption:
         self.first_step = 0
         self._ahead: list[Place] = []  # where the next loops begin
         self._places: tuple[Place, ...] = ()
-        self._trained: list[
-            tuple[Prefetcher, int]
-        ] = []  # the loops in which the latest step was, and their batches by then
+        # The loops in which the latest step was, and their batches by then.
+        self._trained: list[tuple[Prefetcher, int]] = []
         self._several = False
         self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
         self._uncounted = ""  # what is wrong with another function that trains

@@ -49,9 +49,7 @@ class Flattener:
     like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
-    decisions: dict[Any, Decision | Left] = field(
-        default_factory=dict
-    )  # of conditionals, by the variable that counts ranks
+    decisions: dict[Any, Decision | Left] = field(default_factory=dict)  # by the variable that counts ranks
     counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
     present: set[Any] = field(default_factory=set)  # variables that are 0 on a rank that takes no part, else 1
     until: dict[Any, str] = field(default_factory=dict)  # by a loop's first result: what its iterations follow from

@@ -83,9 +83,8 @@ def recall(
     if ran is not None and not 0 <= ran <= max(PIECES):
         ran = None
 
-    kept = (
-        CutCache(key).read() if rank == 0 else None
-    )  # only its own count; not while all jobs' exchanges wait for a file
+    # Only its own count; not while all jobs' exchanges wait for a file.
+    kept = CutCache(key).read() if rank == 0 else None
     own = json.dumps([ran, before, kept, steps])
     told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
     (ran, before, kept, _), first = told[0], all(each[1] is None for each in told)

@@ -1,4 +1,4 @@
-"""The test kit: ranks as threads of one process, a clock by hand, programs without a compiler, the simulator.
+"""Fakes for tests: ranks as threads of one process, a clock by hand, programs without a compiler, the simulator.
 
 Nothing here needs MPI, and what runs on it is the real runner, driver and interleaver.
 """
