@@ -17,7 +17,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "_jax_compat": FOLDERS,
     "_pytree": FOLDERS,
     "_arguments": FOLDERS,
-    "lab": FOLDERS - {"lab"},
+    "lab": FOLDERS - {"lab", "commands"},
     "step": {"report", "checkpoint"},
     "program": FOLDERS - {"program"},
     "wire": {"runtime", "world", "jobs", "step", "checkpoint", "report", "server", "data"},
