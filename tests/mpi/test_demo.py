@@ -52,7 +52,14 @@ def test_it_writes_the_promised_numbers(finished):
     }  # fmt: skip
     assert result["link"] == "none"
     assert [set(job) for job in result["jobs"]] == [{"name", "images_per_second", "steps", "final_loss"}] * 2
-    assert [job["steps"] for job in result["jobs"]] == [6, 6]  # in two turns
+    # On a busy machine two jobs of three steps may have no round together in one of the turns, which is left out then.
+    turns = [Report.load(folder / "out" / f"{run}.json").rounds for run in ("crossover", "crossover-2")]
+    most = max(len(rounds.crossed) for rounds in turns)
+    turns = [rounds for rounds in turns if len(rounds.crossed) == most]
+    assert [job["steps"] for job in result["jobs"]] == [3 * len(turns)] * 2
+    if most < 2:
+        assert "never in steady state together" in result["reason"]
+        return
     assert result["ratio"] == result["sequential_s_per_step"] / result["crossover_s_per_step"]
     assert result["speedup"] == (None if result["reason"] else result["ratio"])
     assert 0 <= result["hidden_share"] <= 1
