@@ -111,15 +111,17 @@ def count(flat: Flattener, eqn: Any, index: Any, branches: Sequence[Sequence[Any
 
 
 def count_stopped(
-    flat: Flattener, eqn: Any, stopped: Any, counted: Sequence[Any], group: Group, inner: tuple[str, ...]
+    flat: Flattener, eqn: Any, stopped: Any, counted: Sequence[Any], axes: tuple[str, ...], inner: tuple[str, ...]
 ) -> None:
-    """Emits a sum over the ranks that exchange in a loop, in a `group` or more, of `stopped`: 1 on a rank that has left
-    one of the `inner` loops, named by their lines, before its end. It is taken where what is `counted` is needed.
+    """Emits a sum over `axes`, those that a loop exchanges over, of `stopped`: 1 on a rank that has left one of the
+    `inner` loops, named by their lines, before its end. It is taken where what is `counted` is needed.
     """
-    axes, groups = group
-    var = _emit(flat, eqn, lambda s: lax.psum(
-        lax.optimization_barrier(lax.reshape(lax.convert_element_type(s, jnp.float32), (1,))), axes,
-        axis_index_groups=groups), stopped)  # fmt: skip
+
+    def summed(x: Any) -> Any:
+        one = lax.reshape(lax.convert_element_type(x, jnp.float32), (1,))
+        return lax.psum(lax.optimization_barrier(one), axes)  # a barrier and a float, as in `count`
+
+    var = _emit(flat, eqn, summed, stopped)
     flat.decisions[var] = Left(source=compat.source_of(eqn), inner=inner)
     for v in counted:
         flat.counters.setdefault(v, set()).add(var)

@@ -79,7 +79,8 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
     if rewriter.left:
         *outs, stopped = outs
         counted = [v for e in flat.eqns[before:] if flat.exchanges(e) for v in e.outvars]
-        decision.count_stopped(flat, eqn, stopped, counted, (rewriter.over(eqn)[0], None), tuple(rewriter.left))
+        axes, _ = rewriter.over(eqn)
+        decision.count_stopped(flat, eqn, stopped, counted, axes, tuple(rewriter.left))
     if equality.how:
         flat.until.update((e.outvars[0], fingerprint(equality.how)) for e in flat.eqns[before:] if flat.exchanges(e))
     return outs
@@ -146,7 +147,7 @@ class _Rewriter:
         return [*outs, stopped]
 
     def _outside(self, outs: Sequence[Any]) -> list[Any]:
-        """The results alone, of an equation that ends with what `_inside` adds."""
+        """The results alone of an equation whose inside was traced by `_inside`."""
         self._stopped.append(outs[-1])
         return [*outs[:-1]]
 
@@ -310,13 +311,8 @@ class _Rewriter:
         zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in types]  # noqa: E731
         mine = [lax.eq(index, jnp.int32(n)) for n in takers]
         anyone = self._max(eqn, lax.convert_element_type(jnp.stack(mine), jnp.int32)) == jnp.int32(1)
-        outs = self._outside(
-            lax.switch(
-                index,
-                [zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)],
-                *operands,
-            )
-        )
+        without = [zeros if n in takers else self._branch(b, known, role) for n, b in enumerate(branches)]
+        outs = self._outside(lax.switch(index, without, *operands))
         for place, (n, own) in enumerate(zip(takers, mine, strict=True)):
             branch = self._branch(branches[n], known, replace(role, active=_both(role.active, own)))
             there = self._outside(lax.cond(lax.index_in_dim(anyone, place, keepdims=False), branch, zeros, *operands))
