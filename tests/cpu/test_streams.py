@@ -135,6 +135,14 @@ def test_a_job_that_goes_on_at_the_end_of_a_loop_is_not_saved_in_the_next(tmp_pa
     assert any("its last state is not saved: its function trains in several loops" in text for text in resumes(caplog))
 
 
+def goes_on_exactly(fn, folder):
+    """Three steps, and a restart up to eight, end as eight steps at once do."""
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    train(2, folder, names="a", fn=fn, steps=3)
+    for mine, theirs in zip(train(2, folder, names="a", fn=fn, steps=8), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+
+
 def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
     def fn(job, world, data, steps):
         step, state = make_step(world), job.restore(init(world, own=False))
@@ -143,10 +151,7 @@ def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
             job.save(state)
         return state
 
-    whole = train(2, None, names="a", fn=fn, steps=8)
-    train(2, tmp_path, names="a", fn=fn, steps=3)
-    for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
-        same(mine["a"][0], theirs["a"][0])
+    goes_on_exactly(fn, tmp_path)
     assert not resumes(caplog)  # that a batch was used, for instance, and nothing exchanged
 
 
@@ -184,7 +189,4 @@ def test_two_functions_that_train_on_one_batch_can_be_saved(tmp_path):
             job.save(state)
         return state
 
-    whole = train(2, None, names="a", fn=fn, steps=8)
-    train(2, tmp_path, names="a", fn=fn, steps=3)
-    for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
-        same(mine["a"][0], theirs["a"][0])
+    goes_on_exactly(fn, tmp_path)
