@@ -268,9 +268,8 @@ class Interleaver:
     def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.agreed.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        self._out.append(
-            m.JobFinished(job, how, shared.step - mine.others + mine.others_ahead, texts, asked=shared.stop)
-        )
+        step = shared.step - (mine.others - mine.others_ahead)  # as all ranks have made it
+        self._out.append(m.JobFinished(job, how, step, texts, asked=shared.stop))
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]

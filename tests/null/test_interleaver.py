@@ -270,3 +270,22 @@ def test_who_is_held_is_not_awaited():
             out = vote(one, out)
         feed(one, m.StepCalled(1, PLAIN))
         assert one.awaits() == {}
+
+
+def test_a_job_that_fails_behind_local_calls_left_after_its_last_step():
+    """Calls without exchanges, whether they count as steps or not, need not be made on all ranks."""
+    local = StepGraph(kinds=("compute",), needs=((),), local_step=True)
+    one = Interleaver(1, RoundRobin())
+    feed(one, m.RunStarted())
+    vote(one, feed(one, m.StepCalled(0, PLAIN)))
+    feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0))
+    vote(one, feed(one, m.ExchangeDone(0, 1)))
+    feed(one, m.SegmentDispatched(0, 1, 2), m.SegmentCompleted(0, 1, 2))
+    for call, counts, step in ((2, False, 1), (3, True, 2), (4, False, 2)):
+        feed(one, m.StepCalled(0, local, counts))
+        feed(one, m.SegmentDispatched(0, call, 0), m.SegmentCompleted(0, call, 0))
+        assert one.step(0) == step
+    assert m.CompareTexts(0, "failed\nboom") in vote(one, feed(one, m.JobRaised(0, "boom")))
+    out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
+    (finished,) = (i for i in out if isinstance(i, m.JobFinished))
+    assert (finished.how, finished.step) == ("failed", 1)
