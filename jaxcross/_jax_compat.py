@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,10 @@ from jax.interpreters import partial_eval
 
 Var = _excore.Var
 Literal = _excore.Literal
+Atom: TypeAlias = Var | Literal
+Equation = _core.JaxprEqn
+Aval: TypeAlias = _core.AbstractValue
+Jaxpr: TypeAlias = Any  # open or closed: one class from JAX 0.11 on, two before
 DropVar = _core.DropVar
 Tracer = _core.Tracer
 ArrayImpl = _array.ArrayImpl

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import weakly_typed
+
+PyTree: TypeAlias = Any  # nested containers of arrays: JAX has no type for them
 
 # Python's numbers, and the type that holds each on disk.
 _NUMBERS: dict[str, tuple[type, type]] = {
