@@ -135,6 +135,10 @@ class SharedState:
     def _choose(self) -> None:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
         self.running, self._next = self.policy.running(able) if able else (), None
+        # A job can stop only where it waits on all ranks. If it is paused (or another job has its turn) while a rank is
+        # still at a step that exchanges nothing, that rank never gets there: so a job that is to stop runs until then.
+        stopping = (n for n, job in self.jobs.items() if job.started and (job.stop or self.stopping))
+        self.running += tuple(n for n in stopping if n not in self.running and not self.jobs[n].finished)
         for number, job in self.jobs.items():
             job.held = number not in self.running
             job.started |= not job.held
@@ -193,7 +197,9 @@ class SharedState:
         committing, self.commit, self.voted, self._next = self.commit, None, True, None
         if self.opening and any(job.remaining for job in self.jobs.values()):
             self.opening -= 1
-        self.stopping |= verdict.stop
+        if verdict.stop and not self.stopping:
+            self.stopping = True
+            self._choose()
         if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
             self.queue.append(Slot("gather"))
         # Of a job that nobody says anything new about, all was decided, unless it was in the middle of its exchanges
@@ -213,14 +219,16 @@ class SharedState:
 
     def _hear_wishes(self, verdict: Verdict, jobs: Iterable[int]) -> list[Outcome]:
         outcomes: list[Outcome] = []
+        stops = False
         for number in jobs:
             job = self.jobs[number]
             wish = verdict.job(job.row).wish
-            job.stop |= wish is JobRequest.STOP
+            if wish is JobRequest.STOP:
+                job.stop = stops = True
             if not job.finished and wish is (JobRequest.RESUME if job.paused else JobRequest.PAUSE):
                 job.paused = not job.paused
                 outcomes.append(Outcome("paused" if job.paused else "resumed", number))
-        if outcomes:
+        if outcomes or stops:
             self._choose()
         return outcomes
 

@@ -220,6 +220,23 @@ def test_a_paused_job_dispatches_nothing_for_its_next_step():
     assert out[:2] == [m.JobPaused(0, False), m.Dispatch(0, 1, 1, 0)]
 
 
+@pytest.mark.parametrize("stop", [m.JobRequested(0, "", JobRequest.STOP), m.StopRequested()])
+def test_paused_job_in_a_local_step_can_be_stopped(stop):
+    """The step that exchanges nothing is run to its end, since a job stops only where it waits on all ranks."""
+    one = Interleaver(1, RoundRobin())
+    vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
+    assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, LOCAL)))
+    vote(one, feed(one, m.PatienceElapsed()))
+    out = vote(one, feed(one, stop))
+    assert m.Dispatch(0, 1, 0, 0) in out
+    assert m.StepReturned(0, 0) in feed(one, m.SegmentDispatched(0, 1, 0))
+    feed(one, m.SegmentCompleted(0, 1, 0))
+    calls = feed(one, m.StepCalled(0, PLAIN))
+    assert not any(isinstance(i, m.RunExchange) for i in calls)
+    out = vote(one, calls if "CastVote" in kinds(calls) else feed(one, m.PatienceElapsed()))
+    assert m.JobFinished(0, "stopped", 0, asked=not isinstance(stop, m.StopRequested)) in out
+
+
 def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())

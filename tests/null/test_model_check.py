@@ -165,6 +165,15 @@ def wish(what):
             {"0 stopped", "1 stopped", "2 ended"},
         ),
         (alike(3, (step(SHORT),), outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)), (), ())), {"1 ended"}),
+        # It is to stop while it rests, perhaps while ranks are at different steps of it.
+        (
+            alike(
+                2,
+                (step(LOCAL), step(SHORT)),
+                outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME), wish(JobRequest.STOP)), ()),
+            ),
+            {"0 stopped", "1 ended"},
+        ),
         # Added in a job: in time always. Added by somebody else: perhaps when all is over.
         (alike(2, (Add("new", ()), step(SHORT))), {"1 ended, 0 ended"}),
         pytest.param(alike(1, (Add("new", (step(SHORT),)), step(SHORT))), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
