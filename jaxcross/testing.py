@@ -22,8 +22,8 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.program.trace import Traced
-from jaxcross.wire.rank_grid import Mesh, make_mesh
-from jaxcross.wire.recognise import LOCAL, recognise, speaks_of
+from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
+from jaxcross.wire.recognise import LOCAL, names_axis, recognise
 
 _CALLS = INLINED | {"shard_map"}
 _NO_OPS = LOCAL | {"pcast"}
@@ -56,7 +56,7 @@ class LocalRanks:
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """This rank's index along each axis."""
-        mesh = make_mesh(axes, rank=self._rank, size=math.prod(axes.values()))
+        mesh = make_rank_grid(axes, rank=self._rank, size=math.prod(axes.values()))
         return dict(zip(mesh.names, mesh.coords, strict=True))
 
     def __eq__(self, other: object) -> bool:
@@ -145,7 +145,7 @@ def run_program(
             results = run_jaxpr(segment.jaxpr, axes, args)
         for outs in results if segment.decisions else ():
             counts = outs[-len(segment.decisions) :]
-            told += [d.differs(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
+            told += [d.mismatch(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
         for env, outs in zip(envs, results, strict=True):
             for v in segment.dies:
                 del env[v]
@@ -173,11 +173,11 @@ class ComputeUnderVmap:
 def run_jaxpr(jaxpr: Any, axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """A jaxpr on all ranks, equation by equation, exchanges for all of them together."""
     size = math.prod(axes.values())
-    meshes = [make_mesh(axes, rank=r, size=size) for r in range(size)]
+    meshes = [make_rank_grid(axes, rank=r, size=size) for r in range(size)]
     return _evaluate(jaxpr, meshes, [list(args) for args in args_per_rank])
 
 
-def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _evaluate(jaxpr: Any, meshes: Sequence[RankGrid], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
     inner, consts = compat.open_jaxpr(jaxpr)
     variables = [*inner.constvars, *inner.invars]
     envs: list[dict[Any, Any]] = [dict(zip(variables, [*consts, *a], strict=True)) for a in args]
@@ -195,7 +195,7 @@ def _evaluate(jaxpr: Any, meshes: Sequence[Mesh], args: Sequence[Sequence[Any]])
     return [[read(env, a) for a in inner.outvars] for env in envs]
 
 
-def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _equation(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     """The results of one equation on each rank."""
     name, axes = eqn.primitive.name, meshes[0].sizes
     exchanges = recognise(eqn, axes)
@@ -205,9 +205,9 @@ def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> 
             for n, x in enumerate(exchanges)
         ]
         return list(zip(*columns, strict=True))
-    if name == "axis_index" and speaks_of(eqn, axes):
+    if name == "axis_index" and names_axis(eqn, axes):
         return [[jnp.int32(mesh.index(eqn.params["axis_name"]))] for mesh in meshes]
-    if name in _NO_OPS and speaks_of(eqn, axes):
+    if name in _NO_OPS and names_axis(eqn, axes):
         return values
     if name in _CALLS:
         (body, *_) = compat.sub_jaxprs(eqn)
@@ -221,7 +221,7 @@ def _equation(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> 
     return [compat.bind_equation(eqn, v, eqn.params) for v in values]
 
 
-def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _cond(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     branches = eqn.params["branches"]
     taken = [min(max(int(v[0]), 0), len(branches) - 1) for v in values]
     results: dict[int, list[Any]] = {}
@@ -232,7 +232,7 @@ def _cond(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequ
     return [results[p] for p in range(len(values))]
 
 
-def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _scan(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     params = eqn.params
     (n_consts, n_carry), length = compat.scan_counts(eqn), params["length"]
     consts = [v[:n_consts] for v in values]
@@ -252,7 +252,7 @@ def _scan(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequ
     ]  # fmt: skip
 
 
-def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
+def _while(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = [v[:n_cond] for v in values]
@@ -273,7 +273,7 @@ def _while(eqn: Any, meshes: Sequence[Mesh], values: Sequence[list[Any]]) -> Seq
             carry[p] = [jnp.where(m, x, y) if m.ndim else x for m, x, y in zip(masks, new, carry[p], strict=True)]
 
 
-def _exchange(exchange: Exchange, meshes: Sequence[Mesh], xs: list[np.ndarray], aval: Any) -> list[Any]:
+def _exchange(exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any) -> list[Any]:
     """What one exchange gives each rank, from what each brings. Sums go rank after rank, narrow floats in float32."""
     params = dict(exchange.params)
     positions = params.get("positions", ())

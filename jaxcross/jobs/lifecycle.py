@@ -174,7 +174,7 @@ class JobLifecycle:
 
     def _refuse_to_skip(self, compiled: Compiled) -> None:
         """Raises CutError if the job's steps could not be skipped; what exchanges nothing need not be."""
-        if compiled.program.speaks:
+        if compiled.program.has_exchanges:
             raise CutError(
                 f"`{compiled.program.name}` cannot skip a step: none of its results has the structure, shapes and types"
                 ' of its first argument, and it donates none. With `nonfinite="skip"` the first function with exchanges'

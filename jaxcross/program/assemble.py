@@ -177,8 +177,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> l
     primitive, params = eqns[0].primitive, eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
-        out = primitive.bind(buffers.joined(arrays), **params)
-        return buffers.parted(out[0] if primitive.multiple_results else out, [x.shape for x in arrays])
+        out = primitive.bind(buffers.packed(arrays), **params)
+        return buffers.unpacked(out[0] if primitive.multiple_results else out, [x.shape for x in arrays])
 
     args = [jax.ShapeDtypeStruct(e.invars[0].aval.shape, e.invars[0].aval.dtype) for e in eqns]
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)

@@ -12,7 +12,7 @@ OPERANDS = 64
 """The longest concatenation: XLA's CPU backend takes time quadratic in the number of operands (1.4 s for 1,500)."""
 
 
-def joined(values: Sequence[jax.Array]) -> jax.Array:
+def packed(values: Sequence[jax.Array]) -> jax.Array:
     """Returns the elements of all values, one value after the other, as a vector."""
     flat = [lax.reshape(value, (value.size,)) for value in values]
     while len(flat) > OPERANDS:
@@ -22,7 +22,7 @@ def joined(values: Sequence[jax.Array]) -> jax.Array:
     return flat[0] if len(flat) == 1 else lax.concatenate(flat, 0)
 
 
-def parted(flat: jax.Array, shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """Returns the arrays of these shapes that `joined` put into a vector."""
+def unpacked(flat: jax.Array, shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """Returns the arrays of these shapes that `packed` put into a vector."""
     pieces = lax.split(flat, [math.prod(shape) for shape in shapes])
     return [lax.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.bound import compile_with_arguments
+from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Compiled, Runnable
 from jaxcross.program.ir import Program, Segment, Wire
@@ -147,7 +147,7 @@ def compile_program(
                     releases=releases,
                     call=call,
                     device=host,
-                    silent=program.silent(segment),
+                    is_single_rank=program.is_single_rank(segment),
                     moves=back is not None,
                     shardings=back,
                 )
@@ -162,7 +162,7 @@ def compile_program(
         if segment.kind == "compute":
             seen |= bits
             overlaps = overlaps or bool(spoken & ~bits)
-        elif not program.silent(segment):
+        elif not program.is_single_rank(segment):
             spoken |= 1 << segment.index
     return Compiled(
         program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=tuple(awaited),
@@ -226,7 +226,7 @@ def _collective_maker(
     program: Program, segment: Segment, collective: Callable[..., list[Any]], host: Any
 ) -> Callable[[], Any]:
     def make() -> Any:
-        if program.silent(segment) and (order := _forwarded(program, segment, collective)) is not None:
+        if program.is_single_rank(segment) and (order := _forwarded(program, segment, collective)) is not None:
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]

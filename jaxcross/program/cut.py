@@ -19,7 +19,7 @@ from jaxcross.program.graph import Graph, Group, nbytes, variables
 from jaxcross.program.ir import Program
 from jaxcross.program.op_cost import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.trace import Traced
-from jaxcross.program.unit import holds_calls, joined_by_light_work, unit_of
+from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
 BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying its operand into a shared buffer
@@ -41,7 +41,7 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
     """
     cut, bucket_bytes = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
-    unit = holds_calls(graph)
+    unit = calls_mpi4jax(graph)
     pieces = 1 if unit else _pieces(cut, graph)
     groups = [unit_of(graph)] if unit else _merge_light(graph, _levels(graph))
     if pieces > 1:
@@ -49,7 +49,7 @@ def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES)
         groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
     place = _places(graph, groups)
     if unit and jax.default_backend() == "cpu":
-        groups[0] = joined_by_light_work(graph, groups[0], place)
+        groups[0] = with_host_ops(graph, groups[0], place)
         place.update(dict.fromkeys(groups[0].between, 1))
     copies = recompute(graph, place, exact=pieces == 1)
     return assemble(graph, groups, place, copies, bucket_bytes).verify()

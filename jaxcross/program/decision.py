@@ -35,7 +35,7 @@ class Decision:
     takers: tuple[int, ...]
     source: str
 
-    def differs(self, counts: Sequence[float]) -> str | None:
+    def mismatch(self, counts: Sequence[float]) -> str | None:
         """What people are told where the ranks took more than one way.
 
         Args:
@@ -55,7 +55,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class EarlyExit:
     """A loop with inner ones, of whose results a rank that is through with it may have to exchange something.
 
     Attributes:
@@ -66,7 +66,7 @@ class Left:
     source: str
     inner: tuple[str, ...]
 
-    def differs(self, counts: Sequence[float]) -> str | None:
+    def mismatch(self, counts: Sequence[float]) -> str | None:
         """What people are told where a rank did; `counts` holds how many."""
         if not counts[0]:
             return None
@@ -122,7 +122,7 @@ def count_stopped(
         return lax.psum(lax.optimization_barrier(one), axes)  # a barrier and a float, as in `count`
 
     var = _emit(flat, eqn, summed, stopped)
-    flat.decisions[var] = Left(source=compat.source_of(eqn), inner=inner)
+    flat.decisions[var] = EarlyExit(source=compat.source_of(eqn), inner=inner)
     for v in counted:
         flat.counters.setdefault(v, set()).add(var)
 

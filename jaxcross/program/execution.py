@@ -15,13 +15,13 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
+from jaxcross.program.aliasing import find_shared
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
 from jaxcross.program.lockstep import ends_on_zeros
 from jaxcross.program.nonfinite import nonfinite
 from jaxcross.program.trace import Traced
-from jaxcross.program.unit import calls_alone
-from jaxcross.program.unshared import sharing
+from jaxcross.program.unit import zero_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class Runnable:
     Attributes:
         call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
             so that its end can be waited for whatever became of the others. A collective segment's may have more, for
-            `nonfinite` and `divided`.
+            `nonfinite` and `branch_mismatch`.
         device: Where a collective segment runs; None for compute.
         releases: What it reads and the step does not return: dropped with its last reader.
-        silent: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
+        is_single_rank: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
         moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
         shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
     """
@@ -43,7 +43,7 @@ class Runnable:
     call: Any
     releases: tuple[int, ...]
     device: Any = None
-    silent: bool = False
+    is_single_rank: bool = False
     moves: bool = False
     shardings: tuple[Any, ...] | None = None
 
@@ -167,7 +167,7 @@ class Execution:
     def _shared_words(self, segment: Segment) -> str | None:
         program = self._compiled.program
         given = dict(zip(program.inputs[program.constants :], program.traced.paths[0], strict=True))
-        shared = sharing({given[v]: self._env[v] for v in segment.inputs if v in given})
+        shared = find_shared({given[v]: self._env[v] for v in segment.inputs if v in given})
         return shared and (
             f"`{shared[0]}` and `{shared[1]}` of `{program.name}` share one buffer, which the step would overwrite"
             " twice, as both are donated. Copy one of them before the call, by `jnp.copy`."
@@ -198,14 +198,14 @@ class Execution:
         segment = program.segments[index]
         present = () if program.is_unit else program.traced.present
         what = _decided_by_data(segment.jaxpr, program.traced, present)
-        if what is not None and not self._compiled.runnables[index].silent:
+        if what is not None and not self._compiled.runnables[index].is_single_rank:
             raise ExchangeError(
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
                 " it cannot know how often the others will exchange."
             )
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
-                self._alone[index] = calls_alone(segment, program.traced)
+                self._alone[index] = zero_calls(segment, program.traced)
             return
         # Random keys included, which NumPy cannot make; 64 bits where the step has them: its contexts do not hold here.
         with jax.default_device(device), jax.enable_x64(True):
@@ -227,14 +227,14 @@ class Execution:
         program = self._compiled.program
         return nonfinite(program, program.segments[index], self._arrived.pop(index))
 
-    def divided(self, index: int) -> str | None:
+    def branch_mismatch(self, index: int) -> str | None:
         """What ranks decided differently in a collective segment that has run, for people; the same on every rank that
         exchanged in it. Waits for the results.
         """
         if (counts := self._counts.pop(index, None)) is None:
             return None
         decisions = self._compiled.program.segments[index].decisions
-        found = (d.differs(np.asarray(c).tolist()) for d, c in zip(decisions, counts, strict=True))
+        found = (d.mismatch(np.asarray(c).tolist()) for d, c in zip(decisions, counts, strict=True))
         return next((what for what in found if what is not None), None)
 
     @property

@@ -20,13 +20,13 @@ from jax.ref import AbstractRef
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
-from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, predicate_of, split
-from jaxcross.program.decision import Decision, Left
+from jaxcross.program.decision import Decision, EarlyExit
 from jaxcross.program.equality import Equality, Known
 from jaxcross.program.ir import Exchange, Wire
 from jaxcross.program.jaxpr_utils import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
+from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
 """The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""
@@ -49,7 +49,7 @@ class Flattener:
     like: Any  # a jaxpr that lends its debug information
     consts: dict[Any, Any] = field(default_factory=dict)
     eqns: list[Any] = field(default_factory=list)
-    decisions: dict[Any, Decision | Left] = field(default_factory=dict)  # by the variable that counts ranks
+    decisions: dict[Any, Decision | EarlyExit] = field(default_factory=dict)  # by the variable that counts ranks
     counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
     present: set[Any] = field(default_factory=set)  # variables that are 0 on a rank that takes no part, else 1
     until: dict[Any, str] = field(default_factory=dict)  # by a loop's first result: what its iterations follow from
@@ -104,7 +104,7 @@ class Flattener:
         if is_shard_map(eqn, self.axes):
             (body,) = compat.sub_jaxprs(eqn)
             self._check_shard_map(eqn, body, args)
-            return self._inline(carry(compat.without_mesh(body), self.axes, self.wire), args)
+            return self._inline(convert_wire_types(compat.without_mesh(body), self.axes, self.wire), args)
         inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
         if name in INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]

@@ -200,11 +200,11 @@ class Program:
         return any(x.op.startswith("mpi.") for x in self.exchanges)
 
     @property
-    def speaks(self) -> bool:
+    def has_exchanges(self) -> bool:
         """Whether it has exchanges."""
         return any(s.exchanges for s in self.segments)
 
-    def silent(self, segment: Segment) -> bool:
+    def is_single_rank(self, segment: Segment) -> bool:
         """Whether a collective segment has nobody to speak to: every exchange is over axes of one rank."""
         sizes = dict(self.axes)
         return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)

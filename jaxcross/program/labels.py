@@ -159,7 +159,7 @@ def _travelling(program: Program) -> Iterator[Labelled]:
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
-def text_of(order: Sequence[Member]) -> str:
+def label_text(order: Sequence[Member]) -> str:
     """The labels that are unique on this rank, as text of a fixed length: 64 bytes for each array."""
     members = [member.labelled for member in order]
     by_use: dict[Any, set[bool]] = {}  # whether what is exchanged for these results is empty, or not, or both
@@ -179,13 +179,13 @@ def _purpose(x: Labelled) -> tuple[str, tuple[int, ...]]:
     return x.exchange.line(), x.use.leaves
 
 
-def swapped(
+def find_swapped(
     texts: Sequence[str], peers: Callable[[int, int], Collection[int]]
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Two ranks, each with the place in its order at which it makes the same exchange, if the places differ.
 
     Args:
-        texts: `text_of` the order of each rank, in rank order. The orders have equal signatures.
+        texts: `label_text` the order of each rank, in rank order. The orders have equal signatures.
         peers: Place, rank -> the ranks with which that rank makes the exchange at that place. It matters only to them
             that another place holds another exchange.
 
@@ -208,7 +208,7 @@ def swapped(
     return None
 
 
-def words_of(traced: Traced, member: Member) -> str:
+def describe(traced: Traced, member: Member) -> str:
     """Describes an exchange by its number, the leaves that it is of and the user's line."""
     x, (arguments, results) = member.labelled, traced.paths
     part = f"part {member.part} of " if member.part else ""

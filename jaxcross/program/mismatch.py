@@ -11,7 +11,7 @@ from jaxcross.program.ir import LAYOUT
 _UNTIL = re.compile(r" until='\w+'")
 
 
-def disagreement(name: str, signatures: Sequence[str]) -> str:
+def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     """The message of an `ExchangeError` for ranks whose signatures differ: two ranks and the first unequal line.
 
     Args:
@@ -48,7 +48,7 @@ def disagreement(name: str, signatures: Sequence[str]) -> str:
     )
 
 
-def different_calls(name: str, calls: Sequence[str]) -> str:
+def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
     """The message of an `ExchangeError` for ranks that make the same exchanges, but in different steps.
 
     Args:
@@ -62,7 +62,7 @@ def different_calls(name: str, calls: Sequence[str]) -> str:
     )
 
 
-def different_orders(name: str, ranks: tuple[int, int], words: Sequence[str]) -> str:
+def order_mismatch(name: str, ranks: tuple[int, int], words: Sequence[str]) -> str:
     """The message of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
 
     Args:

@@ -38,7 +38,7 @@ def decode(text: str) -> tuple[Exchange, ...]:
     )
 
 
-def compared(calls: Iterable[Exchange]) -> str:
+def comparison_text(calls: Iterable[Exchange]) -> str:
     """What two lists of calls have in common where they are equal: everything but the user's lines."""
     return "\n".join(x.line() for x in calls)
 
@@ -78,7 +78,7 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
     return any((comm, tag) in wanted or (comm, "any") in wanted for comm, tag in sent)
 
 
-def can_be_run(lists: Mapping[int, Sequence[Exchange]]) -> bool:
+def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
     """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, and
     no two communicators that look alike.
     """
@@ -96,7 +96,7 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
         name: The step.
         lists: The calls of each rank, in the order in which they are made. Every rank that one of them names is there.
     """
-    if not can_be_run(lists):
+    if not can_simulate(lists):
         return None
     run = _Run(lists)
     try:

@@ -43,7 +43,7 @@ def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[s
                 mesh, specs = asked
                 _check_mesh(mesh, axes, name)
                 closed = jax.make_jaxpr(step)(*_global_types(avals, _spec_of_each(specs, name), mesh))
-                check_alone(closed, name)
+                check_nothing_else(closed, name)
                 return compat.with_input_shapes(closed, [a.shape for a in avals])
     return None
 
@@ -122,7 +122,7 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
         )
 
 
-def check_alone(jaxpr: Any, name: str) -> None:
+def check_nothing_else(jaxpr: Any, name: str) -> None:
     """Makes sure that a step whose `shard_map` is over ranks does nothing beside it.
 
     Raises:
@@ -137,7 +137,7 @@ def check_alone(jaxpr: Any, name: str) -> None:
                 )
         elif eqn.primitive.name in _JITS:
             for inner in compat.sub_jaxprs(eqn):
-                check_alone(inner, name)
+                check_nothing_else(inner, name)
         else:
             raise CutError(
                 f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at {compat.source_of(eqn)}:"

@@ -16,15 +16,15 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError, clause
-from jaxcross.program.accepted import explain_failed_trace, lend_name
-from jaxcross.program.carried import carry
 from jaxcross.program.conditional import Choose, Predicate
-from jaxcross.program.decision import Decision, Left
+from jaxcross.program.decision import Decision, EarlyExit
 from jaxcross.program.flatten import Flattener
 from jaxcross.program.ir import Program, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
-from jaxcross.program.shard_map import check_alone, is_shard_map, trace_shards
+from jaxcross.program.shard_map import check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
+from jaxcross.program.step_checks import copy_signature, explain_failed_trace
+from jaxcross.program.wire_types import convert_wire_types
 
 if TYPE_CHECKING:
     from jaxcross.program.labels import Labelled
@@ -63,7 +63,7 @@ class Traced:
     wire: Wire
     late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
-    decisions: Mapping[Any, Decision | Left] = field(default_factory=dict)
+    decisions: Mapping[Any, Decision | EarlyExit] = field(default_factory=dict)
     present: frozenset[Any] = frozenset()
     until: Mapping[Any, str] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ def trace(
     def named_step(*a: Any, **k: Any) -> list[Any]:
         return flat_step(*jax.tree.leaves((a, k)))
 
-    lend_name(named_step, step)
+    copy_signature(named_step, step)
     try:
         with compat.binding(axes):
             whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
@@ -164,7 +164,7 @@ def trace(
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise
-    whole = carry(whole, axes, wire)
+    whole = convert_wire_types(whole, axes, wire)
     out_tree, results = box[-1]
     given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
@@ -202,7 +202,7 @@ def _trace_whole(
         raise
     if not is_shard_map(whole, axes):
         if holds_shard_map(whole, axes):
-            check_alone(whole, name)
+            check_nothing_else(whole, name)
         return whole
     shards = trace_shards(flat_step, avals, axes, name)
     if shards is None:

@@ -27,7 +27,7 @@ _HEAVY = frozenset({
 })  # fmt: skip
 
 
-def holds_calls(graph: Graph) -> bool:
+def calls_mpi4jax(graph: Graph) -> bool:
     """Whether the step calls mpi4jax."""
     return any(is_call(x) for found in graph.wires.values() for x in found)
 
@@ -43,7 +43,7 @@ def unit_of(graph: Graph) -> Group:
     return Group((tuple(wires),), frozenset((needed & after) - set(wires)), as_written=True)
 
 
-def joined_by_light_work(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
+def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     """The unit with what is computed before and after it, where that is light: one executable then, as under `jit`.
 
     Callbacks stay outside: a rank that fails in one still makes its calls.
@@ -67,7 +67,7 @@ def _is_heavy(eqn: Any) -> bool:
     )
 
 
-def calls_alone(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
+def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
     """What a rank runs in place of a unit once it has failed: the same calls in the same order, with zeros.
 
     Nothing is computed between them: a loop that ends by its values might not end on zeros. Compiles; the function

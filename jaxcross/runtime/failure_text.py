@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program.mismatch import different_calls, disagreement
+from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
 
 _LONGEST = 4000  # of what one rank tells all others of an exception
 
@@ -53,9 +53,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     heads, signatures = zip(*(body.partition("\n")[::2] for _, body in parts), strict=True)
     same = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
     if same and len(set(signatures)) > 1:
-        return ExchangeError(f"Job `{job}`, step {step + 1}: {disagreement(job, signatures)}")
+        return ExchangeError(f"Job `{job}`, step {step + 1}: {signature_mismatch(job, signatures)}")
     if kinds == {"step"}:
-        return ExchangeError(f"Job {different_calls(job, [head.removeprefix('called ') for head in heads])}")
+        return ExchangeError(f"Job {branch_call_mismatch(job, [head.removeprefix('called ') for head in heads])}")
     lines = [clause(first_line(body)) if body else "was busy" for _, body in parts]
     said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (

@@ -210,7 +210,7 @@ class ExchangeLane:
         self._span(
             "collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label, call.in_step, x.others
         )
-        if not zero and (what := execution.divided(segment)) is not None:
+        if not zero and (what := execution.branch_mismatch(segment)) is not None:
             driver.post(driver.segment_failed(x, call, ExchangeError(what)))
         finite = True
         if call.nonfinite != "ignore" and not zero and (what := execution.nonfinite(segment)) is not None:

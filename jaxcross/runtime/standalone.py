@@ -72,7 +72,7 @@ def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int
     try:
         return run_execution(world, compiled, compiled.execution(leaves), step, ended)
     except BaseException:
-        due = sum(r.segment.kind == "collective" and not r.silent for r in compiled.runnables)
+        due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
         if ended and sum(ended.values()) < due:
             ONLY_THREAD.broken = compiled.program.name
         elif not ended and due:
@@ -95,7 +95,7 @@ def run_execution(
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
-            if runnable.segment.kind == "compute" or runnable.silent:
+            if runnable.segment.kind == "compute" or runnable.is_single_rank:
                 for n in awaited:
                     if n in exchanges:
                         exchanges[n].result()
@@ -151,7 +151,7 @@ def _exchange(
             execution.run(index)
             execution.wait_outputs(index)
         ended[index] = True
-        if (what := execution.divided(index)) is not None:
+        if (what := execution.branch_mismatch(index)) is not None:
             raise ExchangeError(f"in step {step} of `{program.name}`: {what}")
     except BaseException as error:
         failed.append(error)

@@ -18,7 +18,7 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import RankStatus
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.thread import check_not_stray, current_job
-from jaxcross.program.mismatch import disagreement
+from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import Stopped
 from jaxcross.runtime.standalone import ONLY_THREAD
@@ -195,7 +195,7 @@ class ParameterServer:
             with world.watching(job="", step=0, segment=-1, what="start of a parameter server"):
                 texts = world.control.allgather_text(text)
             if any(other != text for other in texts):
-                raise ExchangeError(disagreement("parameter server", texts))
+                raise ExchangeError(signature_mismatch("parameter server", texts))
             return work(world.control)
 
     def _open(self) -> Mailbox:

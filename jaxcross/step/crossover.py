@@ -14,12 +14,12 @@ from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs import thread as job_thread
-from jaxcross.program.accepted import check_step
+from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
+from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
-from jaxcross.program.unshared import unshare
 from jaxcross.runtime.standalone import ONLY_THREAD, run_alone
 from jaxcross.step import nnx
 from jaxcross.step.skip_nonfinite import go, guarded
@@ -145,13 +145,13 @@ class Step:
                 return nnx.call(self, given, kwargs)
             self._check_leaves(leaves, args, kwargs)
             node = self._node(world, function, args, kwargs, leaves, asked)
-        unshare(leaves, node.traced.donated, new_types=self._last is not last)
+        copy_shared(leaves, node.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
         job_thread.check_not_stray(self.__name__)
         assert node.program is not None
         self._calls += 1
-        if world.size == 1 or (node is not self._agreed and not node.program.speaks):
+        if world.size == 1 or (node is not self._agreed and not node.program.has_exchanges):
             return run_alone(world, node.compiled_for(None), leaves, self._calls)
         with ONLY_THREAD.calling(self.__name__):
             self._agree(node)

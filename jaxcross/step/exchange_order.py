@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Program, hash_62
-from jaxcross.program.labels import order_of, swapped, text_of, words_of
-from jaxcross.program.mismatch import different_orders
+from jaxcross.program.labels import describe, find_swapped, label_text, order_of
+from jaxcross.program.mismatch import order_mismatch
 from jaxcross.wire.lower import group_of
-from jaxcross.wire.rank_grid import make_mesh
+from jaxcross.wire.rank_grid import make_rank_grid
 from jaxcross.world.control_plane import Control
 
 
@@ -20,7 +20,7 @@ def order_hash(program: Program) -> int:
 
     Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
     """
-    return hash_62(text_of(order_of(program)))
+    return hash_62(label_text(order_of(program)))
 
 
 def agree_on_order(control: Control, program: Program, own: int) -> None:
@@ -54,12 +54,12 @@ def check_order(control: Control, program: Program) -> None:
         exchange = order[place].labelled.exchange
         if not exchange.axes:
             return frozenset(dict(exchange.params)["ranks"])  # of the user's communicator
-        mesh = make_mesh(dict(program.axes), rank=rank, size=control.size)
+        mesh = make_rank_grid(dict(program.axes), rank=rank, size=control.size)
         return frozenset(mesh.group(*group_of(exchange, mesh)))
 
-    found = swapped(control.allgather_text(text_of(order)), peers)
+    found = find_swapped(control.allgather_text(label_text(order)), peers)
     if found is not None:
         (one, here), (other, there) = found
-        mine = [words_of(program.traced, order[place]) for place in sorted((here, there))]
+        mine = [describe(program.traced, order[place]) for place in sorted((here, there))]
         words = control.allgather_text("\n        ".join(mine))
-        raise ExchangeError(different_orders(program.name, (one, other), words))
+        raise ExchangeError(order_mismatch(program.name, (one, other), words))

@@ -68,7 +68,7 @@ class _Trial(Execution):
 
     def run(self, index: int) -> None:
         runnable = self._compiled.runnables[index]
-        if runnable.segment.kind == "compute" or runnable.silent:
+        if runnable.segment.kind == "compute" or runnable.is_single_rank:
             self._attempt(partial(super().run, index))
             return
         if self.why:
@@ -78,7 +78,7 @@ class _Trial(Execution):
     def wait_inputs(self, index: int) -> None:
         self._attempt(partial(super().wait_inputs, index))
 
-    def divided(self, index: int) -> None:
+    def branch_mismatch(self, index: int) -> None:
         """The step that counts will tell."""
         self._counts.pop(index, None)
 

@@ -53,7 +53,7 @@ class Units:
 
     def is_current(self, world: World, program: Program, asked: Any) -> bool:
         """Whether the latest agreement outside a runner holds for this program."""
-        return self.latest == (asked, rank_lists.compared(world.wire().calls(program)))
+        return self.latest == (asked, rank_lists.comparison_text(world.wire().calls(program)))
 
     def agree_alone(self, world: World, program: Program, asked: Any) -> None:
         """Makes sure that the calls fit together, outside a runner. Waits for the ranks that exchange with this one.
@@ -63,7 +63,7 @@ class Units:
         """
         calls = world.wire().calls(program)
         lists = _gathered(world, program, calls)
-        self.latest = asked, rank_lists.compared(calls)
+        self.latest = asked, rank_lists.comparison_text(calls)
         if (why := rank_lists.mismatch(program.name, lists)) is not None:
             raise ExchangeError(why)
 
@@ -75,20 +75,20 @@ class Units:
         """
         calls = world.wire().calls(program)
         agreed = self.of_job.setdefault(job, {})
-        mine = asked, rank_lists.compared(calls)
+        mine = asked, rank_lists.comparison_text(calls)
         digest = agreed.get(mine)
         if digest is None:
             new = " with these shapes: its messages must change on all ranks at the same step" if agreed else ""
             label = f"first call of `{program.name}`{new}, which calls mpi4jax ({_REMEDY})"
             order = order_hash(program) if world.size > 1 else 0  # not while the exchange lane waits for it
             digest = agreed[mine] = job.together(label, partial(_agree, job, world, program, calls, order))
-        wire = MpiWire(world, comms=world.job_comms.of(job))
+        wire = MpiWire(world, comms=world.job_comms.for_job(job))
         return replace(program, calls=digest, traced=replace(program.traced, wire=wire))
 
 
 def list_hash(world: World, program: Program) -> int:
     """This rank's list of calls as a number of 62 bits."""
-    return hash_62(rank_lists.compared(world.wire().calls(program)))
+    return hash_62(rank_lists.comparison_text(world.wire().calls(program)))
 
 
 def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Lists:
@@ -104,7 +104,7 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
         accepts = partial(_accepts, rank) if rank_lists.expects_unknown(calls) else None
         texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
         return {r: rank_lists.decode(t) for r, t in texts.items()}
-    number, order = hash_62(rank_lists.compared(calls)), order_hash(program)
+    number, order = hash_62(rank_lists.comparison_text(calls)), order_hash(program)
     with world.watching(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `agree_alone`: a rank without calls may be there.
         low, high, first, last = world.control.allreduce_min(np.array([number, -number, order, -order], np.int64))
@@ -148,7 +148,7 @@ def _agree(
     """Compares all ranks' lists and makes the communicators that the job lacks. Waits for all ranks. Returns a hash."""
     job.check_alike(control)
     name = program.name
-    own = json.dumps([rank_lists.encode(calls), world.job_comms.busy()])
+    own = json.dumps([rank_lists.encode(calls), world.job_comms.in_use()])
     told = [json.loads(text) for text in control.allgather_text(own)]
     lists = {rank: rank_lists.decode(text) for rank, (text, _) in enumerate(told)}
     if (why := rank_lists.mismatch(name, lists)) is not None:
@@ -161,15 +161,15 @@ def _agree(
             f' rank {rank} at {call.source}. Give each a name, the same on all ranks: `comm.Set_name("halo")`.'
         )
     taken = {(_key(key), number) for _, busy in told for key, number in busy}
-    own_comms = world.job_comms.of(job)
+    own_comms = world.job_comms.for_job(job)
     for key in sorted({key_of(x) for _, x in named} - set(own_comms)):
         ranks, label = key
         if world.rank not in ranks:
             continue
         number = next(n for n in range(len(taken) + 1) if (key, n) not in taken)
         what = f"{ranks} {label} {number}"
-        world.job_comms.lend(job, key, number, partial(world.new_communicator, ranks, what))
-    texts = [rank_lists.compared(theirs) for theirs in lists.values()]
+        world.job_comms.assign(job, key, number, partial(world.new_communicator, ranks, what))
+    texts = [rank_lists.comparison_text(theirs) for theirs in lists.values()]
     if len(set(texts)) == 1:
         agree_on_order(control, program, order)
     return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from jaxcross.program.cut import Cut
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.mini_steps import repeated_exchanges
-from jaxcross.program.mismatch import different_calls, disagreement
+from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
 from jaxcross.program.trace import Traced
 from jaxcross.step.cut_tuner import CutHint, Together, key_of, recall, search
 from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
@@ -89,7 +89,7 @@ class Variant:
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.kinds = _without_values(self.traced, leaves)
         self.chooses = (
-            self.cut == "auto" and not self.is_unit and any(not program.silent(s) for s in program.collectives)
+            self.cut == "auto" and not self.is_unit and any(not program.is_single_rank(s) for s in program.collectives)
         )
         if self.chooses:
             self.leaves = leaves
@@ -235,7 +235,7 @@ class Variant:
                 job.check_alike(control)
                 agree_on_order(control, program, order)
                 # Not while they compile: there, a rank that fails would not come.
-                self.world.wire().meet(program.exchanges, dict(program.axes))
+                self.world.wire().create_communicators(program.exchanges, dict(program.axes))
 
             job.together(label, agree)
 
@@ -282,8 +282,8 @@ def agree_alone(world: World, program: Program, call: int, *, by_call: bool = Fa
             if any(not text for text in texts):  # calls of mpi4jax, which have no number before them
                 raise ExchangeError(without_calls(program.name, [r for r, text in enumerate(texts) if text]))
             if len(set(texts)) == 1:
-                raise ExchangeError(different_calls(program.name, [f"call {number}" for number, *_ in told]))
-            raise ExchangeError(disagreement(program.name, texts))
+                raise ExchangeError(branch_call_mismatch(program.name, [f"call {number}" for number, *_ in told]))
+            raise ExchangeError(signature_mismatch(program.name, texts))
         if first != -last:
             check_order(world.control, program)
 

@@ -54,13 +54,13 @@ def handle_of(comm: Any) -> int:
     return MPI._handleof(comm)
 
 
-def over_comms(jaxpr: Any, comms: Mapping[Key, Any]) -> Any:
+def with_communicators(jaxpr: Any, comms: Mapping[Key, Any]) -> Any:
     """The open jaxpr with mpi4jax's calls over `comms` in place of the user's communicators; inner jaxprs included."""
 
     def changed(eqn: Any) -> Any:
         found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None
         if found is None:
-            return compat.map_sub_jaxprs(eqn, lambda inner: over_comms(inner, comms))
+            return compat.map_sub_jaxprs(eqn, lambda inner: with_communicators(inner, comms))
         comm = comms.get(key_of(found[0]))
         wrapper = type(eqn.params["comm"])
         return eqn if comm is None else eqn.replace(params={**eqn.params, "comm": wrapper(comm)})

@@ -19,7 +19,7 @@ from jaxcross.wire import offsets
 from jaxcross.wire.bytes import group_size
 from jaxcross.wire.collectives import gathers
 from jaxcross.wire.messages import is_narrow_float
-from jaxcross.wire.recognise import concerns, recognise
+from jaxcross.wire.recognise import involves_axes, recognise
 
 # What is larger is not worth the copy into the common message and out of it; messages are limited for their memory.
 SMALL_BYTES = 4 * 2**20
@@ -39,8 +39,8 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
         exchange = sum_of(eqn, axes)
         reads = not written.isdisjoint(v for v in eqn.invars if not isinstance(v, compat.Literal))
         ordered = any(map(compat.is_ordered_effect, eqn.effects))
-        if run and not (exchange and not reads) and (ordered or concerns(eqn, axes)):
-            yield from (*_parted(run, axes), *behind)
+        if run and not (exchange and not reads) and (ordered or involves_axes(eqn, axes)):
+            yield from (*_messages(run, axes), *behind)
             run, behind, written, reads = [], [], set(), False
         if exchange:
             run.append((eqn, exchange))
@@ -50,18 +50,18 @@ def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
             yield [eqn]
             continue
         written.update(eqn.outvars)
-    yield from (*_parted(run, axes), *behind)
+    yield from (*_messages(run, axes), *behind)
 
 
-def joined(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
+def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
     """All elements, one value after the other, each filled with zeros to a multiple of so many elements."""
-    return buffers.joined([
+    return buffers.packed([
         jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) if value.size % multiple else value for value in values
     ])  # fmt: skip
 
 
-def parted(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
-    """`joined` undone."""
+def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
+    """`packed` undone."""
     pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
     return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
@@ -72,7 +72,7 @@ def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None
 
 
-def _parted(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> list[list[Any]]:
+def _messages(run: Sequence[tuple[Any, Exchange]], axes: Mapping[str, int]) -> list[list[Any]]:
     lists: list[list[Any]] = []
     open_lists: dict[Any, tuple[list[Any], int]] = {}
     for eqn, exchange in run:

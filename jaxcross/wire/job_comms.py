@@ -28,15 +28,15 @@ class JobComms:
 
     _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
 
-    def of(self, job: Any) -> dict[Key, Any]:
+    def for_job(self, job: Any) -> dict[Key, Any]:
         """The communicators that a job has."""
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
-    def busy(self) -> list[tuple[Key, int]]:
+    def in_use(self) -> list[tuple[Key, int]]:
         """Those that jobs have which have not left on this rank."""
         return [place for place, lent in self._lent.copy().items() if (job := lent.job()) and not job.left.is_set()]
 
-    def lend(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
+    def assign(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
         """Gives a job communicator `number` of those with this key; made first if there is none."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))

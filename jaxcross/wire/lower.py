@@ -13,11 +13,11 @@ from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
 from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.wire import coalesce, collectives, offsets, primitive
-from jaxcross.wire.calls import over_comms
+from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.messages import Channel, is_narrow_float
-from jaxcross.wire.rank_grid import Mesh
-from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axes, recognise, speaks_of
+from jaxcross.wire.rank_grid import RankGrid
+from jaxcross.wire.recognise import LOCAL, REDUCTIONS, names_axis, names_axis_inside, recognise
 
 # How exchanges reach their peers: (axes, groups) -> channel.
 Connect = Callable[[Sequence[str], Any], Channel]
@@ -25,7 +25,9 @@ Connect = Callable[[Sequence[str], Any], Channel]
 _LOOPS = ("scan", "while", "cond")
 
 
-def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | None = None) -> Callable[..., list[Any]]:
+def lower(
+    jaxpr: Any, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
+) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
     All exchanges of one call are ordered by one token chain, in equation order, but for sums with no other exchange
@@ -34,7 +36,7 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | N
     where it has one for theirs.
     """
     if comms:
-        jaxpr = compat.close(over_comms(compat.open_jaxpr(jaxpr)[0], comms))
+        jaxpr = compat.close(with_communicators(compat.open_jaxpr(jaxpr)[0], comms))
     lowered = _retrace(jaxpr, mesh, connect)
     if not lowered.effects:  # every group has one rank: nothing is sent
         return lambda *args: list(_evaluate(lowered, args, mesh, connect))
@@ -42,20 +44,20 @@ def lower(jaxpr: Any, mesh: Mesh, connect: Connect, comms: Mapping[Key, Any] | N
     return lambda *args: primitive.bind(lowered, *consts, *args)
 
 
-def group_of(exchange: Exchange, mesh: Mesh) -> tuple[tuple[str, ...], Any]:
+def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
     """The axes and groups over whose ranks an exchange goes, in the order in which it counts them."""
     # Positions count in the order in which the user names the axes. XLA's permutation alone counts in mesh order.
     axes = tuple(a for a in mesh.names if a in exchange.axes) if exchange.op == "ppermute" else exchange.axes
     return axes, dict(exchange.params).get("groups")
 
 
-def _retrace(jaxpr: Any, mesh: Mesh, connect: Connect) -> Any:
+def _retrace(jaxpr: Any, mesh: RankGrid, connect: Connect) -> Any:
     """The closed jaxpr with mpi4jax equations in place of exchanges."""
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
     return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*avals)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: Mesh, connect: Connect) -> list[Any]:
+def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: RankGrid, connect: Connect) -> list[Any]:
     inner, consts = compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
 
@@ -69,21 +71,21 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: Mesh, connect: Connect) -> 
     return [read(v) for v in inner.outvars]
 
 
-def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
+def _equation(eqn: Any, values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
     name = eqn.primitive.name
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
         # JAX's types may say more of a result than ours do (a weak type), never another element type.
         return [jnp.asarray(r, dtype=o.aval.dtype) for r, o in zip(results, eqn.outvars, strict=True)]
-    if name == "axis_index" and speaks_of(eqn, mesh.sizes):
+    if name == "axis_index" and names_axis(eqn, mesh.sizes):
         axis = eqn.params["axis_name"]
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
-    if name in LOCAL and speaks_of(eqn, mesh.sizes):
+    if name in LOCAL and names_axis(eqn, mesh.sizes):
         return values
     if name == "split" and values[0].ndim == 1:
         return offsets.split(values[0], eqn.params["sizes"])
-    inside = [j for j in compat.sub_jaxprs(eqn) if names_axes(j, mesh.sizes)]
+    inside = [j for j in compat.sub_jaxprs(eqn) if names_axis_inside(j, mesh.sizes)]
     if inside and name in _LOOPS:
         return compat.bind_equation(eqn, values, _map_closed(eqn.params, lambda j: _retrace(j, mesh, connect)))
     if inside and name not in INLINED:
@@ -96,7 +98,7 @@ def _equation(eqn: Any, values: list[Any], mesh: Mesh, connect: Connect) -> Sequ
     return compat.bind_equation(eqn, values, eqn.params)
 
 
-def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) -> Sequence[Any]:
+def _sums(eqns: Sequence[Any], values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
     """Several sums over the same ranks by one message."""
     exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None
@@ -108,12 +110,12 @@ def _sums(eqns: Sequence[Any], values: list[Any], mesh: Mesh, connect: Connect) 
     blocks = ranks if is_narrow_float(values[0].dtype) else 1
     # Barriers: around the message XLA computes as around a call, so that one executable of a whole step gives the bits
     # that its segments give.
-    flat = jax.lax.optimization_barrier(coalesce.joined(jax.lax.optimization_barrier(values), blocks))
-    sums = coalesce.parted(_exchange(exchange, flat, mesh, connect), values, blocks)
+    flat = jax.lax.optimization_barrier(coalesce.packed(jax.lax.optimization_barrier(values), blocks))
+    sums = coalesce.unpacked(_exchange(exchange, flat, mesh, connect), values, blocks)
     return jax.lax.optimization_barrier(sums)
 
 
-def _exchange(exchange: Exchange, x: Any, mesh: Mesh, connect: Connect) -> Any:
+def _exchange(exchange: Exchange, x: Any, mesh: RankGrid, connect: Connect) -> Any:
     params = {name: value for name, value in exchange.params if name != "groups"}
     positions = params.pop("positions", ())
     channel = connect(*group_of(exchange, mesh))

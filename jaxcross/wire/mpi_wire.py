@@ -59,7 +59,7 @@ class MpiWire:
         mesh = self._world.mesh(dict(program.axes))
         return calls_of(program, lambda exchange: mesh.group(*group_of(exchange, mesh)))
 
-    def meet(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
+    def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
         """Makes the communicators that these exchanges need, so that `lower` waits for nobody.
 
         Waits for the other members of each group that has none yet, in the order of `exchanges`.

@@ -12,7 +12,7 @@ from jaxcross._arguments import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class RankGrid:
     """The ranks of a world as a grid, row-major, seen from one of them.
 
     Attributes:
@@ -97,7 +97,7 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
     return {name: int(n) for name, n in axes.items()}
 
 
-def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
+def make_rank_grid(axes: str | Mapping[str, int], *, rank: int, size: int) -> RankGrid:
     """The mesh that `axes` describes, seen from `rank` of `size`.
 
     Args:
@@ -126,4 +126,4 @@ def make_mesh(axes: str | Mapping[str, int], *, rank: int, size: int) -> Mesh:
         )
     shape = tuple(wanted.values())
     coords = tuple(int(c) for c in np.unravel_index(rank, shape))
-    return Mesh(names=tuple(wanted), shape=shape, coords=coords)
+    return RankGrid(names=tuple(wanted), shape=shape, coords=coords)

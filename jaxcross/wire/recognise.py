@@ -114,31 +114,31 @@ def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size
         )
 
 
-def speaks_of(eqn: Any, axes: Mapping[str, int]) -> bool:
+def names_axis(eqn: Any, axes: Mapping[str, int]) -> bool:
     """Whether an equation names one of our axes."""
     return any(isinstance(a, str) and a in axes for a in _axes_of(eqn))
 
 
-def concerns(eqn: Any, axes: Mapping[str, int]) -> bool:
+def involves_axes(eqn: Any, axes: Mapping[str, int]) -> bool:
     """Whether an equation, or one inside of it, is an exchange or says a word about our axes."""
     return (
         eqn.primitive.name.endswith("_mpi")
-        or speaks_of(eqn, axes)
-        or any(touches(sub, axes) for sub in compat.sub_jaxprs(eqn))
+        or names_axis(eqn, axes)
+        or any(involves_axes_inside(sub, axes) for sub in compat.sub_jaxprs(eqn))
     )
 
 
-def names_axes(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+def names_axis_inside(jaxpr: Any, axes: Mapping[str, int]) -> bool:
     """Whether an equation inside names one of our axes."""
     return any(
-        speaks_of(eqn, axes) or any(names_axes(sub, axes) for sub in compat.sub_jaxprs(eqn))
+        names_axis(eqn, axes) or any(names_axis_inside(sub, axes) for sub in compat.sub_jaxprs(eqn))
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns
     )
 
 
-def touches(jaxpr: Any, axes: Mapping[str, int]) -> bool:
-    """Whether an equation inside concerns us."""
-    return any(concerns(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
+def involves_axes_inside(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+    """Whether an equation inside exchanges or names one of our axes."""
+    return any(involves_axes(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
 
 
 def _axes_of(eqn: Any) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ launch_env      what the launcher says about this process; `probe` prints it
 malloc          memory that is kept; `xla_pool` and `sched_slice`: threads
 """
 
-from jaxcross.wire.rank_grid import Mesh
+from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.start import current, initialize
 from jaxcross.world.world import World
 
-__all__ = ["Control", "Mesh", "World", "current", "initialize"]
+__all__ = ["Control", "RankGrid", "World", "current", "initialize"]

@@ -17,7 +17,7 @@ from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch, Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.job_comms import JobComms
-from jaxcross.wire.rank_grid import Mesh, make_mesh
+from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
@@ -84,16 +84,16 @@ class World:
 
         return current, ()
 
-    def mesh(self, axes: str | Mapping[str, int]) -> Mesh:
+    def mesh(self, axes: str | Mapping[str, int]) -> RankGrid:
         """The ranks as a grid with these axes, row-major. Pure.
 
         Raises:
             ValueError: The sizes do not multiply to the number of ranks.
         """
-        return make_mesh(axes, rank=self.rank, size=self.size)
+        return make_rank_grid(axes, rank=self.rank, size=self.size)
 
     def communicator(
-        self, mesh: Mesh, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+        self, mesh: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
     ) -> Any:
         """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then kept.
 

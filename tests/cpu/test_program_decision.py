@@ -108,15 +108,15 @@ DECISION = Decision(axes=("row", "col"), takers=(0, 2), source="train.py:12 (ste
 @pytest.mark.parametrize("counts", [[4, 0, 0], [0, 3, 0], [0, 0, 4], [0, 0, 0]])
 def test_all_alike(counts) -> None:
     """A rank that has failed counts for nothing."""
-    assert DECISION.differs(counts) is None
+    assert DECISION.mismatch(counts) is None
 
 
 def test_what_is_said() -> None:
-    assert str(DECISION.differs([2.0, 0.0, 1.0])).startswith(
+    assert str(DECISION.mismatch([2.0, 0.0, 1.0])).startswith(
         "ranks decided the conditional at train.py:12 (step) differently. Of those that exchange in it over `row`,"
         " `col`, 2 took branch 0, which exchanges, and 1 took one that does not. They would average zeros of those that"
     )
-    both = Decision(axes=("row",), takers=(0, 1), source="here").differs([1.0, 3.0])
+    both = Decision(axes=("row",), takers=(0, 1), source="here").mismatch([1.0, 3.0])
     assert "1 took branch 0, which exchanges, and 3 took branch 1, which exchanges." in str(both)
 
 

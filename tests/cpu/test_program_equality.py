@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from loops import cut, loops, own, votes
 
-from jaxcross.program.mismatch import disagreement
+from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.testing import over_ranks, run_program
 
 X = jnp.ones(3)
@@ -124,8 +124,8 @@ def test_rank_own_numbers_in_the_code_are_told() -> None:
 
     assert on(0) == on(0)
     with pytest.raises(ValueError, match="are equal"):
-        disagreement("step", [on(0), on(0)])
-    text = disagreement("step", [on(0), on(1)])
+        signature_mismatch("step", [on(0), on(0)])
+    text = signature_mismatch("step", [on(0), on(1)])
     assert "make another number of iterations of a loop" in text and "Pass a rank's own number" in text
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from jaxcross.program import buffers
-from jaxcross.program.bound import compile_with_arguments
+from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
@@ -156,9 +156,9 @@ def test_ordered_callbacks_of_a_conditional_keep_their_order() -> None:
 def test_a_buffer_gives_back_what_was_put_in(count: int) -> None:
     shapes = [((), (3,), (2, 2))[n % 3] for n in range(count)]
     values = [jnp.full(shape, n) for n, shape in enumerate(shapes)]
-    flat = buffers.joined(values)
+    flat = buffers.packed(values)
     assert flat.tolist() == [n for n, v in enumerate(values) for _ in range(v.size)]
-    for parted in (buffers.parted(flat, shapes), offsets.split(flat, [v.size for v in values])):
+    for parted in (buffers.unpacked(flat, shapes), offsets.split(flat, [v.size for v in values])):
         assert all(np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(parted, values, strict=True))
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcross.program.unshared import unshare
+from jaxcross.program.aliasing import copy_shared
 
 
 def test_an_array_that_is_also_given_to_be_kept_is_kept() -> None:
     kept, key = jnp.ones(3), jax.random.key(0)
     leaves = [kept, kept, key, key, 1.0, 1.0]
-    unshare(leaves, {1, 2, 3}, new_types=True)
+    copy_shared(leaves, {1, 2, 3}, new_types=True)
     assert leaves[0] is kept
     assert leaves[1] is not kept
     assert leaves[1].tolist() == [1.0] * 3
@@ -26,5 +26,5 @@ def test_arrays_that_stand_once_are_not_copied() -> None:
     leaves: list[Any] = [jnp.ones(3), jnp.ones(3), jnp.ones(())]
     before = list(leaves)
     for new_types in (True, False):
-        unshare(leaves, {0, 1, 2}, new_types=new_types)
+        copy_shared(leaves, {0, 1, 2}, new_types=new_types)
         assert all(x is y for x, y in zip(leaves, before, strict=True))

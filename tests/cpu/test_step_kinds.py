@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxcross
 from jaxcross.errors import CutError
-from jaxcross.program.accepted import check_step
+from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
 

@@ -17,13 +17,13 @@ from jaxcross import tensor
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, over_ranks
-from jaxcross.wire.rank_grid import make_mesh
+from jaxcross.wire.rank_grid import make_rank_grid
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_ranks_stand_where_crossover_puts_them(mesh: Mesh) -> None:
     for rank in range(mesh.ranks):
-        world = make_mesh(mesh.axes, rank=rank, size=mesh.ranks)
+        world = make_rank_grid(mesh.axes, rank=rank, size=mesh.ranks)
         assert {a: mesh.coords(rank)[a] for a in mesh.axes} == dict(zip(world.names, world.coords, strict=True))
     if mesh.data == 1 and mesh.tensor == 1:
         for rank in range(mesh.ranks):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxcross.errors import InternalError
 from jaxcross.program.ir import Aval, Exchange, Program, Segment, human_bytes
-from jaxcross.program.mismatch import disagreement
+from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.program.text import parse
 
 MATRIX = Aval(shape=(4, 2), dtype="float32")
@@ -145,17 +145,19 @@ def test_digest_sees_structure_types_and_donation() -> None:
 def test_disagreement_names_both_ranks_and_the_first_line() -> None:
     mine = program().exchange_signature()
     theirs = with_segment(1, exchanges=(replace(SUM, shape=(8,)),)).exchange_signature()
-    message = disagreement("step", [mine, mine, theirs])
+    message = signature_mismatch("step", [mine, mine, theirs])
     assert message.startswith("ranks 0 and 2 exchange different things in `step`: exchange 1 is\n")
     assert "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
     more = with_segment(1, exchanges=(SUM, replace(SUM, op="pmax"))).exchange_signature()
-    assert "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax" in disagreement("step", [mine, more])
+    assert "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax" in signature_mismatch(
+        "step", [mine, more]
+    )
     parted = more.replace("segment: 2", "segment: 1, 1")
-    message = disagreement("step", [more, parted])
+    message = signature_mismatch("step", [more, parted])
     assert message.startswith("ranks 0 and 1 part the exchanges of `step` otherwise, so many in each segment:\n")
     assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
     with pytest.raises(ValueError, match="the signatures are equal"):
-        disagreement("step", [mine, mine])
+        signature_mismatch("step", [mine, mine])
 
 
 def test_a_parsed_program_cannot_be_compiled() -> None:

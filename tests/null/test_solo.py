@@ -52,18 +52,18 @@ class Execution:
     def forget(self, index: int) -> None:
         pass
 
-    wait_outputs = divided = forget
+    wait_outputs = branch_mismatch = forget
 
 
-def overlapped(execution: Execution, *, silent: bool = False) -> Any:
-    """A step of three computations and two exchanges between them, with nobody if `silent`."""
+def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
+    """A step of three computations and two exchanges between them, on a single rank if `is_single_rank`."""
     kinds = ["compute", "collective", "compute", "collective", "compute"]
     psum = SimpleNamespace(op="psum")
     segments = [SimpleNamespace(index=n, kind=kind, exchanges=[psum]) for n, kind in enumerate(kinds)]
     return SimpleNamespace(
         program=SimpleNamespace(name="step", segments=segments),
-        runnables=[SimpleNamespace(segment=segment, silent=silent) for segment in segments],
-        awaited=[()] * 5, overlaps=not silent, execution=lambda _: execution,
+        runnables=[SimpleNamespace(segment=segment, is_single_rank=is_single_rank) for segment in segments],
+        awaited=[()] * 5, overlaps=not is_single_rank, execution=lambda _: execution,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
 def test_who_speaks_to_nobody_goes_on_after_any_error(only: standalone.OnlyThread, fails: int) -> None:
     world: Any = SimpleNamespace()
     with pytest.raises(RuntimeError, match="out of memory"):
-        run_alone(world, overlapped(Execution(fails), silent=True), [], 0)
+        run_alone(world, overlapped(Execution(fails), is_single_rank=True), [], 0)
     check_goes_on(only, expected=True)
 
 

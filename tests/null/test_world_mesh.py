@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcross.wire.rank_grid import make_mesh
+from jaxcross.wire.rank_grid import make_rank_grid
 
 
 def test_a_name_is_an_axis_over_all_ranks():
-    mesh = make_mesh("batch", rank=2, size=4)
+    mesh = make_rank_grid("batch", rank=2, size=4)
     assert (mesh.names, mesh.shape, mesh.coords, mesh.rank) == (("batch",), (4,), (2,), 2)
 
 
 def test_row_major_and_one_inferred_size():
-    mesh = make_mesh({"depth": 2, "row": -1, "col": 2}, rank=5, size=8)
+    mesh = make_rank_grid({"depth": 2, "row": -1, "col": 2}, rank=5, size=8)
     assert mesh.sizes == {"depth": 2, "row": 2, "col": 2}
     assert mesh.coords == (1, 0, 1)
     assert mesh.group(("depth",)) == (1, 5)
@@ -26,7 +26,7 @@ def test_row_major_and_one_inferred_size():
 
 
 def test_groups_are_positions_within_the_axes():
-    mesh = make_mesh({"a": 2, "b": 2}, rank=1, size=4)
+    mesh = make_rank_grid({"a": 2, "b": 2}, rank=1, size=4)
     assert mesh.group(("a", "b"), [[0, 3], [1, 2]]) == (1, 2)
     assert mesh.group(("b", "a"), [[0, 3], [1, 2]]) == (2, 1)  # flattened b-major, rank 1 stands at 2
     with pytest.raises(ValueError, match=r"^No group of `axis_index_groups`=.* holds position 1 of \('a', 'b'\)\."):
@@ -39,7 +39,7 @@ def test_groups_partition_the_ranks(shape, data):
     axes = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
     size = int(np.prod(shape))
     sizes = dict(zip(names, shape, strict=True))
-    groups = {make_mesh(sizes, rank=r, size=size).group(axes) for r in range(size)}
+    groups = {make_rank_grid(sizes, rank=r, size=size).group(axes) for r in range(size)}
     assert sorted(r for g in groups for r in g) == list(range(size))
 
 
@@ -55,11 +55,11 @@ MESSAGES = [
 @pytest.mark.parametrize(("axes", "message"), MESSAGES)
 def test_bad_axes(axes, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        make_mesh(axes, rank=0, size=4)
+        make_rank_grid(axes, rank=0, size=4)
 
 
 def test_unknown_and_repeated_axes():
-    mesh = make_mesh({"a": 2, "b": 2}, rank=0, size=4)
+    mesh = make_rank_grid({"a": 2, "b": 2}, rank=0, size=4)
     with pytest.raises(ValueError, match=r"^Unknown axis 'c': the mesh has 'a', 'b'."):
         mesh.group(("c",))
     with pytest.raises(ValueError, match=r"^An axis is named twice in"):

@@ -267,7 +267,7 @@ class FakeExecution:
             return None
         return f"`{segment.exchanges[0].line()}` made values that are not finite"
 
-    def divided(self, index: int) -> str | None:
+    def branch_mismatch(self, index: int) -> str | None:
         """Its programs have no conditionals."""
 
     @property

@@ -164,12 +164,12 @@ def eager_calls_in_another_job():
         for _ in range(40):
             state = jax.jit(step)(state)
         np.testing.assert_array_equal(jobs[name].state, state)
-    assert len(world.job_comms.of(jobs["step"])) == len(world.job_comms.of(jobs["again"])) == 1
+    assert len(world.job_comms.for_job(jobs["step"])) == len(world.job_comms.for_job(jobs["again"])) == 1
     # Others who come later get them.
     jobs, text = run(later=repeated(step, jnp.ones(7)))
     assert not text, text
-    assert len(world.job_comms.of(jobs["later"])) == 1
-    assert sum(map(len, map(world.job_comms.of, jobs.values()))) == 1
+    assert len(world.job_comms.for_job(jobs["later"])) == 1
+    assert sum(map(len, map(world.job_comms.for_job, jobs.values()))) == 1
 
 
 def communicators_that_look_alike():

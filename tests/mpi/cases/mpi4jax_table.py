@@ -154,7 +154,7 @@ def check_jobs():
     for _ in range(20):
         w = step(w, x)
     np.testing.assert_array_equal(trained.state, w)
-    assert world.job_comms.busy() == []
+    assert world.job_comms.in_use() == []
     print("jobs done", flush=True)
 
 

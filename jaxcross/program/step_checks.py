@@ -52,7 +52,7 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
         ) from error
 
 
-def lend_name(function: Callable[..., Any], step: Callable[..., Any]) -> None:
+def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> None:
     """Lets JAX's errors, which name the function that is traced, its line and its arguments, name those of `step`."""
     *_, inner = _layers(step)
     function.__wrapped__ = inner  # type: ignore[attr-defined]

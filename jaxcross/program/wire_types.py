@@ -18,7 +18,7 @@ _SMALL = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
-def carry(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
+def convert_wire_types(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
     """A jaxpr, closed or open, that exchanges such values in another type, also in loops, but not in a `shard_map`.
 
     Raises:

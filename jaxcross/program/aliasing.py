@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def unshare(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
+def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
     """Replaces donated arrays that stand in `leaves` more than once by copies, all but one, and none if one is kept.
 
     Args:
@@ -31,7 +31,7 @@ def unshare(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> 
         seen.add(key(leaf))
 
 
-def sharing(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
     """The first two names of arrays that share a buffer, which XLA was to take twice; None if there are none."""
     seen: dict[int, str] = {}
     for name, array in arrays.items():
