@@ -1,12 +1,12 @@
-"""What does crossover gain where jobs exchange by parameter servers, or by what `exchange.auto` chooses for them?
+"""What does crossover gain where jobs exchange by parameter servers, or by what `plan.choose_compression` chooses?
 
     python benchmarks/crossover.py [--rate 500mbit] [--json FILE] [--smoke]
 
 Two ResNet-50 jobs on two hosts and a real slow link, one after the other and in turn, by each of these in one run:
-  mean              `lax.pmean` of the gradients
-  parameter_server  each rank steps its share of the parameters: reduce-scatter, step, all-gather
-  ParameterServer   the real servers, driven by the host on a lane of their own; a worker waits for all others
-  auto              what `exchange.auto(1.0, ...)` chooses from the report of `mean`'s jobs, one after the other
+  mean                `lax.pmean` of the gradients
+  sharded_optimizer   each rank steps its share of the parameters: reduce-scatter, step, all-gather
+  ParameterServer     the real servers, driven by the host on a lane of their own; a worker waits for all others
+  choose_compression  what `choose_compression(1.0, ...)` chooses from the report of `mean`'s jobs, one after the other
 
 Starts the two hosts (network namespaces, a shaped link) and the ranks itself. Seconds are those of one job-step: wall
 time over steps of all jobs. The states at the end of both orders must be equal to the bit. c and m are those of the
@@ -27,7 +27,7 @@ import workloads
 from hosts import on_hosts, parser_of_hosts
 from workloads import spread, write_json
 
-EXCHANGES = ("mean", "parameter_server", "ParameterServer", "auto")
+EXCHANGES = ("mean", "sharded_optimizer", "ParameterServer", "choose_compression")
 ORDERS = ("sequential", "crossover")
 JOBS = 2
 
@@ -44,7 +44,7 @@ def main() -> int:
     for row in result["rows"]:
         sequential, crossover = (row[order]["median"] for order in ORDERS)
         print(
-            f"{row['exchange']:16} sum m / sum c {row['ratio']:.2f}; {sequential:.3f} s a job-step one by one, "
+            f"{row['exchange']:18} sum m / sum c {row['ratio']:.2f}; {sequential:.3f} s a job-step one by one, "
             f"{crossover:.3f} in turn: {row['speedup']:.2f} times as fast, bound / T {row['efficiency']:.2f}"
         )
     write_json(args.json, __doc__, result)
@@ -60,6 +60,8 @@ def worker(args: Any) -> int:
     import numpy as np
     import optax
     from jax import lax
+
+    from jaxcross.plan import JobCost, choose_compression
 
     name, size = "resnet50", dict(batch_size=4, image_size=224)
     if args.smoke:
@@ -116,22 +118,22 @@ def worker(args: Any) -> int:
         return took_s, report, [jax.tree.map(np.asarray, job.state) for job in jobs]
 
     shared = workloads.momentum()
-    served = jaxcross.exchange.parameter_server(workloads.momentum(), "batch", ranks=world.size)
+    served = jaxcross.exchange.sharded_optimizer(workloads.momentum(), "batch", ranks=world.size)
     trains = {
         "mean": in_the_step(mean_of_all, [shared] * JOBS),
-        "parameter_server": in_the_step(mean_of_loss, [served] * JOBS),
+        "sharded_optimizer": in_the_step(mean_of_loss, [served] * JOBS),
         "ParameterServer": through_servers,
     }
     # The first run compiles, and gets memory that later ones keep.
     for train in trains.values():
         run(train, "crossover", 2)
-    loads = [
-        jaxcross.exchange.Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=initial[0][0])
+    costs = [
+        JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=initial[0][0])
         for j in run(trains["mean"], "sequential", steps)[1].rounds.jobs
     ]
-    chosen = jaxcross.exchange.auto(1.0, loads, "batch", ranks=world.size, say=why.append)
-    trains["auto"] = in_the_step(mean_of_loss, [optax.chain(tx, workloads.momentum()) for tx in chosen])
-    run(trains["auto"], "crossover", 2)
+    chosen = choose_compression(1.0, costs, "batch", ranks=world.size, log=why.append)
+    trains["choose_compression"] = in_the_step(mean_of_loss, [optax.chain(tx, workloads.momentum()) for tx in chosen])
+    run(trains["choose_compression"], "crossover", 2)
 
     raw: dict[str, dict[str, list[float]]] = {e: {order: [] for order in ORDERS} for e in EXCHANGES}
     measured: dict[str, list[Any]] = {e: [] for e in EXCHANGES}

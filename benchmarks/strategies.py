@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross import exchange
-from jaxcross.exchange.auto import trace_update
+from jaxcross.plan.compression import trace_update
 from jaxcross.program.cut import cut
 from jaxcross.testing import decide
 from jaxcross.wire.bytes import wire_bytes
@@ -115,7 +115,7 @@ STRATEGIES = (
              model=lambda params, state: jax.tree.map(lambda x: x[0], state.centre)),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
-    Strategy(name="parameter_server", make=lambda s: exchange.parameter_server(s.optimizer, AXIS, ranks=s.ranks)),
+    Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),
     Strategy(name="bounded_stale, 2 steps", make=lambda s: exchange.bounded_stale(s.optimizer, AXIS, bound=2)),
     Strategy(name="asynchronous, 0 to 2 steps",
              make=lambda s: exchange.asynchronous(s.optimizer, AXIS, delays=[r % 3 for r in range(s.ranks)])),

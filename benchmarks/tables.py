@@ -17,6 +17,8 @@ from typing import Any
 
 from pages import Read, benchmarks, exchanges, race, reliability, tensor
 
+RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
+"""Present names of exchanges that older results know by another one."""
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
 TABLES = benchmarks.TABLES | race.TABLES | exchanges.TABLES | tensor.TABLES | reliability.TABLES
 
@@ -33,6 +35,24 @@ def table(read: Read, name: str, argument: str) -> str:
         return ""
 
 
+def kept_result(path: Path) -> dict[str, Any]:
+    """Returns a kept result with the present names of exchanges."""
+    return present_names(json.loads(path.read_text()))
+
+
+def present_names(kept: Any) -> Any:
+    """Renames exchanges in a kept result, as keys and as the values of `strategy` and `exchange`."""
+    if isinstance(kept, list):
+        return [present_names(item) for item in kept]
+    if not isinstance(kept, dict):
+        return kept
+    out = {}
+    for key, value in kept.items():
+        named = key in ("strategy", "exchange") and isinstance(value, str)
+        out[RENAMED.get(key, key)] = RENAMED.get(value, value) if named else present_names(value)
+    return out
+
+
 def filled(page: str, read: Read) -> str:
     """The page with its tables made anew."""
     return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(read, m[1], m[2] or '')}", page)
@@ -47,7 +67,7 @@ def main() -> int:
     args = options.parse_args()
 
     def read(name: str) -> dict[str, Any]:
-        return json.loads((args.root / "benchmarks" / "results" / f"{name}.json").read_text())
+        return kept_result(args.root / "benchmarks" / "results" / f"{name}.json")
 
     stale = 0
     for page in sorted((args.root / "docs").glob("*.md")):

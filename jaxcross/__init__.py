@@ -8,6 +8,7 @@
     ParameterServer  asynchronous and stale-synchronous training
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
+    plan             decisions before a run: how much compression
     report           what happened, as a table, JSON, a trace and a picture
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 
 if TYPE_CHECKING:
-    from jaxcross import exchange, tensor
+    from jaxcross import exchange, plan, tensor
     from jaxcross.checkpoint import Checkpoints
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
     from jaxcross.jobs.plain_loop import Job, run
@@ -32,8 +33,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckReplicas", "Checkpoints", "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer",
-    "RoundRobin", "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "run",
-    "tensor",
+    "RoundRobin", "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "plan",
+    "run", "tensor",
 ]  # fmt: skip
 
 _HOMES = {
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
     from importlib import import_module
 
-    if name in ("exchange", "tensor"):
+    if name in ("exchange", "plan", "tensor"):
         return import_module(f"jaxcross.{name}")
     if name in _HOMES:
         return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)

@@ -62,7 +62,7 @@ FAMILY = (
            "ranks may explore", "a centre, as large as the model", "1412.6651"),
     Member("`gossip`", "gossip, exponential", "n a neighbour", "no",
            "P is large", "consensus takes rounds", "1705.09056"),
-    Member("`parameter_server`", "parameter_server", "2(P-1)/P n", "yes",
+    Member("`sharded_optimizer`", "sharded_optimizer", "2(P-1)/P n", "yes",
            "the optimizer's state is too large: 1/P a rank", "element-wise optimizers only", "1910.02054"),
     Member("`bounded_stale`", "bounded_stale, 2 steps", "2(P-1)/P n", "no",
            "to study staleness: a simulator", "stale steps", "Ho et al., 2013"),

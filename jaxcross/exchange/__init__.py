@@ -7,7 +7,6 @@ where several are named for a strategy that goes over one, or where a leaf would
 
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
-from jaxcross.exchange.auto import Candidate, Load, auto
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
@@ -16,20 +15,17 @@ from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.one_bit_adam import one_bit_adam
 from jaxcross.exchange.parallel_norms import lamb, lars, scale_by_trust_ratio
-from jaxcross.exchange.parameter_server import parameter_server
 from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.exchange.top_k import top_k
 
 __all__ = [
-    "Candidate",
-    "Load",
     "accumulate",
     "adasum",
     "asynchronous",
-    "auto",
     "bounded_stale",
     "elastic_average",
     "federated_average",
@@ -40,10 +36,10 @@ __all__ = [
     "local_sgd",
     "mean",
     "one_bit_adam",
-    "parameter_server",
     "power_sgd",
     "qsgd",
     "scale_by_trust_ratio",
+    "sharded_optimizer",
     "sign_sgd",
     "top_k",
 ]

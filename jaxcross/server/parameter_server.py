@@ -38,7 +38,7 @@ class ParameterServer:
     until the slowest is at `c - staleness`; so a slow rank holds the others up no sooner. A server steps the optimizer
     whenever a worker may go on, once on the sum of the gradients that have arrived, divided by P. Each gradient counts
     exactly once. A worker always sees its own, and of the others' all that are at least `staleness` clocks older. The
-    optimizer works element by element, as for `exchange.parameter_server`.
+    optimizer works element by element, as for `exchange.sharded_optimizer`.
 
     With `staleness=0` it is synchronous training, to rounding, and repeats to the bit while workers make equally many
     steps. Otherwise it is not deterministic: what a worker pulls depends on timing, and differs between ranks until the

@@ -15,7 +15,7 @@ from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.local_sgd import local_sgd
-from jaxcross.exchange.parameter_server import parameter_server
+from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 
 SGD = optax.sgd(0.1)
@@ -124,8 +124,8 @@ ROWS = (
     Row(name="gossip, complete", make=lambda a: gossip(SGD, a, "complete"), reference=_synchronous, identical=False,
         lossless=lambda a: gossip(SGD, a, "complete", adapt_first=True), kind="parameter", bytes=_complete,
         spreads=lambda ranks: 2, rests=False),
-    Row(name="parameter_server", make=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), sized=True,
-        lossless=lambda a, sizes: parameter_server(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
+    Row(name="sharded_optimizer", make=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), sized=True,
+        lossless=lambda a, sizes: sharded_optimizer(SGD, a, ranks=sizes[a]), reference=_synchronous, bytes=_sharded),
     Row(name="bounded_stale", make=lambda a: bounded_stale(SGD, a, bound=2), reference=_synchronous, identical=False,
         lossless=lambda a: bounded_stale(SGD, a, bound=0), bytes=_dense, spreads=lambda ranks: 3, steps=5),
     Row(name="asynchronous", make=lambda a: asynchronous(SGD, a, delays=[[1], [0], [2]]), reference=_synchronous,

@@ -206,7 +206,12 @@ def test_crossover(smoke):
         pytest.skip(f"no lab on this machine: {reason}")
     result = smoke("crossover.py")
     assert result["equal_to_the_bit"] is True
-    assert [row["exchange"] for row in result["rows"]] == ["mean", "parameter_server", "ParameterServer", "auto"]
+    assert [row["exchange"] for row in result["rows"]] == [
+        "mean",
+        "sharded_optimizer",
+        "ParameterServer",
+        "choose_compression",
+    ]
     assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
     assert result["why"][0].startswith("Exchanges take ")
     assert result["link"].startswith("real link 500mbit")

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxcross.exchange import parameter_server
+from jaxcross.exchange import sharded_optimizer
 from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
 from jaxcross.testing import vmapped
@@ -131,7 +131,7 @@ GOOD["kernel"], ACROSS["kernel"] = kernel(sums=False), kernel(sums=True)
 
 
 def collective(optimizer: optax.GradientTransformation) -> None:
-    tx = parameter_server(optimizer, "batch")
+    tx = sharded_optimizer(optimizer, "batch")
     step = vmapped(lambda p: tx.update(p, tx.init(p), p), {"batch": 2})
     jax.eval_shape(step, jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS))
 
@@ -141,7 +141,7 @@ def real(optimizer: optax.GradientTransformation) -> None:
     Shard(optimizer, layout, layout.parts(jax.tree.leaves(PARAMS))[0], ranks=2)
 
 
-BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`parameter_server`"), (real, "a parameter server")])
+BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`sharded_optimizer`"), (real, "a parameter server")])
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in GOOD.items()])
@@ -168,6 +168,6 @@ def test_by_shape(server: Any, name: str, optimizer: optax.GradientTransformatio
 
 
 def test_whoever_hands_parameters_on_or_not() -> None:
-    tx = parameter_server(optax.sgd(0.1), "batch")
+    tx = sharded_optimizer(optax.sgd(0.1), "batch")
     step = vmapped(lambda p: tx.update(p, tx.init(p)), {"batch": 2})
     assert jax.eval_shape(step, jnp.ones((2, 5)))[0].shape == (2, 5)

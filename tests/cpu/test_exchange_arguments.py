@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from jaxcross import exchange
+from jaxcross.plan import JobCost, choose_compression
 from jaxcross.testing import vmapped
 
 SGD = optax.sgd(0.1)
@@ -145,7 +146,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "federated_average": lambda inner: exchange.federated_average(inner, "batch", every=2),
     "elastic_average": lambda inner: exchange.elastic_average(inner, "batch", every=2, alpha=0.1),
     "gossip": lambda inner: exchange.gossip(inner, "batch"),
-    "parameter_server": lambda inner: exchange.parameter_server(inner, "batch"),
+    "sharded_optimizer": lambda inner: exchange.sharded_optimizer(inner, "batch"),
     "bounded_stale": lambda inner: exchange.bounded_stale(inner, "batch", bound=1),
     "asynchronous": lambda inner: exchange.asynchronous(inner, "batch", delays=1),
     "adasum": lambda inner: exchange.adasum("batch", inner),
@@ -194,8 +195,8 @@ def test_who_compresses_something_or_asked_for_nothing_is_not() -> None:
     exchange.top_k(0.1, "batch").init({"s": jnp.ones(()), "n": jnp.ones(3, jnp.int32), "e": jnp.ones(0)})
     exchange.top_k(0.1, "batch", skip=lambda path, leaf: True).init(jnp.ones(5))
     optax.flatten(exchange.top_k(0.1, "batch", skip=lambda path, leaf: False)).init(jnp.ones(5))
-    load = exchange.Load(name="a", compute_s=1.0, exchange_s=2.0, params=jnp.ones(5))
-    exchange.auto(1.0, [load], "batch", ranks=2)
+    cost = JobCost(name="a", compute_s=1.0, exchange_s=2.0, params=jnp.ones(5))
+    choose_compression(1.0, [cost], "batch", ranks=2)
 
 
 FLOAT32: dict[str, tuple[str, optax.GradientTransformation]] = {

@@ -60,8 +60,8 @@ EXACT: dict[str, tuple[Callable[[int], Any], Callable[[int], int]]] = {
         lambda ranks: (ranks - 1) * 6 * 3_333,
     ),
     "gtop_k": (lambda ranks: exchange.gtop_k(0.01, "batch"), lambda ranks: int(math.log2(ranks)) * 8 * 3_333),
-    "parameter_server": (
-        lambda ranks: exchange.parameter_server(optax.sgd(0.1), "batch", ranks=ranks),
+    "sharded_optimizer": (
+        lambda ranks: exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=ranks),
         lambda ranks: 2 * (ranks - 1) * math.ceil(333_333 / ranks) * 4,
     ),
     "qsgd": (lambda ranks: exchange.qsgd(127, "batch"), lambda ranks: (ranks - 1) * (333_333 + 4)),

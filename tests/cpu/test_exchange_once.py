@@ -9,7 +9,7 @@ import pytest
 from exchange_row import Row
 from exchange_table import TABLE
 
-from jaxcross.exchange import adasum, bounded_stale, lars, local_sgd, mean, once, parameter_server, qsgd, top_k
+from jaxcross.exchange import adasum, bounded_stale, lars, local_sgd, mean, once, qsgd, sharded_optimizer, top_k
 from jaxcross.testing import vmapped
 
 LEAVES = {"kernel": jnp.ones((4, 3)), "other": jnp.ones((4, 2))}
@@ -98,7 +98,7 @@ def test_nothing_is_kept():
         ("mean", lambda tx: local_sgd(tx, "batch", every=1)),
         ("top_k", lambda tx: adasum("batch", optimizer=tx)),
         ("mean", lambda tx: bounded_stale(tx, "batch", bound=1)),
-        ("mean", lambda tx: parameter_server(tx, "batch")),
+        ("mean", lambda tx: sharded_optimizer(tx, "batch")),
     ],
 )
 def test_one_inside_the_optimizer_of_another_is_refused(inner, outer):

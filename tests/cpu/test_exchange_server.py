@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxcross.exchange import mean, parallel_norms
-from jaxcross.exchange.parameter_server import parameter_server
+from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
 from jaxcross.testing import vmapped
 
@@ -79,31 +79,31 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameter_server_is_synchronous_training(name, ranks):
+def test_sharded_optimizer_is_synchronous_training(name, ranks):
     optimizer = OPTIMIZERS[name]
-    (*_, got), _ = train(parameter_server(optimizer, "batch"), parameters(), 3, ranks)
+    (*_, got), _ = train(sharded_optimizer(optimizer, "batch"), parameters(), 3, ranks)
     (*_, want), _ = train(optax.chain(mean("batch"), optimizer), parameters(), 3, ranks)
     assert_close(got, want, 1e-5)
     assert all((x == x[:1]).all() for x in jax.tree.leaves(got))
 
 
 def test_a_state_of_another_number_of_ranks_is_refused():
-    state = parameter_server(optax.adam(0.1), "batch", ranks=2).init(parameters())
+    state = sharded_optimizer(optax.adam(0.1), "batch", ranks=2).init(parameters())
     state = jax.tree.map(lambda x: np.stack([x] * RANKS), state)
-    text = r"^the state of `parameter_server` is \[2\] at `\[0\]\.mu\['b'\]`, but must be \[1\] here: it was made with"
+    text = r"^the state of `sharded_optimizer` is \[2\] at `\[0\]\.mu\['b'\]`, but must be \[1\] here: it was made with"
     with pytest.raises(ValueError, match=text):
-        train(parameter_server(optax.adam(0.1), "batch"), parameters(), 1, state=state)
+        train(sharded_optimizer(optax.adam(0.1), "batch"), parameters(), 1, state=state)
 
 
 def test_a_state_of_as_wide_parts_cannot_be_told():
     one = {"w": jnp.ones(1)}
-    state = parameter_server(optax.adam(0.1), "batch", ranks=2).init(one)
-    train(parameter_server(optax.adam(0.1), "batch"), one, 1, state=jax.tree.map(lambda x: np.stack([x] * 3), state))
+    state = sharded_optimizer(optax.adam(0.1), "batch", ranks=2).init(one)
+    train(sharded_optimizer(optax.adam(0.1), "batch"), one, 1, state=jax.tree.map(lambda x: np.stack([x] * 3), state))
 
 
 def test_each_rank_keeps_its_part_of_the_state():
     params = parameters()
-    tx = parameter_server(optax.adam(0.1), "batch", ranks=4)
+    tx = sharded_optimizer(optax.adam(0.1), "batch", ranks=4)
     mu = tx.init(params).per_rank[0].mu
     assert jax.tree.map(lambda x: x.shape, mu) == {"w": (4,), "b": (1,), "s": (1,), "e": (0,)}
     inside = jax.vmap(lambda _: tx.init(params), axis_name="batch")(jnp.arange(4))
@@ -112,7 +112,7 @@ def test_each_rank_keeps_its_part_of_the_state():
 
 def test_types_travel_apart():
     params = {"w": jnp.ones((3, 2)), "h": jnp.ones(5, jnp.bfloat16)}
-    (*_, got), _ = train(parameter_server(optax.sgd(0.25), "batch"), params, 2)
+    (*_, got), _ = train(sharded_optimizer(optax.sgd(0.25), "batch"), params, 2)
     (*_, want), _ = train(optax.chain(mean("batch"), optax.sgd(0.25)), params, 2)
     assert got["h"].dtype == jnp.bfloat16
     assert_close(got["w"], want["w"])
@@ -121,7 +121,7 @@ def test_types_travel_apart():
 
 def test_16_bit_gradients_are_summed_in_32():
     grads = jnp.ones((8, 16), jnp.bfloat16).at[0].set(256)  # in bfloat16, 256 + 1 is 256
-    tx = parameter_server(optax.sgd(1.0), "batch")
+    tx = sharded_optimizer(optax.sgd(1.0), "batch")
 
     def one(g):
         return tx.update(g, tx.init(g), g)[0]
@@ -150,22 +150,24 @@ def starts_from_values():
 
 
 def test_state_that_starts_from_values_starts_in_the_step():
-    tx = parameter_server(starts_from_values(), "batch", ranks=RANKS)
-    with pytest.raises(ValueError, match=r"^the optimizer of `parameter_server` starts its state from the parameters'"):
+    tx = sharded_optimizer(starts_from_values(), "batch", ranks=RANKS)
+    with pytest.raises(
+        ValueError, match=r"^the optimizer of `sharded_optimizer` starts its state from the parameters'"
+    ):
         tx.init(parameters())
     _, state = train(tx, parameters(), 1)
     flat = np.asarray(parameters()["w"]).reshape(RANKS, -1)
     np.testing.assert_array_equal(state.per_rank["w"], flat)
 
 
-def test_messages_of_the_parameter_server():
-    with pytest.raises(ValueError, match=r"^`init` of `parameter_server` runs outside of the step and does not know"):
-        parameter_server(optax.sgd(0.1), "batch").init(parameters())
-    tx = parameter_server(optax.sgd(0.1), "batch", ranks=2)
-    with pytest.raises(ValueError, match=r"^`ranks` of `parameter_server` is 2, but the axis has 3: parameters and"):
+def test_messages_of_the_sharded_optimizer():
+    with pytest.raises(ValueError, match=r"^`init` of `sharded_optimizer` runs outside of the step and does not know"):
+        sharded_optimizer(optax.sgd(0.1), "batch").init(parameters())
+    tx = sharded_optimizer(optax.sgd(0.1), "batch", ranks=2)
+    with pytest.raises(ValueError, match=r"^`ranks` of `sharded_optimizer` is 2, but the axis has 3: parameters and"):
         train(tx, parameters(), 1, state=optax.EmptyState())
-    with pytest.raises(ValueError, match=r"^`axis_name` of `parameter_server`"):
-        parameter_server(optax.sgd(0.1), ("a", "b"))
+    with pytest.raises(ValueError, match=r"^`axis_name` of `sharded_optimizer`"):
+        sharded_optimizer(optax.sgd(0.1), ("a", "b"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -290,11 +292,11 @@ def test_an_optimizer_that_exchanges_is_refused():
 
     def step_on(axes, averaged):
         own = optax.chain(optax.stateless(lambda u, _: jax.lax.pmean(u, averaged)), optax.sgd(1.0))
-        tx = parameter_server(own, "batch")
+        tx = sharded_optimizer(own, "batch")
         return vmapped(lambda g: tx.update(g, tx.init(g), g)[0], axes)
 
     with pytest.raises(
-        ValueError, match=r"^the optimizer of `parameter_server` exchanges over `batch` itself, by `psum"
+        ValueError, match=r"^the optimizer of `sharded_optimizer` exchanges over `batch` itself, by `psum"
     ):
         step_on({"batch": 2}, "batch")(jnp.ones((2, 4)))
     out = step_on({"other": 2, "batch": 2}, "other")(jnp.arange(16.0).reshape(2, 2, 4))

@@ -13,7 +13,7 @@ from exchange_row import Row
 from exchange_table import TABLE, gradients, start, step_of
 from jax.sharding import PartitionSpec
 
-from jaxcross.exchange import parameter_server
+from jaxcross.exchange import sharded_optimizer
 
 ON_DEVICES = """
 import jax, numpy as np
@@ -77,7 +77,7 @@ def test_a_servers_optimizer_may_take_more_arguments(spec: PartitionSpec) -> Non
         return jax.tree.map(lambda u: -u / (1 + jnp.mean(loss)), updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    tx = parameter_server(optax.chain(optax.trace(0.9), inner), "batch")
+    tx = sharded_optimizer(optax.chain(optax.trace(0.9), inner), "batch")
     mesh = jax.sharding.AbstractMesh((4,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(
         lambda g, loss: tx.update(g, tx.init(g), g, loss=loss)[0],

@@ -43,7 +43,7 @@ STRATEGIES = {
     "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
     "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
     "adasum of deltas": (lambda: exchange.adasum("b", optax.adam(0.1)), ALL, set()),
-    "parameter_server": (lambda: exchange.parameter_server(optax.adam(0.1), "b", ranks=2), ALL, set()),
+    "sharded_optimizer": (lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2), ALL, set()),
     "accumulate": (lambda: exchange.accumulate(optax.adam(0.1), every=4), ALL, {"mini_step", "inner"}),
     "MultiSteps": (
         lambda: optax.MultiSteps(optax.adam(0.1), 4),

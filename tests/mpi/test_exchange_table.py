@@ -23,7 +23,7 @@ for tx, words in (
     (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
     (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
     (exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3), "change places at every"),
-    (exchange.parameter_server(optax.sgd(0.1), "batch", ranks=2), "`parameter_server` is 2, but the axis has 3"),
+    (exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2), "`sharded_optimizer` is 2, but the axis has 3"),
     (exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]), "are 2, but the axis has 3 ranks"),
     (exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]), "are for 2 ranks, but the axis has 3"),
     (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),

@@ -61,7 +61,7 @@ def test_every_public_name_resolves_and_is_documented(name: str) -> None:
 
 def test_all_is_sorted_and_complete() -> None:
     assert list(jaxcross.__all__) == sorted(jaxcross.__all__)
-    assert set(jaxcross._HOMES) | {"exchange", "tensor"} <= set(jaxcross.__all__)
+    assert set(jaxcross._HOMES) | {"exchange", "plan", "tensor"} <= set(jaxcross.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

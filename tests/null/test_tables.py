@@ -40,7 +40,7 @@ def test_every_kept_result_has_its_place() -> None:
 
     def read(name: str) -> dict[str, Any]:
         shown.add(name)
-        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        return tables_script.kept_result(ROOT / "benchmarks" / "results" / f"{name}.json")
 
     for name, argument in marks:
         tables_script.table(read, name, argument)
@@ -71,7 +71,7 @@ def test_the_choice_of_an_exchange_is_by_what_was_measured() -> None:
     """Where a benchmark calls an exchange otherwise than the table, its figures are gone and nothing fails."""
 
     def read(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        return tables_script.kept_result(ROOT / "benchmarks" / "results" / f"{name}.json")
 
     _, *rows = tables_script.TABLES["choose"](read, "")
     lacking = {row[0] for row in rows if "-" in (*row[2].split(", "), *row[3].split(", "))}

@@ -204,7 +204,7 @@ def strategies_raise_no_false_alarm():
         "federated_average": lambda: exchange.federated_average(sgd(), "batch", every=3),
         "elastic_average": lambda: exchange.elastic_average(sgd(), "batch", every=3, alpha=alpha),
         "gossip": lambda: exchange.gossip(sgd(), "batch"),
-        "parameter_server": lambda: exchange.parameter_server(optax.adam(0.1), "batch", ranks=SIZE),
+        "sharded_optimizer": lambda: exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=SIZE),
         "accumulated": lambda: exchange.accumulate(optax.chain(exchange.mean("batch"), sgd()), every=3),
         "MultiSteps": lambda: optax.MultiSteps(optax.chain(exchange.mean("batch"), sgd()), 3),
         "a short run of local_sgd": lambda: exchange.local_sgd(sgd(), "batch", every=100),

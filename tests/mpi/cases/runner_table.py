@@ -19,7 +19,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, RoundRobin, Runner, Sequential
-from jaxcross.exchange import Load
+from jaxcross.plan import JobCost, choose_compression
 from jaxcross.program.ir import Program
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.step import cut_tuner, timed_trial
@@ -551,18 +551,18 @@ def emulated_link():
         assert span.end_ns - span.start_ns > 0.99e9 * (1e-3 + span.nbytes / 1e6)
 
 
-def auto_takes_a_report():
+def compression_is_chosen_from_a_report():
     """As the example of its docstring does: every rank chooses alike, and what it chooses exchanges."""
     jobs = [jaxcross.Job(name, make_step(), init(rate), data(4), steps=4) for name, rate in RATES.items()]
     report = jaxcross.run(jobs, world=WORLD, link=Link(rate_bytes_per_s=1e5, latency_s=1e-3))
-    params, said = init(0.0)[0], []
-    loads = [
-        Load(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+    params, logged = init(0.0)[0], []
+    costs = [
+        JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
         for j in report.rounds.jobs
     ]
-    exchanges = jaxcross.exchange.auto(1.0, loads, "batch", ranks=WORLD.size, say=said.append)
-    assert len(exchanges) == len(jobs) and all(f"\n  {name}: " in said[0] for name in RATES)
-    assert len(set(WORLD.control.allgather_text(said[0]))) == 1
+    exchanges = choose_compression(1.0, costs, "batch", ranks=WORLD.size, log=logged.append)
+    assert len(exchanges) == len(jobs) and all(f"\n  {name}: " in logged[0] for name in RATES)
+    assert len(set(WORLD.control.allgather_text(logged[0]))) == 1
     for tx in exchanges:
         updates, _ = jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
         assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
@@ -601,7 +601,7 @@ CASES = [
     crossover_equals_alone, jobs_from_one_state, unlike_lengths_of_data, evaluation_beside_training, failure_of_one_job,
     failure_of_a_job_that_saves_nothing, the_cut_is_searched_for, a_trial_that_fails_on_one_rank, unlike_exchanges,
     unlike_exchanges_alone, unlike_shapes, failure_to_compile_on_one_rank, unlike_numbers_of_steps,
-    data_that_raises_on_one_rank, stray_threads, interrupt, emulated_link, auto_takes_a_report,
+    data_that_raises_on_one_rank, stray_threads, interrupt, emulated_link, compression_is_chosen_from_a_report,
     a_branch_at_different_calls,
 ]  # fmt: skip
 

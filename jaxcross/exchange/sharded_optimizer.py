@@ -17,7 +17,7 @@ from jaxcross.exchange.per_rank import PerRankState
 from jaxcross.exchange.validation import by_type, check_state, optimizer_in, whole_number, wide
 
 
-def parameter_server(
+def sharded_optimizer(
     optimizer: optax.GradientTransformation, axis_name: Any, *, ranks: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Average the gradients' part that this rank serves, step the optimizer on that part only, and gather the updates.
@@ -32,7 +32,7 @@ def parameter_server(
     or looks at shapes (a `mask` that is a function of them; write a tree of booleans) is refused, told by its jaxpr.
 
     ```python
-    tx = jaxcross.exchange.parameter_server(optax.adam(1e-3), "batch", ranks=world.size)
+    tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
     updates, opt_state = tx.update(grads, opt_state, params)  # this rank's own gradients: no mean
     ```
 
@@ -55,9 +55,9 @@ def parameter_server(
     Source: the distributed parameter server with as many servers as workers, Langer et al., arXiv 2007.03970, section
     3.4; sharded state: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 1).
     """
-    axis = collectives.one_axis(axis_name, "`parameter_server`")
-    ranks = None if ranks is None else whole_number(ranks, "ranks", "`parameter_server`")
-    inner = optimizer_in(optimizer, "`parameter_server`")
+    axis = collectives.one_axis(axis_name, "`sharded_optimizer`")
+    ranks = None if ranks is None else whole_number(ranks, "ranks", "`sharded_optimizer`")
+    inner = optimizer_in(optimizer, "`sharded_optimizer`")
 
     def init(params: optax.Params) -> PerRankState:
         bound = _bound_size(axis)
@@ -68,7 +68,7 @@ def parameter_server(
         parts = jax.tree.map(lambda x: _part(jnp.asarray(x), size, 0), params)
         if _reads_values(inner.init, parts):
             raise ValueError(
-                "the optimizer of `parameter_server` starts its state from the parameters' values, and outside of the"
+                "the optimizer of `sharded_optimizer` starts its state from the parameters' values, and outside of the"
                 f" step no rank knows its part of them. Call `tx.init` inside a step in which `{axis}` is bound."
             )
         return PerRankState(inner.init(parts))
@@ -85,13 +85,13 @@ def parameter_server(
         whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, mean, strict=True)]
         mean, whole = (jax.tree.unflatten(treedef, x) for x in (mean, whole))
         own = state.per_rank
-        check_state(own, inner.init, mean if parts is None else parts, "`parameter_server`")
-        check_elementwise(inner, (whole, params), (mean, parts), own, "`parameter_server`", axis=axis, **extra)
+        check_state(own, inner.init, mean if parts is None else parts, "`sharded_optimizer`")
+        check_elementwise(inner, (whole, params), (mean, parts), own, "`sharded_optimizer`", axis=axis, **extra)
         stepped, own = inner.update(mean, own, parts, **extra)
         out = jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis))
         return out, PerRankState(own)
 
-    return once("parameter_server", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return once("sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:
@@ -130,12 +130,12 @@ def _bound_size(axis: Any) -> int | None:
 def _agreed(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
-            "`init` of `parameter_server` runs outside of the step and does not know how many parts to make. Give"
+            "`init` of `sharded_optimizer` runs outside of the step and does not know how many parts to make. Give"
             " `ranks=`, the size of the axis, for example `jaxcross.initialize().size`."
         )
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
-            f"`ranks` of `parameter_server` is {ranks}, but the axis has {bound}: parameters and the optimizer's state"
+            f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and the optimizer's state"
             f" are cut into as many parts as there are ranks. Make both anew for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]

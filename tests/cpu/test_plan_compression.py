@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross import exchange
-from jaxcross.exchange.auto import LADDER, Load, _climb, _total, received_bytes
+from jaxcross.plan import JobCost, choose_compression
+from jaxcross.plan.compression import CANDIDATES, _least_compression, _total, received_bytes
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "bias": jax.ShapeDtypeStruct((1024,), jnp.float32)}
 
 
 def choose(target, *times, ranks=2):
-    told = []
-    jobs = [Load(name=f"job{n}", compute_s=c, exchange_s=m, params=PARAMS) for n, (c, m) in enumerate(times)]
-    chosen = exchange.auto(target, jobs, "batch", ranks=ranks, say=told.append)
+    logged = []
+    jobs = [JobCost(name=f"job{n}", compute_s=c, exchange_s=m, params=PARAMS) for n, (c, m) in enumerate(times)]
+    chosen = choose_compression(target, jobs, "batch", ranks=ranks, log=logged.append)
     assert len(chosen) == len(times)
-    return chosen, told[0]
+    return chosen, logged[0]
 
 
 def names(text):
@@ -44,7 +45,7 @@ def test_nothing_is_compressed_that_hides():
         (100.0, ["top_k, 0.1%", "top_k, 0.1%"]),
     ],
 )
-def test_two_jobs_climb_as_far_as_they_must(exchange_s, expected):
+def test_two_jobs_compress_as_far_as_they_must(exchange_s, expected):
     chosen, text = choose(1.0, (1.0, exchange_s), (1.0, exchange_s))
     assert sorted(names(text)) == sorted(expected), text
     assert "s, no further" in text
@@ -52,23 +53,25 @@ def test_two_jobs_climb_as_far_as_they_must(exchange_s, expected):
         tx.init({"w": jnp.ones((4, 4))})
 
 
-def test_what_cannot_be_hidden_is_said():
+def test_exchanges_that_cannot_hide_are_logged():
     _, text = choose(1.0, (1e-6, 1.0))
     assert names(text) == ["top_k, 0.1%"]
     assert "the strongest compression leaves" in text
 
 
-def test_a_rung_that_refuses_a_job_s_leaves_is_left_out_for_it():
+def test_a_candidate_that_refuses_leaves_is_left_out():
     counts = PARAMS | {"count": jax.ShapeDtypeStruct((3,), jnp.int32)}
     for exchange_s, expected in ((0.0, "mean"), (0.1, "mean"), (3.0, "power_sgd, rank 8"), (1e6, "top_k, 0.1%")):
-        told = []
-        load = Load(name="a", compute_s=1.0, exchange_s=exchange_s, params=counts)
-        exchange.auto(1.0, [load], "batch", ranks=2, say=told.append)
-        *chosen, left_out = told[0].splitlines()
+        logged = []
+        cost = JobCost(name="a", compute_s=1.0, exchange_s=exchange_s, params=counts)
+        choose_compression(1.0, [cost], "batch", ranks=2, log=logged.append)
+        *chosen, left_out = logged[0].splitlines()
         assert names("\n".join(chosen)) == [expected]
         assert left_out.startswith("  a cannot have qsgd, 127 levels: the update `['count']` is int32")
     with pytest.raises(TypeError):
-        exchange.auto(1.0, [Load(name="a", compute_s=1.0, exchange_s=1.0, params=jax.random.key(0))], "batch", ranks=2)
+        choose_compression(
+            1.0, [JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=jax.random.key(0))], "batch", ranks=2
+        )
 
 
 def test_one_rank_exchanges_nothing():
@@ -77,46 +80,46 @@ def test_one_rank_exchanges_nothing():
 
 
 @pytest.mark.parametrize("bad", [dict(target=0), dict(target=1, compute_s=0), dict(target=1, jobs=0)])
-def test_what_is_no_load_is_refused(bad):
-    jobs = [Load(name="a", compute_s=bad.get("compute_s", 1.0), exchange_s=1.0, params=PARAMS)] * bad.get("jobs", 1)
-    with pytest.raises(ValueError, match="must be positive|chooses for jobs"):
-        exchange.auto(bad["target"], jobs, "batch", ranks=2)
+def test_invalid_costs_are_refused(bad):
+    jobs = [JobCost(name="a", compute_s=bad.get("compute_s", 1.0), exchange_s=1.0, params=PARAMS)] * bad.get("jobs", 1)
+    with pytest.raises(ValueError, match="must be positive|needs at least one job"):
+        choose_compression(bad["target"], jobs, "batch", ranks=2)
 
 
 def test_several_axes_are_refused():
-    load = Load(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
-    with pytest.raises(ValueError, match=r"^`axis_name` of `auto` is `\('node', 'local'\)`"):
-        exchange.auto(1.0, [load], ("node", "local"), ranks=4)
+    cost = JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
+    with pytest.raises(ValueError, match=r"^`axis_name` of `choose_compression` is `\('node', 'local'\)`"):
+        choose_compression(1.0, [cost], ("node", "local"), ranks=4)
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 20))
 def test_no_job_can_step_back(seconds, limit):
-    at = _climb(seconds, limit)
+    at = _least_compression(seconds, limit)
     if _total(seconds, at) <= limit:
-        for job, rung in enumerate(at):
-            for lower in range(rung):
+        for job, step in enumerate(at):
+            for lower in range(step):
                 assert _total(seconds, [*at[:job], lower, *at[job + 1 :]]) > limit
     else:
         best = min(_total(seconds, choice) for choice in itertools.product(range(4), repeat=len(seconds)))
         assert _total(seconds, at) == pytest.approx(best)
 
 
-def test_a_job_that_must_skip_rungs_waits_for_those_that_need_not():
-    """Of bfloat16 gradients 16 bits save nothing; the other job's bfloat16 is enough for both."""
-    told = []
+def test_a_job_that_must_skip_candidates_waits_for_others():
+    """16 bits save nothing of bfloat16 gradients; the other job's bfloat16 is enough for both."""
+    logged = []
     half = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
     single = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    loads = [
-        Load(name="half", compute_s=1.0, exchange_s=1.2, params=half),
-        Load(name="single", compute_s=1.0, exchange_s=1.0, params=single),
+    costs = [
+        JobCost(name="half", compute_s=1.0, exchange_s=1.2, params=half),
+        JobCost(name="single", compute_s=1.0, exchange_s=1.0, params=single),
     ]
-    exchange.auto(1.0, loads, "batch", ranks=2, say=told.append)
-    assert names(told[0]) == ["mean", "mean, bfloat16"]
+    choose_compression(1.0, costs, "batch", ranks=2, log=logged.append)
+    assert names(logged[0]) == ["mean", "mean, bfloat16"]
 
 
-def test_the_ladder_descends():
-    sent = [received_bytes(rung.make("batch"), PARAMS, "batch", 2) for rung in LADDER]
+def test_the_candidates_descend():
+    sent = [received_bytes(candidate.make("batch"), PARAMS, "batch", 2) for candidate in CANDIDATES]
     assert sent == sorted(sent, reverse=True)
 
 
@@ -149,8 +152,8 @@ def test_sums_in_16_bits_are_counted_as_they_travel(ranks):
 
 
 def test_init_may_ask_for_the_axis():
-    unsaid, said = (exchange.parameter_server(optax.adam(0.1), "batch", ranks=ranks) for ranks in (None, 4))
-    assert received_bytes(unsaid, PARAMS, "batch", 4) == received_bytes(said, PARAMS, "batch", 4) > 0
+    unsized, sized = (exchange.sharded_optimizer(optax.adam(0.1), "batch", ranks=ranks) for ranks in (None, 4))
+    assert received_bytes(unsized, PARAMS, "batch", 4) == received_bytes(sized, PARAMS, "batch", 4) > 0
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_init_may_ask_for_the_axis():
     [(2, "mean, bfloat16"), (4, "qsgd, 127 levels"), (8, "power_sgd, rank 8"), (16, "power_sgd, rank 8")],
 )
 def test_nothing_is_chosen_that_sends_no_less(ranks, expected):
-    small = Load(name="small", compute_s=1.0, exchange_s=1.5, params=jax.ShapeDtypeStruct((64, 32), jnp.float32))
-    told = []
-    exchange.auto(1.0, [small], "batch", ranks=ranks, say=told.append)
-    assert names(told[0]) == [expected]
+    small = JobCost(name="small", compute_s=1.0, exchange_s=1.5, params=jax.ShapeDtypeStruct((64, 32), jnp.float32))
+    logged = []
+    choose_compression(1.0, [small], "batch", ranks=ranks, log=logged.append)
+    assert names(logged[0]) == [expected]

@@ -1,0 +1,250 @@
+"""Chooses the least compression with which the network is not the bottleneck of a set of jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcross._jax_compat import Equation, Jaxpr
+from jaxcross._pytree import PyTree
+from jaxcross.exchange import collectives
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.top_k import top_k
+from jaxcross.exchange.validation import whole_number
+from jaxcross.program.cut import cut
+from jaxcross.program.ir import Exchange
+from jaxcross.program.trace import Traced, trace
+from jaxcross.wire.bytes import wire_bytes
+from jaxcross.wire.recognise import recognise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCost:
+    """Cost of one job's step, as it was measured with the plain mean.
+
+    Attributes:
+        name: Name of the job, for the explanation.
+        compute_s: Seconds of device time that the step's computation takes (c).
+        exchange_s: Seconds of network time that the step's exchanges take (m).
+        params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
+    """
+
+    name: str
+    compute_s: float
+    exchange_s: float
+    params: PyTree
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Exchange to choose from: its name, and how it is made for an axis. Its step that sends most is its cost."""
+
+    name: str
+    make: Callable[[Hashable], optax.GradientTransformation]
+
+
+CANDIDATES = (
+    Candidate("mean", mean),
+    Candidate("mean, bfloat16", partial(mean, wire_dtype=jnp.bfloat16)),
+    Candidate("qsgd, 127 levels", partial(qsgd, 127)),
+    Candidate("power_sgd, rank 8", partial(power_sgd, 8)),
+    Candidate("top_k, 1%", partial(top_k, 0.01)),
+    Candidate("top_k, 0.1%", partial(top_k, 0.001)),
+)
+"""Exchanges in the order of what they lose, from nothing to most."""
+
+
+def choose_compression(
+    target: float,
+    jobs: Sequence[JobCost],
+    axis_name: Hashable,
+    *,
+    ranks: int,
+    candidates: Sequence[Candidate] = CANDIDATES,
+    log: Callable[[str], object] = print,
+) -> tuple[optax.GradientTransformation, ...]:
+    """Chooses the least compression with which the jobs' exchanges take at most `target` of their computation.
+
+    In crossover the jobs' exchanges hide behind their computation as long as sum m <= sum c: compressing further buys
+    nothing and costs accuracy. All jobs begin with the first candidate. While sum m exceeds `target` times sum c, the
+    job whose next candidate that sends less is the earliest in the list moves on to it (of several such jobs, the one
+    that saves most). At the end every job steps back as far as the target allows.
+
+    A job's m is taken to shrink as its bytes do, those of a step cut as by default: latency and the computation of the
+    compression itself are not predicted. Measure the resulting run. A candidate that raises ValueError for a job, as
+    for leaves of integers, is left out for this job, and the explanation names it.
+
+    Does not wait or communicate. The choice is the same on every rank only if the costs are: take those of a report,
+    which is the same on every rank.
+
+    Args:
+        target: Wanted ratio of sum m to sum c; at 1 the exchanges just hide.
+        jobs: Cost of each job's step.
+        axis_name: One axis, over which the gradients are exchanged.
+        ranks: Number of ranks along that axis.
+        candidates: Exchanges to choose from, from the one that loses least to the one that loses most.
+        log: Called once, with an explanation of the choice.
+
+    Returns:
+        An exchange for each job, for `optax.chain` before its optimizer.
+
+    Raises:
+        ValueError: If there are no jobs or no candidates, if the target or a time is not positive, if `axis_name` names
+            several axes, if `ranks` is not a whole number, or if the first candidate rejects a job's leaves.
+
+    Example:
+        >>> report = jaxcross.run(jobs)
+        >>> costs = [
+        ...     JobCost(name=j.facts.name, compute_s=j.compute_s, exchange_s=j.exchange_s, params=params)
+        ...     for j in report.rounds.jobs
+        ... ]
+        >>> exchanges = jaxcross.plan.choose_compression(1.0, costs, "batch", ranks=world.size)
+    """
+    if not jobs or not candidates:
+        raise ValueError(
+            "`choose_compression` needs at least one job and one candidate, "
+            f"got {len(jobs)} jobs and {len(candidates)} candidates."
+        )
+    if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
+        times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
+        raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
+    axis = collectives.one_axis(axis_name, "`choose_compression`")
+    ranks = whole_number(ranks, "ranks", "`choose_compression`")
+    exchanges = [candidate.make(axis) for candidate in candidates]
+    refused: list[str] = []
+    seconds = []
+    for job in jobs:
+        nbytes: list[float] = []
+        for tx, candidate in zip(exchanges, candidates, strict=True):
+            try:
+                nbytes.append(received_bytes(tx, job.params, axis, ranks))
+            except ValueError as error:
+                if not nbytes:  # the first candidate, which all others are compared with
+                    raise
+                nbytes.append(math.inf)
+                refused.append(f"  {job.name} cannot have {candidate.name}: {str(error).partition(chr(10))[0]}")
+        seconds.append(_predicted_seconds(job, nbytes))
+    budget_s = target * sum(job.compute_s for job in jobs)
+    chosen = _least_compression(seconds, budget_s)
+    log("\n".join([_explanation(jobs, candidates, seconds, chosen, budget_s), *refused]))
+    return tuple(exchanges[n] for n in chosen)
+
+
+def received_bytes(tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int) -> int:
+    """Returns the bytes that one rank receives in an update of `tx`, cut as by default, by the wire's formulas.
+
+    Where the steps of an exchange differ, the one that sends most counts: the densest stage of a warm-up, the end of a
+    round of local steps.
+    """
+    axes: dict[Hashable, int] = {axis_name: ranks}
+    variants = _variants(trace_update(tx, params, axes))
+    return max(sum(wire_bytes(x, axes) for x in cut(variant).exchanges) for variant in variants)
+
+
+def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Hashable, int]) -> Traced:
+    """Traces an update of `tx` by types alone. The result cannot be run: there is no wire.
+
+    Args:
+        tx: Exchange over `axes`; its `init` may ask for their sizes, too.
+        params: Arrays, or their types.
+        axes: Number of ranks along each axis.
+    """
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    _, state = jax.make_jaxpr(tx.init, axis_env=list(axes.items()), return_shape=True)(types)
+    return trace(lambda g, s, p: tx.update(g, s, p), (types, state, types), axes=axes, wire=_NoWire())
+
+
+class _NoWire:
+    """`Wire` that recognises exchanges and cannot run them."""
+
+    def recognise(self, eqn: Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+        return recognise(eqn, axes)
+
+    def lower(self, jaxpr: Jaxpr, axes: Mapping[str, int]) -> Callable[..., list[jax.Array]]:
+        raise NotImplementedError
+
+    def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
+        raise NotImplementedError
+
+
+def _variants(traced: Traced) -> Iterator[Traced]:
+    """Yields the step for every outcome of its conditions on counters."""
+    if traced.undecided is None:
+        yield traced
+    else:
+        for branch in range(traced.undecided.branches):
+            yield from _variants(traced.decide(branch))
+
+
+def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
+    return [n if math.isinf(n) else job.exchange_s * n / nbytes[0] if nbytes[0] else 0.0 for n in nbytes]
+
+
+def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:
+    """Returns a candidate for each job, so that their seconds sum up to `budget_s` at most, where that is possible.
+
+    Args:
+        seconds: Predicted exchange time of each job (row) with each candidate (column).
+        budget_s: Time that the exchanges of all jobs may take together.
+    """
+    chosen = [0] * len(seconds)
+    # A job that must skip candidates waits for those that need not: the job moves whose next candidate is the earliest.
+    while _total(seconds, chosen) > budget_s:
+        moves = [(n, step) for n in range(len(chosen)) if (step := _next(seconds[n], chosen[n])) is not None]
+        if not moves:
+            break
+        job, step = min(moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]]))
+        chosen[job] = step
+    # The last move of one job may have made an earlier move of another one superfluous.
+    for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
+        for step in range(chosen[job]):
+            gentler = [*chosen[:job], step, *chosen[job + 1 :]]
+            if _total(seconds, gentler) <= budget_s:
+                chosen = gentler
+                break
+    return chosen
+
+
+def _next(seconds: Sequence[float], step: int) -> int | None:
+    return next((n for n in range(step + 1, len(seconds)) if seconds[n] < seconds[step]), None)
+
+
+def _total(seconds: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
+    return math.fsum(row[n] for row, n in zip(seconds, chosen, strict=True))
+
+
+def _explanation(
+    jobs: Sequence[JobCost],
+    candidates: Sequence[Candidate],
+    seconds: Sequence[Sequence[float]],
+    chosen: Sequence[int],
+    budget_s: float,
+) -> str:
+    plain_s = _total(seconds, [0] * len(chosen))
+    lines = [_headline(plain_s, _total(seconds, chosen), budget_s)]
+    for job, row, n in zip(jobs, seconds, chosen, strict=True):
+        lines.append(
+            f"  {job.name}: {candidates[n].name}; computes {job.compute_s:.3g} s, exchanges {row[0]:.3g} s as a mean"
+            + (f", about {row[n]:.3g} s compressed" if n else "")
+        )
+    return "\n".join(lines)
+
+
+def _headline(plain_s: float, compressed_s: float, budget_s: float) -> str:
+    if plain_s <= budget_s:
+        return f"Exchanges take {plain_s:.3g} s of the {budget_s:.3g} s that hide them: compression would buy nothing."
+    start = f"Exchanges take {plain_s:.3g} s, {budget_s:.3g} s would hide"
+    if compressed_s <= budget_s:
+        return f"{start}: compressed to about {compressed_s:.3g} s, no further."
+    return (
+        f"{start}: the strongest compression leaves {compressed_s:.3g} s. "
+        "Larger batches, local steps (`local_sgd`) or another job to share with may hide the rest."
+    )
