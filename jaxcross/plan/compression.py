@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +145,12 @@ def received_bytes(tx: optax.GradientTransformation, params: PyTree, axis_name: 
     Where the steps of an exchange differ, the one that sends most counts: the densest stage of a warm-up, the end of a
     round of local steps.
     """
-    axes: dict[Hashable, int] = {axis_name: ranks}
+    axes: dict[Any, int] = {axis_name: ranks}
     variants = _variants(trace_update(tx, params, axes))
     return max(sum(wire_bytes(x, axes) for x in cut(variant).exchanges) for variant in variants)
 
 
-def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Hashable, int]) -> Traced:
+def trace_update(tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]) -> Traced:
     """Traces an update of `tx` by types alone. The result cannot be run: there is no wire.
 
     Args:
