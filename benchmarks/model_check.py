@@ -46,15 +46,15 @@ INTERRUPT = ((m.StopRequested(),), (), (), ())  # on rank 0, at any moment
 Expected = set[str]  # how the jobs may end, in the order of the jobs
 
 
-def step(outline: StepGraph, **fails: str) -> Step:
+def step(graph: StepGraph, **fails: str) -> Step:
     """One call; `step(PLAIN, s2="complete")`: segment 2 fails on the device."""
-    return Step(outline, (0.0,) * len(outline.kinds), {int(key[1:]): how for key, how in fails.items()})
+    return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
-def fed(batches: int, outline: StepGraph) -> Script:
+def fed(batches: int, graph: StepGraph) -> Script:
     """A loop over batches that are prepared meanwhile."""
     prepared = tuple(Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches))
-    return (*prepared, *(a for n in range(batches) for a in (Batch(0, n), step(outline))), Batch(0, batches))
+    return (*prepared, *(a for n in range(batches) for a in (Batch(0, n), step(graph))), Batch(0, batches))
 
 
 def alike(ranks: int, *jobs: Script, **options: Any) -> Case:
@@ -77,8 +77,8 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
         }  # fmt: skip
     for segment in (0,) if smoke else (0, 2, 4):
         for how in ("dispatch", "complete"):
-            outline = PLAIN if smoke else TWICE
-            bad, good = (step(outline, **{f"s{segment}": how}), step(outline)), (step(outline), step(outline))
+            graph = PLAIN if smoke else TWICE
+            bad, good = (step(graph, **{f"s{segment}": how}), step(graph)), (step(graph), step(graph))
             yield f"2 ranks, 1 job, segment {segment} fails, {how}", one_bad(2, bad, good), {"failed"}
     yield "2 ranks, 1 job, its loop raises", one_bad(2, (step(PLAIN), Fail("x")), (step(PLAIN),) * 2), {"failed"}
     yield "2 ranks, 1 job, one rank ends early", one_bad(2, (step(PLAIN),), (step(PLAIN),) * 2), {"failed"}
@@ -100,9 +100,15 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
     for segment, how in ((0, "dispatch"), (0, "complete"), (2, "dispatch"), (2, "complete")):
         bad, good, other = (step(PLAIN, **{f"s{segment}": how}),), (step(PLAIN),), (step(SHORT),)
         yield f"2 ranks, 2 jobs, segment {segment} fails, {how}", one_bad(2, bad, good, other), {"failed, ended"}
-    wished = [(m.JobRequested(0, "", wish),) for wish in (JobRequest.STOP, JobRequest.PAUSE, JobRequest.RESUME)]
-    yield "2 ranks, 1 job, a wish to stop", alike(2, (step(PLAIN),) * 2, outside=(wished[0], ())), {"ended", "stopped"}
-    yield "2 ranks, 1 job, a rest", alike(2, (step(SHORT),) * 2, outside=((*wished[1], *wished[2]), ())), ended
+    requested = [
+        (m.JobRequested(0, "", request),) for request in (JobRequest.STOP, JobRequest.PAUSE, JobRequest.RESUME)
+    ]
+    yield (
+        "2 ranks, 1 job, a wish to stop",
+        alike(2, (step(PLAIN),) * 2, outside=(requested[0], ())),
+        {"ended", "stopped"},
+    )
+    yield "2 ranks, 1 job, a rest", alike(2, (step(SHORT),) * 2, outside=((*requested[1], *requested[2]), ())), ended
     for ranks in (2, 3):
         joins = alike(ranks, (Add("new", (step(SHORT),)), step(SHORT)))
         yield f"{ranks} ranks, a job adds another", joins, {"ended, ended"}
@@ -121,14 +127,14 @@ def cases(smoke: bool) -> Iterator[tuple[str, Case, Expected]]:
         yield f"2 ranks, 1 job, infinite values on one: {what}", infinite, {end}
     raises = one_bad(2, (step(SHORT), Fail("x")), (step(SHORT),) * 2, (step(SHORT),))
     yield "2 ranks, 2 jobs, one raises", raises, {"failed, ended"}
-    yield from on_three_ranks(wished)
+    yield from on_three_ranks(requested)
     yield "2 ranks, 3 jobs in sequence", alike(2, *[(step(SHORT),)] * 3, policy=Sequential()), {"ended, ended, ended"}
     yield "1 rank, 3 jobs", alike(1, *[(step(SHORT),)] * 3), {"ended, ended, ended"}
 
 
-def on_three_ranks(wished: list[tuple[m.JobRequested]]) -> Iterator[tuple[str, Case, Expected]]:
-    """Faults and wishes of one rank that two others hear of. `wished`: to stop, to rest, to go on."""
-    good, stop, rest = (step(PLAIN),), wished[0], (*wished[1], *wished[2])
+def on_three_ranks(requested: list[tuple[m.JobRequested]]) -> Iterator[tuple[str, Case, Expected]]:
+    """Faults and wishes of one rank that two others hear of. `requested`: to stop, to rest, to go on."""
+    good, stop, rest = (step(PLAIN),), requested[0], (*requested[1], *requested[2])
     for segment in (0, 2):
         for how in ("dispatch", "complete"):
             bad = (step(PLAIN, **{f"s{segment}": how}),)

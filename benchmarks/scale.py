@@ -33,7 +33,7 @@ SEGMENTS = (3, 10, 30, 100, 300, 1000)
 RUN_SEGMENTS = (3, 11, 31, 101, 301, 1001)
 
 
-def outline(segments: int) -> StepGraph:
+def graph(segments: int) -> StepGraph:
     """Compute and exchange in turn, all of a backward pass that is cut small, and the update."""
     kinds = tuple("collective" if n % 2 else "compute" for n in range(segments - 1))
     needs = tuple((n - 1,) if n % 2 else ((n - 2,) if n else ()) for n in range(segments - 1))
@@ -55,7 +55,7 @@ def decisions(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, A
 
 def decided(jobs: int, segments: int, steps: int) -> list[float]:
     """One repeat."""
-    plan = outline(segments)
+    plan = graph(segments)
 
     def loop() -> Any:
         for _ in range(steps):

@@ -21,7 +21,7 @@ class BallotWriter:
     """
 
     def __init__(self, rows: int) -> None:
-        self.joiners = PendingJobs()
+        self.pending = PendingJobs()
         self.urgent = False
         self._ballot = Ballot(rows)
         self._touched: set[int] = set()  # jobs whose row may be out of date
@@ -38,16 +38,16 @@ class BallotWriter:
     def leave(self, job: int, row: int) -> None:
         """The job is over. Nothing is said in its row until another one gets it."""
         self._touched.discard(job)
-        self._ballot.say(row, JobBallot())
+        self._ballot.set_job(row, JobBallot())
 
     def add(self, name: str) -> None:
         """A job was added here."""
-        self.joiners.add(name)
+        self.pending.add(name)
         self.urgent = True
 
     def submit(self, text: str) -> None:
         """All ranks are to hear the text."""
-        self.joiners.submit(text)
+        self.pending.submit(text)
         self.urgent = True
 
     def stop(self) -> None:
@@ -57,14 +57,14 @@ class BallotWriter:
 
     def cast(self, jobs: Mapping[int, LocalJob], shared: Mapping[int, SharedJob]) -> np.ndarray:
         """The ballot of the coming vote. Wishes are said in one only."""
-        wished = set()
+        requested = set()
         for job in self._touched:
             mine = jobs[job]
-            self._ballot.say(shared[job].row, mine.ballot())
-            if mine.wish is not JobRequest.NONE:
-                mine.wish = JobRequest.NONE
-                wished.add(job)
-        self._touched = wished
-        self.joiners.say(self._ballot)
+            self._ballot.set_job(shared[job].row, mine.ballot())
+            if mine.request is not JobRequest.NONE:
+                mine.request = JobRequest.NONE
+                requested.add(job)
+        self._touched = requested
+        self.pending.write(self._ballot)
         self.urgent = False
         return self._ballot.cast()

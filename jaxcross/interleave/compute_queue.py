@@ -7,7 +7,7 @@ from jaxcross.interleave.policy import Policy, Turns
 Key = tuple[int, int, int]  # job, its call, segment
 
 
-class ComputeOrder:
+class ComputeQueue:
     """The compute lane of one rank.
 
     Args:
@@ -31,7 +31,7 @@ class ComputeOrder:
         self._ready.pop(job, None)
         self._turns.remove(job)
 
-    def offer(self, job: int, segment: int | None) -> None:
+    def set_ready(self, job: int, segment: int | None) -> None:
         """The segment is what the job has for the lane, or it has none."""
         if segment is None:
             self._ready.pop(job, None)

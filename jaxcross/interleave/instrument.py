@@ -33,7 +33,7 @@ class Span:
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
         label: Free text; an exchange held back by an emulated link is labelled `emulated`.
         in_step: False for a call that is none of the job's steps, as an evaluation.
-        others: Such calls of the job until now, this one included, of those that exchange.
+        other_calls: Such calls of the job until now, this one included, of those that exchange.
     """
 
     rank: int
@@ -48,12 +48,12 @@ class Span:
     nbytes: int = 0
     label: str = ""
     in_step: bool = True
-    others: int = 0
+    other_calls: int = 0
 
     @property
     def number(self) -> int:
         """Tells the calls of a job apart, and is the same on all ranks for one that exchanges."""
-        return self.step + self.others
+        return self.step + self.other_calls
 
 
 class Instrument:

@@ -13,8 +13,8 @@ decide is *when* it begins the next slot:
 
 - an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
 - a commit vote, the vote for an idle job's turn, a comparison, a sync: at once;
-- the vote while no exchange remains (`lazy`): at once if the job whose turn it is has something to say here, else when
-  the driver's patience is over.
+- the vote while no exchange remains (`deferrable`): at once if the job whose turn it is has something to report here,
+  otherwise when the driver's backoff has elapsed.
 
 **Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
 other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
@@ -40,14 +40,14 @@ from __future__ import annotations
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.ballot_writer import BallotWriter
-from jaxcross.interleave.compute_queue import ComputeOrder
+from jaxcross.interleave.compute_queue import ComputeQueue
 from jaxcross.interleave.invariants import check_lanes
 from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import Verdict, point_hash
 
-_MOST_PATIENT = 16  # levels of patience; the driver's waits stop growing long before
+_MAX_BACKOFF_LEVEL = 16  # levels of patience; the driver's waits stop growing long before
 
 
 class Interleaver:
@@ -62,13 +62,13 @@ class Interleaver:
     def __init__(self, jobs: int, policy: Policy, depth: int = 2) -> None:
         if jobs < 1 or depth < 1:
             raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
-        self.agreed = SharedState(jobs, policy)
+        self.shared = SharedState(jobs, policy)
         self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
-        self._compute = ComputeOrder(jobs, policy, depth)
-        self._voice = BallotWriter(jobs)
+        self._compute = ComputeQueue(jobs, policy, depth)
+        self._ballot_writer = BallotWriter(jobs)
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
-        self._patient = False  # patience was asked for, for the coming slot
-        self._fruitless = 0  # votes in a row that changed nothing
+        self._backing_off = False  # patience was asked for, for the coming slot
+        self._idle_votes = 0  # votes in a row that changed nothing
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
@@ -81,20 +81,20 @@ class Interleaver:
         """How many steps a job that has not left has made here: committed ones, and those behind them that exchanged
         nothing.
         """
-        return self.agreed.jobs[job].step + self._jobs[job].ahead - self._jobs[job].others
+        return self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
 
-    def news(self) -> str:
+    def announcement(self) -> str:
         """What this rank tells all of them in a `GatherAnnouncements`. Asked for when it is entered, once."""
-        return self._voice.joiners.text()
+        return self._ballot_writer.pending.announcement()
 
-    def awaits(self) -> dict[int, Wait]:
+    def pending_waits(self) -> dict[int, Wait]:
         """Jobs that wait here, with nobody holding them and no exchange to come, and for what."""
         found = {}
         for number, mine in self._jobs.items():
-            shared = self.agreed.jobs[number]
+            shared = self.shared.jobs[number]
             if shared.held or shared.remaining:
                 continue
-            if (wait := mine.awaits(self.step(number), self._moves)) is not None:
+            if (wait := mine.pending_wait(self.step(number), self._moves)) is not None:
                 found[number] = wait
         return found
 
@@ -102,17 +102,17 @@ class Interleaver:
         """Takes note of an event and says what follows from it. Neither waits nor communicates."""
         job: int | None = getattr(event, "job", None)
         if job is None or job in self._jobs:
-            self._note(event)
+            self._apply(event)
         else:
-            self._note_outside(event)
+            self._apply_to_absent_job(event)
         if job in self._jobs:
-            self._look_at(job)
+            self._update_job(job)
         self._fill_compute_lane()
         self._begin_slot()
         out, self._out = tuple(self._out), []
         return out
 
-    def _note(self, event: m.Event) -> None:
+    def _apply(self, event: m.Event) -> None:
         match event:
             case m.StepCalled():
                 self._step_called(event)
@@ -132,25 +132,25 @@ class Interleaver:
                 self._start_jobs()
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
-                self.agreed.queued_done()
+                self.shared.queued_done()
                 # Ranks that did not notice anything say where they wait; one that truly failed decides.
                 kinds = {text.partition("\n")[0] for text in texts}
-                self._close(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
+                self._finish_job(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
             case m.AnnouncementsGathered(texts):
                 self._expect("gather")
-                self.agreed.queued_done()
-                self._news_gathered(texts)
+                self.shared.queued_done()
+                self._announcements_gathered(texts)
                 self._start_jobs()
             case m.SyncWanted(job, label):
                 mine = self._jobs[job]
                 mine.syncs += 1
                 self._wait_at(job, Point("sync", point_hash("sync", label, mine.syncs), label))
             case m.StepsRestored(job, step):
-                self.agreed.jobs[job].step = step  # a number for people: nothing is decided by it
+                self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
             case m.SyncDone(job):
                 self._expect("sync", job)
-                self.agreed.queued_done()
-                self._answer(job, m.SyncReturned(job, self.agreed.count == 1))
+                self.shared.queued_done()
+                self._answer(job, m.SyncReturned(job, self.shared.count == 1))
             case m.BatchWanted(job, stream, index):
                 self._jobs[job].stream = stream
                 text = f"asked for batch {index + 1} of data {stream + 1}"
@@ -158,10 +158,10 @@ class Interleaver:
                 self._grant_batch(job)
             case m.BatchDropped(job):
                 self._jobs[job].replayed += 1
-            case m.StreamBegun(job, beside):
-                mine, shared = self._jobs[job], self.agreed.jobs[job]
+            case m.StreamBegun(job, still_open):
+                mine, shared = self._jobs[job], self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
-                    for stream in known.keys() - {*beside, mine.stream}:  # of the last one, ballots still speak
+                    for stream in known.keys() - {*still_open, mine.stream}:  # of the last one, ballots still speak
                         del known[stream]
             case m.BatchPrepared(job, stream, count):
                 self._jobs[job].prepared[stream] = count
@@ -171,72 +171,72 @@ class Interleaver:
                 self._jobs[job].returned = True
             case m.JobRaised(job, text):
                 self._fail(job, text)
-            case m.JobRequested(job, _, wish):
-                self._jobs[job].wishes(wish)
-                self._voice.urgent = True
+            case m.JobRequested(job, _, request):
+                self._jobs[job].add_request(request)
+                self._ballot_writer.urgent = True
             case m.JobAdded(name):
-                self._voice.add(name)
+                self._ballot_writer.add(name)
             case m.TextSubmitted(text):
-                self._voice.submit(text)
+                self._ballot_writer.submit(text)
             case m.StopRequested():
-                self._voice.stop()
-            case m.PatienceElapsed():
-                self._begin_slot(patience_over=True)
+                self._ballot_writer.stop()
+            case m.BackoffElapsed():
+                self._begin_slot(backoff_over=True)
             case m.RunStarted():
                 self._start_jobs()
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
 
-    def _note_outside(self, event: m.Event) -> None:
+    def _apply_to_absent_job(self, event: m.Event) -> None:
         """Of a job that has left, or has not joined yet."""
         match event:
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
             case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
                 self._out.append(m.Raised(job))
-            case m.JobRequested(_, name, wish):
-                self._voice.joiners.wish(name, wish)
+            case m.JobRequested(_, name, request):
+                self._ballot_writer.pending.request(name, request)
             case m.ExchangeDone(job) | m.TextsCompared(job) | m.SyncDone(job):
                 raise InternalError(f"the exchange lane reports `{event}`, but there is no job {job}")
 
     # Jobs.
 
     def _start_jobs(self) -> None:
-        for job in self.agreed.running:
+        for job in self.shared.running:
             if not self._jobs[job].started:
                 self._jobs[job].started = True
                 self._out.append(m.StartJob(job))
 
-    def _news_gathered(self, texts: tuple[str, ...]) -> None:
-        joined, heard = self._voice.joiners.hear(texts)
+    def _announcements_gathered(self, texts: tuple[str, ...]) -> None:
+        joined, delivered = self._ballot_writer.pending.apply(texts)
         for name, local in joined:
-            number = self.agreed.join()
+            number = self.shared.join()
             self._jobs[number] = local
             self._compute.join(number)
-            self._voice.join(number, self.agreed.rows)
+            self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
-        if heard:
+        if delivered:
             # Whoever hears them may add jobs for them, before the next slot: these join in it, if no job was left else.
-            self.agreed.queue.append(Slot("gather"))
-            self._out += [m.TextHeard(text) for text in heard]
+            self.shared.queue.append(Slot("gather"))
+            self._out += [m.TextDelivered(text) for text in delivered]
 
-    def _look_at(self, job: int) -> None:
+    def _update_job(self, job: int) -> None:
         """Something happened to the job: its thread may go on, it may have a segment for the lane, or news."""
         self._answer_thread(job)
         self._note_ready(job)
-        self._voice.touch(job)
+        self._ballot_writer.touch(job)
 
     def _step_called(self, event: m.StepCalled) -> None:
-        job, mine, outline = event.job, self._jobs[event.job], event.outline
+        job, mine, graph = event.job, self._jobs[event.job], event.graph
         if mine.call is not None or mine.waits:
             raise InternalError(f"job {job} called a step before its last call returned")
         mine.calls += 1
-        mine.call = LocalCall(number=mine.calls, outline=outline, counts=event.counts)
-        text = f"called step {self.step(job) + 1}\n{outline.text}"
+        mine.call = LocalCall(number=mine.calls, graph=graph, counts=event.counts)
+        text = f"called step {self.step(job) + 1}\n{graph.text}"
         point = None
-        if outline.collectives:
+        if graph.collectives:
             # With the steps since the last common one: ranks that exchange alike at unlike calls would mix their steps.
-            point = Point("step", point_hash("step", outline.signature, mine.ahead), text)
+            point = Point("step", point_hash("step", graph.signature, mine.local_steps), text)
         self._wait_at(job, point)
 
     def _wait_at(self, job: int, point: Point | None) -> None:
@@ -252,7 +252,7 @@ class Interleaver:
 
     def _grant_batch(self, job: int) -> None:
         mine = self._jobs[job]
-        stream = self.agreed.jobs[job].streams.get(mine.stream)
+        stream = self.shared.jobs[job].streams.get(mine.stream)
         if stream is None or mine.point is None or mine.point.kind != "batch" or mine.failed is not None:
             return
         if mine.point.index < stream.prepared:
@@ -265,16 +265,16 @@ class Interleaver:
         if mine.failed is None:
             mine.failed, mine.ejects = text, ejects
 
-    def _close(self, job: int, how: m.Leaving, texts: tuple[str, ...] = ()) -> None:
-        mine, shared = self._jobs[job], self.agreed.leave(job)
+    def _finish_job(self, job: int, how: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
+        mine, shared = self._jobs[job], self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        step = shared.step - (mine.others - mine.others_ahead)  # as all ranks have made it
+        step = shared.step - (mine.other_calls - mine.other_local_calls)  # as all ranks have made it
         self._out.append(m.JobFinished(job, how, step, texts, asked=shared.stop))
         if mine.waits and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]
         self._compute.leave(job)
-        self._voice.leave(job, shared.row)
+        self._ballot_writer.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
         """Returns a complete step. Offers the end of a job whose function returned, once nothing of it can fail on the
@@ -282,9 +282,9 @@ class Interleaver:
         """
         mine = self._jobs[job]
         if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
-            mine.ahead += mine.call.outline.local_step
-            local = mine.call.outline.local_step and not mine.call.counts
-            mine.others, mine.others_ahead = mine.others + local, mine.others_ahead + local
+            mine.local_steps += mine.call.graph.local_step
+            local = mine.call.graph.local_step and not mine.call.counts
+            mine.other_calls, mine.other_local_calls = mine.other_calls + local, mine.other_local_calls + local
             self._moves += 1
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
@@ -295,8 +295,8 @@ class Interleaver:
 
     def _note_ready(self, job: int) -> None:
         mine = self._jobs[job]
-        begins = mine.call is not None and (mine.call.admitted or not self.agreed.jobs[job].held)
-        self._compute.offer(job, mine.ready() if begins else None)
+        begins = mine.call is not None and (mine.call.admitted or not self.shared.jobs[job].held)
+        self._compute.set_ready(job, mine.ready() if begins else None)
 
     def _fill_compute_lane(self) -> None:
         while (turn := self._compute.next()) is not None:
@@ -305,16 +305,16 @@ class Interleaver:
             assert call is not None
             call.issue(segment)
             self._compute.on_device.add((job, call.number, segment))
-            step, others = self._place(job, call)
-            self._out.append(m.Dispatch(job, call.number, step, segment, others))
+            step, other_calls = self._step_position(job, call)
+            self._out.append(m.Dispatch(job, call.number, step, segment, other_calls))
             self._note_ready(job)
 
-    def _place(self, job: int, call: LocalCall) -> tuple[int, int]:
+    def _step_position(self, job: int, call: LocalCall) -> tuple[int, int]:
         """The step that this call makes, or after which it is made, and the calls that count as none until then."""
-        step, others = self.step(job), self._jobs[job].others
-        if call.committed or not call.outline.is_step:  # work without exchanges happens between two steps
-            return step, others
-        return (step + 1, others) if call.counts else (step, others + 1)
+        step, other_calls = self.step(job), self._jobs[job].other_calls
+        if call.committed or not call.graph.is_step:  # work without exchanges happens between two steps
+            return step, other_calls
+        return (step + 1, other_calls) if call.counts else (step, other_calls + 1)
 
     # The exchange lane.
 
@@ -323,30 +323,34 @@ class Interleaver:
         if slot is None or slot.kind != kind or (job >= 0 and slot.job != job):
             raise InternalError(f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}")
 
-    def _begin_slot(self, patience_over: bool = False) -> None:
+    def _begin_slot(self, backoff_over: bool = False) -> None:
         if self._slot is not None:
             return
-        slot = self.agreed.slot()
+        slot = self.shared.slot()
         instruction: m.Instruction
         if slot.kind == "exchange":
             mine = self._jobs[slot.job]
             call = mine.call
             if call is None:
                 raise InternalError(f"job {slot.job} has an admitted step but no call")
-            needs = call.outline.needs[slot.segment]
+            needs = call.graph.needs[slot.segment]
             zero = mine.failed is not None
             if not zero and not all(need in call.dispatched or need in call.exchanged for need in needs):
                 return
-            step, others = self._place(slot.job, call)
-            instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, others)
+            step, other_calls = self._step_position(slot.job, call)
+            instruction = m.RunExchange(slot.job, call.number, step, slot.segment, zero, other_calls)
         elif slot.kind == "vote":
-            urgent = not slot.lazy or self._voice.urgent or (slot.job >= 0 and self._jobs[slot.job].has_news())
-            if not (urgent or patience_over):
-                if not self._patient:
-                    self._patient = True
-                    self._out.append(m.Backoff(self._fruitless))
+            urgent = (
+                not slot.deferrable
+                or self._ballot_writer.urgent
+                or (slot.job >= 0 and self._jobs[slot.job].has_update())
+            )
+            if not (urgent or backoff_over):
+                if not self._backing_off:
+                    self._backing_off = True
+                    self._out.append(m.Backoff(self._idle_votes))
                 return
-            instruction = m.CastVote(self._voice.cast(self._jobs, self.agreed.jobs))
+            instruction = m.CastVote(self._ballot_writer.cast(self._jobs, self.shared.jobs))
         elif slot.kind == "compare":
             instruction = m.CompareTexts(slot.job, self._jobs[slot.job].text())
         elif slot.kind == "gather":
@@ -354,8 +358,8 @@ class Interleaver:
         elif slot.kind == "sync":
             instruction = m.RunSync(slot.job)
         else:
-            instruction = m.Finish(self._voice.joiners.names)
-        self._slot, self._patient = slot, False
+            instruction = m.Finish(self._ballot_writer.pending.names)
+        self._slot, self._backing_off = slot, False
         self._out.append(instruction)
 
     def _exchange_done(self, job: int, segment: int, finite: bool) -> None:
@@ -366,29 +370,29 @@ class Interleaver:
             raise InternalError(f"job {job} made an exchange but has no call")
         call.exchange_done(segment)
         call.finite &= finite
-        nbytes = call.outline.nbytes
-        self.agreed.exchange_done(job, nbytes[segment] if nbytes else 1)
+        nbytes = call.graph.nbytes
+        self.shared.exchange_done(job, nbytes[segment] if nbytes else 1)
 
     def _vote_done(self, verdict: Verdict) -> None:
-        running = self.agreed.running
-        outcomes = self.agreed.apply(verdict, lambda job: self._jobs[job].called())
-        self._fruitless = 0 if outcomes else min(self._fruitless + 1, _MOST_PATIENT)
+        running = self.shared.running
+        outcomes = self.shared.apply(verdict, lambda job: self._jobs[job].called())
+        self._idle_votes = 0 if outcomes else min(self._idle_votes + 1, _MAX_BACKOFF_LEVEL)
         self._moves += bool(outcomes)
         for outcome in outcomes:
-            self._follow(outcome)
+            self._apply_outcome(outcome)
             if outcome.job in self._jobs:
-                self._look_at(outcome.job)
-        if self.agreed.running is not running:
+                self._update_job(outcome.job)
+        if self.shared.running is not running:
             for job in self._jobs:  # some may begin a step now, others not
                 self._note_ready(job)
 
-    def _follow(self, outcome: Outcome) -> None:
+    def _apply_outcome(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
-            self._jobs[job].others += 1
+            self._jobs[job].other_calls += 1
         if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # here all ranks have made the same steps
-            self.agreed.jobs[job].step += self._jobs[job].ahead
-            self._jobs[job].ahead = self._jobs[job].others_ahead = 0
+            self.shared.jobs[job].step += self._jobs[job].local_steps
+            self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
             assert call is not None
             call.admitted = True
@@ -401,7 +405,7 @@ class Interleaver:
         elif outcome.kind in ("paused", "resumed"):
             self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):
-            self._close(job, outcome.kind)
+            self._finish_job(job, outcome.kind)
         elif outcome.kind == "batches":
             self._grant_batch(job)
 
@@ -409,6 +413,6 @@ class Interleaver:
         """Raises InternalError if the state contradicts itself. For tests, after every event: it costs as much as
         the event did.
         """
-        check_lanes(self._compute, self._jobs, self.agreed)
+        check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
             raise InternalError("interleaver: instructions were left behind")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxcross.errors import InternalError
-from jaxcross.interleave.compute_queue import ComputeOrder
+from jaxcross.interleave.compute_queue import ComputeQueue
 from jaxcross.interleave.local_state import LocalJob
 from jaxcross.interleave.shared_state import SharedState
 
 
-def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: SharedState) -> None:
+def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
     """Raises InternalError if a segment ran too early, or the compute lane idles beside a ready one."""
 
     def must(holds: bool, what: str) -> None:
@@ -19,25 +19,25 @@ def check_lanes(compute: ComputeOrder, jobs: Mapping[int, LocalJob], agreed: Sha
 
     on_device, depth = compute.on_device, compute.depth
     must(len(on_device) <= depth, f"{len(on_device)} segments on a lane of depth {depth}")
-    must(jobs.keys() == agreed.jobs.keys(), f"jobs {list(jobs)} here, {list(agreed.jobs)} on all ranks")
-    rows = [shared.row for shared in agreed.jobs.values()]
-    must(len(set(rows)) == len(rows) <= agreed.rows, f"jobs share rows {rows} of {agreed.rows}")
+    must(jobs.keys() == shared.jobs.keys(), f"jobs {list(jobs)} here, {list(shared.jobs)} on all ranks")
+    rows = [job.row for job in shared.jobs.values()]
+    must(len(set(rows)) == len(rows) <= shared.rows, f"jobs share rows {rows} of {shared.rows}")
     for job, mine in jobs.items():
-        call, shared = mine.call, agreed.jobs[job]
+        call = mine.call
         must(call is None or mine.waits, f"job {job} has a call that nobody waits for")
         admitted = call is not None and call.admitted
-        must(not shared.remaining or admitted, f"job {job} has exchanges left of no admitted step")
+        must(not shared.jobs[job].remaining or admitted, f"job {job} has exchanges left of no admitted step")
         if call is None:
             continue
         must(call.dispatched <= call.issued, f"job {job}: dispatched what was not issued")
         must(call.ready() not in call.issued, f"job {job}: a segment both issued and ready")
-        after = call.issued & call.outline.after_commit
+        after = call.issued & call.graph.after_commit
         must(call.committed or not after, f"job {job}: segments {after} ran before the commit")
         for segment in call.issued | call.exchanged:
-            needs = call.outline.needs[segment]
+            needs = call.graph.needs[segment]
             met = all(need in call.issued or need in call.exchanged for need in needs)
             must(met or mine.failed is not None, f"job {job}: segment {segment} ran before its needs")
     if len(on_device) < depth:
         for job, mine in jobs.items():
-            may = mine.call is not None and (mine.call.admitted or not agreed.jobs[job].held)
+            may = mine.call is not None and (mine.call.admitted or not shared.jobs[job].held)
             must(not may or mine.ready() is None, f"job {job} has a ready segment but the compute lane is not full")

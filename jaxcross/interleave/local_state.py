@@ -44,7 +44,7 @@ class LocalCall:
     """One call of a step on this rank."""
 
     number: int
-    outline: StepGraph
+    graph: StepGraph
     counts: bool = True  # as a step of the job
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
@@ -58,9 +58,9 @@ class LocalCall:
     _behind: list[int] = field(init=False)  # the same behind the commit
 
     def __post_init__(self) -> None:
-        self._unmet = [len(set(needs)) for needs in self.outline.needs]
+        self._unmet = [len(set(needs)) for needs in self.graph.needs]
         self._able, self._behind = [], []
-        for segment, kind in enumerate(self.outline.kinds):
+        for segment, kind in enumerate(self.graph.kinds):
             if kind == "compute" and not self._unmet[segment]:
                 self._side(segment).append(segment)
 
@@ -81,18 +81,18 @@ class LocalCall:
         self._has(segment)
 
     def _has(self, segment: int) -> None:
-        for reader in self.outline.readers[segment]:
+        for reader in self.graph.readers[segment]:
             self._unmet[reader] -= 1
             if not self._unmet[reader]:
                 insort(self._side(reader), reader)
 
     def _side(self, segment: int) -> list[int]:
-        return self._behind if segment in self.outline.after_commit else self._able
+        return self._behind if segment in self.graph.after_commit else self._able
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""
-        return len(self.dispatched) + len(self.exchanged) == len(self.outline.kinds) and (
-            self.committed or not self.outline.collectives
+        return len(self.dispatched) + len(self.exchanged) == len(self.graph.kinds) and (
+            self.committed or not self.graph.collectives
         )
 
 
@@ -101,9 +101,9 @@ class LocalJob:
     """What this rank alone knows of a job."""
 
     started: bool = False
-    ahead: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
-    others: int = 0  # calls that were made like steps and do not count as such, as evaluations
-    others_ahead: int = 0  # those of them that are in `ahead`
+    local_steps: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
+    other_calls: int = 0  # calls that were made like steps and do not count as such, as evaluations
+    other_local_calls: int = 0  # those of them that are in `local_steps`
     call: LocalCall | None = None
     calls: int = 0
     waits: bool = False  # the thread waits for an answer
@@ -111,7 +111,7 @@ class LocalJob:
     failed: str | None = None
     ejects: bool = False  # what failed is what its policy ejects it for
     returned: bool = False  # its function returned
-    wish: JobRequest = JobRequest.NONE  # not yet said to the others
+    request: JobRequest = JobRequest.NONE  # not yet said to the others
     stream: int = -1
     syncs: int = 0
     replayed: int = 0  # batches that were dropped on the way to where a restart goes on
@@ -122,10 +122,10 @@ class LocalJob:
         """The call of that number, unless it is over."""
         return self.call if self.call is not None and self.call.number == call else None
 
-    def wishes(self, wish: JobRequest) -> None:
+    def add_request(self, request: JobRequest) -> None:
         """Somebody here wishes so; the last one counts, but a stop is for good."""
-        if self.wish is not JobRequest.STOP:
-            self.wish = wish
+        if self.request is not JobRequest.STOP:
+            self.request = request
 
     def ready(self) -> int | None:
         """The compute segment that may go to the lane next."""
@@ -137,9 +137,9 @@ class LocalJob:
         if self.point.kind != "step":
             return self.point.kind
         assert self.call is not None
-        return self.call.outline.collectives
+        return self.call.graph.collectives
 
-    def has_news(self) -> bool:
+    def has_update(self) -> bool:
         """Whether a vote could change something for it, as far as this rank knows."""
         if self.failed is not None:
             return True
@@ -148,12 +148,12 @@ class LocalJob:
         prepared, limit = self.prepared.get(self.stream, 0), self.limits.get(self.stream)
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
-    def awaits(self, committed: int, others: int) -> Wait | None:
+    def pending_wait(self, committed: int, progress: int) -> Wait | None:
         """What it waits for between two exchanges.
 
         Args:
             committed: How many steps are.
-            others: A number that changes with whatever moves on in any job: its end may wait for that.
+            progress: A number that changes with whatever moves on in any job: its end may wait for that.
         """
         step = committed + 1
         if self.failed is not None:
@@ -164,11 +164,11 @@ class LocalJob:
             return None
         if self.point.kind == "batch":
             what = f"batch {self.point.index + 1} of data {self.stream + 1}"
-            return Wait(step, what) if self.has_news() else Wait(step, what, own=True, moved=self.replayed)
+            return Wait(step, what) if self.has_update() else Wait(step, what, own=True, moved=self.replayed)
         if self.point.kind == "sync":
             return Wait(step, self.point.text.partition("\n")[0], moved=self.syncs)
         if self.point.kind == "end":
-            return Wait(step, "end of the job", moved=others)
+            return Wait(step, "end of the job", moved=progress)
         return Wait(step, "call of the step", moved=self.calls)
 
     def ballot(self) -> JobBallot:
@@ -179,9 +179,9 @@ class LocalJob:
             stream=self.stream,
             prepared=self.prepared.get(self.stream, 0),
             limit=self.limits.get(self.stream),
-            wish=self.wish,
+            request=self.request,
             finite=self.call is None or self.call.finite,
-            settled=self.failed is not None or self.call is None or not self.call.committed,
+            received_commit=self.failed is not None or self.call is None or not self.call.committed,
         )
 
     def text(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, Verdict
 
-Leaving = Literal["ended", "stopped", "failed", "ejected"]
+FinalStatus = Literal["ended", "stopped", "failed", "ejected"]
 """How a job leaves."""
 
 
@@ -34,7 +34,7 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PatienceElapsed(Event):
+class BackoffElapsed(Event):
     """The time asked for by `Backoff` is over."""
 
 
@@ -51,12 +51,12 @@ class JobRequested(Event):
 
     job: int
     name: str
-    wish: JobRequest
+    request: JobRequest
 
 
 @dataclass(frozen=True, slots=True)
 class TextSubmitted(Event):
-    """All ranks are to hear this text, each by a `TextHeard`."""
+    """All ranks are to hear this text, each by a `TextDelivered`."""
 
     text: str
 
@@ -66,7 +66,7 @@ class StepCalled(Event):
     """A job's thread called a step; answered by `StepReturned` or `Raised`. An evaluation does not count as a step."""
 
     job: int
-    outline: StepGraph
+    graph: StepGraph
     counts: bool = True
 
 
@@ -104,10 +104,10 @@ class BatchDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun(Event):
-    """A job's thread begins another stream. Of the earlier ones it may still read those `beside` it."""
+    """A job's thread begins another stream. Of the earlier ones it may still read those `still_open` it."""
 
     job: int
-    beside: tuple[int, ...]
+    still_open: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class JobPaused(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class TextHeard(Instruction):
+class TextDelivered(Instruction):
     """What some rank submitted; on all ranks in the same order."""
 
     text: str
@@ -250,21 +250,22 @@ class TextHeard(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Instruction):
-    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed. `others`: see
-    `Span`.
+    """Compute lane: hand a compute segment to the device; report it dispatched and, later, completed.
+
+    `other_calls`: see `Span`.
     """
 
     job: int
     call: int
     step: int
     segment: int
-    others: int = 0
+    other_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunExchange(Instruction):
     """Exchange lane: wait for the segment's inputs, run it, wait for its outputs. `zero`: with zeros, at once.
-    `others`: see `Span`.
+    `other_calls`: see `Span`.
     """
 
     job: int
@@ -272,7 +273,7 @@ class RunExchange(Instruction):
     step: int
     segment: int
     zero: bool
-    others: int = 0
+    other_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,7 @@ class CompareTexts(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class GatherAnnouncements(Instruction):
-    """Exchange lane: gather every rank's news of jobs that may join, this rank's being `Interleaver.news()` by then."""
+    """Exchange lane: gather every rank's announcement of jobs that may join (`Interleaver.announcement()`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,10 +346,10 @@ class BatchGranted(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SyncReturned(Instruction):
-    """Answer: the communication was done. `sole`: at that place in the order there had been no other job ever."""
+    """Answer: the communication was done. `is_only_job`: up to that slot there has never been another job."""
 
     job: int
-    sole: bool = False
+    is_only_job: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +366,7 @@ class JobFinished(Instruction):
     """
 
     job: int
-    how: Leaving
+    how: FinalStatus
     step: int
     texts: tuple[str, ...] = ()
     asked: bool = False

@@ -15,7 +15,7 @@ class PendingJobs:
     def __init__(self) -> None:
         self._waiting: dict[str, LocalJob] = {}
         self._texts: list[str] = []
-        self._news = False
+        self._has_added = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -25,29 +25,31 @@ class PendingJobs:
     def add(self, name: str) -> None:
         """A job was added here."""
         self._waiting[name] = LocalJob()
-        self._news = True
+        self._has_added = True
 
-    def wish(self, name: str, wish: JobRequest) -> None:
+    def request(self, name: str, request: JobRequest) -> None:
         """A wish for a job that has not joined, which it brings along."""
         if name in self._waiting:
-            self._waiting[name].wishes(wish)
+            self._waiting[name].add_request(request)
 
     def submit(self, text: str) -> None:
         """All ranks are to hear the text."""
         self._texts.append(text)
 
-    def say(self, ballot: Ballot) -> None:
+    def write(self, ballot: Ballot) -> None:
         """Writes into the coming vote whether ranks should gather. News are news once: nobody votes for ever."""
-        ballot.tell(holds=bool(self._waiting), news=self._news, speaks=bool(self._texts))
-        self._news = False
+        ballot.set_announcements(
+            has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)
+        )
+        self._has_added = False
 
-    def text(self) -> str:
+    def announcement(self) -> str:
         """What this rank tells all of them."""
         texts, self._texts = self._texts, []
         return json.dumps({"jobs": list(self._waiting), "texts": texts})
 
-    def hear(self, texts: Sequence[str]) -> tuple[list[tuple[str, LocalJob]], list[str]]:
-        """What all ranks told: the jobs that join now, in the order of rank 0, and the texts in order of ranks."""
-        told = [json.loads(text) for text in texts]
-        common = [name for name in told[0]["jobs"] if all(name in each["jobs"] for each in told)]
-        return [(name, self._waiting.pop(name)) for name in common], [t for each in told for t in each["texts"]]
+    def apply(self, texts: Sequence[str]) -> tuple[list[tuple[str, LocalJob]], list[str]]:
+        """What all ranks gathered: the jobs that join now, in the order of rank 0, and the texts in order of ranks."""
+        gathered = [json.loads(text) for text in texts]
+        common = [name for name in gathered[0]["jobs"] if all(name in each["jobs"] for each in gathered)]
+        return [(name, self._waiting.pop(name)) for name in common], [t for each in gathered for t in each["texts"]]

@@ -27,13 +27,13 @@ class Slot:
     """The next thing on the exchange lane.
 
     `job` of a vote is the job whose turn it is where no exchange remains, -1 if all are paused: then a rank may take
-    its time (`lazy`).
+    its time (`deferrable`).
     """
 
     kind: SlotKind
     job: int = -1
     segment: int = -1
-    lazy: bool = False
+    deferrable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,18 @@ class SharedState:
         self.queue: deque[Slot] = deque()  # comparisons, syncs, texts: they go before everything but a commit
         self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
         self._free: list[int] = []  # rows of jobs that have left, a heap
-        self._of_row: dict[int, int] = {}
+        self._job_of_row: dict[int, int] = {}
         self._next: Slot | None = None  # until something changes
-        self._before: Verdict | None = None
-        self._unheard: set[int] = set()  # jobs whose row of the verdict was not acted upon
+        self._previous: Verdict | None = None
+        self._unapplied: set[int] = set()  # jobs whose row of the verdict was not acted upon
         for _ in range(jobs):
             self._add()
-        self._choose()
+        self._choose_running()
 
     def join(self) -> int:
         """A job comes in, between two votes: its number."""
         number = self._add()
-        self._choose()
+        self._choose_running()
         return number
 
     def _add(self) -> int:
@@ -117,22 +117,22 @@ class SharedState:
             row = heappop(self._free)
         else:
             row, self.rows = self.rows, self.rows + 1
-        self.jobs[number], self._of_row[row] = SharedJob(row), number
+        self.jobs[number], self._job_of_row[row] = SharedJob(row), number
         self.turns.add(number)
-        self._unheard.add(number)
+        self._unapplied.add(number)
         return number
 
     def leave(self, number: int) -> SharedJob:
         """The job is over, and nothing is to be said about it any more."""
         job = self.jobs.pop(number)
         heappush(self._free, job.row)
-        del self._of_row[job.row]
+        del self._job_of_row[job.row]
         self.turns.remove(number)
-        self._unheard.discard(number)
-        self._choose()
+        self._unapplied.discard(number)
+        self._choose_running()
         return job
 
-    def _choose(self) -> None:
+    def _choose_running(self) -> None:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
         self.running, self._next = self.policy.running(able) if able else (), None
         # A job can stop only where it waits on all ranks. If it is paused (or another job has its turn) while a rank is
@@ -162,10 +162,10 @@ class SharedState:
         # A job that is paused in the middle of a step, or that others may precede now, makes that step's exchanges.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
-            return Slot("vote", job, lazy=True)
+            return Slot("vote", job, deferrable=True)
         if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
             # Once the first exchange is under way, a job that comes just after it waits for its whole length.
-            return Slot("vote", late[0], lazy=True)
+            return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
             # Its turn: ask at once whether it has come back, but never twice between two exchanges.
             return Slot("vote")
@@ -199,69 +199,69 @@ class SharedState:
             self.opening -= 1
         if verdict.stop and not self.stopping:
             self.stopping = True
-            self._choose()
+            self._choose_running()
         if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
             self.queue.append(Slot("gather"))
         # Of a job that nobody says anything new about, all was decided, unless it was in the middle of its exchanges
         # then, or not allowed to run, and is so no more.
-        news = {self._of_row[row]: None for row in verdict.news(self._before) if row in self._of_row}
-        self._unheard.update(news)
-        self._before = verdict
-        outcomes = self._hear_wishes(verdict, news)
-        for number in tuple(self.jobs) if self.stopping else sorted(self._unheard):
+        news = {self._job_of_row[row]: None for row in verdict.changed_rows(self._previous) if row in self._job_of_row}
+        self._unapplied.update(news)
+        self._previous = verdict
+        outcomes = self._apply_requests(verdict, news)
+        for number in tuple(self.jobs) if self.stopping else sorted(self._unapplied):
             job = self.jobs[number]
             again = not job.remaining and (self.stopping or job.stop or not job.held or number == committing)
             if (number in news or again) and not job.finished:
-                outcomes += self._hear(number, verdict.job(job.row), number == committing, called)
+                outcomes += self._apply_job(number, verdict.job(job.row), number == committing, called)
         if any(outcome.kind in ("compare", "ended", "stopped") for outcome in outcomes):
-            self._choose()
+            self._choose_running()
         return outcomes
 
-    def _hear_wishes(self, verdict: Verdict, jobs: Iterable[int]) -> list[Outcome]:
+    def _apply_requests(self, verdict: Verdict, jobs: Iterable[int]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         stops = False
         for number in jobs:
             job = self.jobs[number]
-            wish = verdict.job(job.row).wish
-            if wish is JobRequest.STOP:
+            request = verdict.job(job.row).request
+            if request is JobRequest.STOP:
                 job.stop = stops = True
-            if not job.finished and wish is (JobRequest.RESUME if job.paused else JobRequest.PAUSE):
+            if not job.finished and request is (JobRequest.RESUME if job.paused else JobRequest.PAUSE):
                 job.paused = not job.paused
                 outcomes.append(Outcome("paused" if job.paused else "resumed", number))
         if outcomes or stops:
-            self._choose()
+            self._choose_running()
         return outcomes
 
-    def _hear(
-        self, number: int, said: JobVerdict, committing: bool, called: Callable[[int], Sequence[int] | str]
+    def _apply_job(
+        self, number: int, verdict: JobVerdict, committing: bool, called: Callable[[int], Sequence[int] | str]
     ) -> list[Outcome]:
         job, outcomes = self.jobs[number], []
-        if self._hear_of_batches(job, said):
+        if self._apply_batches(job, verdict):
             outcomes.append(Outcome("batches", number))
         if job.remaining:
             return outcomes
-        self._unheard.discard(number)
-        if not said.good and not said.settled:
+        self._unapplied.discard(number)
+        if not verdict.good and not verdict.received_commit:
             # Some rank is still to receive what the last committed step made: no other rank has the state before it.
-            self._unheard.add(number)
+            self._unapplied.add(number)
             return outcomes
-        if not said.good or (said.waiting and not said.agreed):
+        if not verdict.good or (verdict.waiting and not verdict.same_point):
             job.remaining, job.finished = None, True
             self.queue.append(Slot("compare", number))
             return [*outcomes, Outcome("compare", number)]
         if committing:
             job.step, job.remaining = job.step + 1, None
-            outcomes.append(Outcome("committed" if said.finite else "skipped", number))
-        what = called(number) if said.waiting else None
+            outcomes.append(Outcome("committed" if verdict.finite else "skipped", number))
+        what = called(number) if verdict.waiting else None
         if what == "end":
             job.finished = True
             outcomes.append(Outcome("ended", number))
-        elif (self.stopping or job.stop) and (said.waiting or not job.started):
+        elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
             # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:
-            self._unheard.add(number)  # what it waits for is for later
+            self._unapplied.add(number)  # what it waits for is for later
         elif what == "sync":
             self.queue.append(Slot("sync", number))
             outcomes.append(Outcome("sync", number))
@@ -271,12 +271,12 @@ class SharedState:
         return outcomes
 
     @staticmethod
-    def _hear_of_batches(job: SharedJob, said: JobVerdict) -> bool:
-        if said.stream is None or said.stream < 0:
+    def _apply_batches(job: SharedJob, verdict: JobVerdict) -> bool:
+        if verdict.stream is None or verdict.stream < 0:
             return False
-        stream = job.streams.setdefault(said.stream, Stream())
+        stream = job.streams.setdefault(verdict.stream, Stream())
         before = (stream.prepared, stream.limit)
-        stream.prepared = max(stream.prepared, said.prepared)
-        if said.limit is not None:
-            stream.limit = said.limit
+        stream.prepared = max(stream.prepared, verdict.prepared)
+        if verdict.limit is not None:
+            stream.limit = verdict.limit
         return before != (stream.prepared, stream.limit)

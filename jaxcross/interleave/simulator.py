@@ -32,7 +32,7 @@ class Think:
 class Step:
     """Calls a step. `fails` maps a compute segment to when it fails: "dispatch" or "complete"."""
 
-    outline: StepGraph
+    graph: StepGraph
     seconds: tuple[float, ...]
     fails: Mapping[int, str] = field(default_factory=dict)
 
@@ -155,16 +155,16 @@ class Simulation:
         depth: int = 2,
         exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
         vote_s: float = 0.0,
-        patience_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
+        backoff_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
         stop_at_s: float | None = None,
-        wishes: Sequence[tuple[float, int, int, JobRequest]] = (),
+        requests: Sequence[tuple[float, int, int, JobRequest]] = (),
         adds: Sequence[tuple[float, int, str, Script]] = (),
         submits: Sequence[tuple[float, str]] = (),
         submitted: Callable[[int, str], Script] | None = None,
         check: bool = True,
     ) -> None:
         self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
-        self._exchange_s, self._vote_s, self._patience_s = exchange_s, vote_s, patience_s
+        self._exchange_s, self._vote_s, self._backoff_s = exchange_s, vote_s, backoff_s
         self._check = check
         self._script_of = submitted
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -175,8 +175,8 @@ class Simulation:
             self._post(0.0, rank, m.RunStarted())
         if stop_at_s is not None:
             self._post(stop_at_s, self._ranks[0], m.StopRequested())
-        for at_s, number, job, wish in wishes:
-            self._post(at_s, self._ranks[number], m.JobRequested(job, "", wish))
+        for at_s, number, job, request in requests:
+            self._post(at_s, self._ranks[number], m.JobRequested(job, "", request))
         for at_s, name in submits:
             self._at(at_s, lambda name=name: self._submit(self._ranks[0], name))
         for at_s, number, name, script in adds:
@@ -242,7 +242,7 @@ class Simulation:
                 self._dispatch(rank, instruction)
             case m.RunExchange(job, call, step, segment, zero):
                 step_call = rank.calls[job]
-                needs = step_call.outline.needs[segment]
+                needs = step_call.graph.needs[segment]
                 own = max((rank.ends.get((job, call, need), now) for need in needs), default=now)
                 slot = ("exchange", job, step, segment)
                 self._at(max(now, own) if not zero else now, lambda: self._meet(rank, slot, own))
@@ -251,8 +251,8 @@ class Simulation:
             case m.CompareTexts(job, text):
                 self._meet(rank, ("compare", job), text)
             case m.GatherAnnouncements():
-                self._meet(rank, ("gather",), rank.interleaver.news())
-            case m.TextHeard(text):
+                self._meet(rank, ("gather",), rank.interleaver.announcement())
+            case m.TextDelivered(text):
                 self._add(rank, text, self._submitted(rank.number, text))
             case m.RunSync(job):
                 self._meet(rank, ("sync", job), None)
@@ -261,7 +261,7 @@ class Simulation:
             case m.JobPaused(job, paused):
                 rank.result.paused.append((job, paused, len(rank.result.slots)))
             case m.Backoff(level):
-                self._post(now + self._patience_s(level), rank, m.PatienceElapsed())
+                self._post(now + self._backoff_s(level), rank, m.BackoffElapsed())
             case m.JobFinished(job, how, step, texts):
                 rank.result.finished[job], rank.steps[job] = (how, texts), step
             case m.Finish(left_out):
@@ -280,7 +280,7 @@ class Simulation:
                 self._at(self._now + seconds, lambda: self._resume(rank, job, None))
             case Step():
                 rank.calls[job] = action
-                self._handle(rank, m.StepCalled(job, action.outline))
+                self._handle(rank, m.StepCalled(job, action.graph))
             case Prepare(seconds, stream, count, last):
                 streams = rank.streams.setdefault(job, {})
                 if stream not in streams:

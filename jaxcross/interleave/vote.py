@@ -46,7 +46,7 @@ class JobBallot:
         stream: The stream of batches it reads, -1 for none.
         prepared: How many batches of that stream are or were ready on this rank.
         limit: How many batches that stream has in all, if that is known already.
-        wish: What somebody here wishes for it; said once.
+        wish: What somebody here wishes for it; ballot once.
         finite: The exchanged values of its step, as far as they were looked at, are finite here.
         settled: It does not have to receive here what a committed step makes.
     """
@@ -56,9 +56,9 @@ class JobBallot:
     stream: int = -1
     prepared: int = 0
     limit: int | None = None
-    wish: JobRequest = JobRequest.NONE
+    request: JobRequest = JobRequest.NONE
     finite: bool = True
-    settled: bool = True
+    received_commit: bool = True
 
 
 class Ballot:
@@ -81,37 +81,37 @@ class Ballot:
             self._vector = np.concatenate([self._vector, np.zeros((rows - before) * _FIELDS, np.int64)])
             self._rows = self._vector[_HEADER:].reshape(rows, _FIELDS)
             for row in range(before, rows):
-                self.say(row, JobBallot())
+                self.set_job(row, JobBallot())
 
-    def say(self, row: int, said: JobBallot) -> None:
+    def set_job(self, row: int, ballot: JobBallot) -> None:
         """From now on this rank says so about the job of that row."""
         self._rows[row] = (
-            said.point is not None,
-            _NEUTRAL if said.point is None else said.point,
-            _NEUTRAL if said.point is None else -said.point,
-            said.good,
-            said.stream,
-            -said.stream,
-            said.prepared,
-            _NEUTRAL if said.limit is None else said.limit,
-            said.wish,
-            said.finite,
-            said.settled,
+            ballot.point is not None,
+            _NEUTRAL if ballot.point is None else ballot.point,
+            _NEUTRAL if ballot.point is None else -ballot.point,
+            ballot.good,
+            ballot.stream,
+            -ballot.stream,
+            ballot.prepared,
+            _NEUTRAL if ballot.limit is None else ballot.limit,
+            ballot.request,
+            ballot.finite,
+            ballot.received_commit,
         )
 
     def stop(self) -> None:
         """From now on this rank wishes that all jobs stop."""
         self._vector[_GO] = False
 
-    def tell(self, *, holds: bool, news: bool, speaks: bool) -> None:
+    def set_announcements(self, *, has_pending: bool, has_added: bool, has_texts: bool) -> None:
         """What this rank says about jobs that may join.
 
         Args:
-            holds: Some wait here until all ranks have added them.
-            news: One of them was added since the last vote.
-            speaks: There is a text here that all ranks are to hear.
+            has_pending: Some wait here until all ranks have added them.
+            has_added: One of them was added since the last vote.
+            has_texts: There is a text here that all ranks are to hear.
         """
-        self._vector[_HOLDS], self._vector[_QUIET], self._vector[_MUTE] = holds, not news, not speaks
+        self._vector[_HOLDS], self._vector[_QUIET], self._vector[_MUTE] = has_pending, not has_added, not has_texts
 
     def cast(self) -> np.ndarray:
         """The vector that the minimum is taken of, as it is now. Same length on every rank that has the same jobs."""
@@ -124,7 +124,7 @@ class JobVerdict:
 
     Attributes:
         waiting: The job waits on every rank.
-        agreed: It waits at the same point on every rank. Only meaningful with `waiting`.
+        same_point: It waits at the same point on every rank. Only meaningful with `waiting`.
         good: It has failed on no rank.
         stream: The stream that every rank reads, or None if they read different ones.
         prepared: How many batches of it every rank has ready.
@@ -135,14 +135,14 @@ class JobVerdict:
     """
 
     waiting: bool
-    agreed: bool
+    same_point: bool
     good: bool
     stream: int | None
     prepared: int
     limit: int | None
-    wish: JobRequest
+    request: JobRequest
     finite: bool
-    settled: bool
+    received_commit: bool
 
 
 class Verdict:
@@ -162,20 +162,22 @@ class Verdict:
 
     def job(self, row: int) -> JobVerdict:
         """What all ranks say about the job of that row."""
-        waiting, low, negated, good, stream, unstream, prepared, limit, wish, finite, settled = self._rows[row].tolist()
+        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received_commit = self._rows[
+            row
+        ].tolist()
         return JobVerdict(
             waiting=bool(waiting),
-            agreed=low == -negated,
+            same_point=low == -negated,
             good=bool(good),
             stream=stream if stream == -unstream else None,
             prepared=prepared,
             limit=None if limit == _NEUTRAL else limit,
-            wish=JobRequest(wish),
+            request=JobRequest(request),
             finite=bool(finite),
-            settled=bool(settled),
+            received_commit=bool(received_commit),
         )
 
-    def news(self, before: Verdict | None) -> list[int]:
+    def changed_rows(self, before: Verdict | None) -> list[int]:
         """The rows that say something else than in an earlier verdict; all of them if there were fewer in that."""
         if before is None or len(before._rows) != len(self._rows):
             return list(range(len(self._rows)))

@@ -275,7 +275,7 @@ class JobContext(JobLifecycle):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(JobRequest.STOP)
+        self._request(JobRequest.STOP)
 
     def pause(self) -> None:
         """Lets this job rest, on all ranks between the same two of its steps. Does not wait.
@@ -287,7 +287,7 @@ class JobContext(JobLifecycle):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(JobRequest.PAUSE)
+        self._request(JobRequest.PAUSE)
 
     def resume(self) -> None:
         """Lets a paused job go on, on all ranks. Does not wait.
@@ -295,19 +295,19 @@ class JobContext(JobLifecycle):
         Raises:
             JobError: `runner.run()` has not begun.
         """
-        self._wish(JobRequest.RESUME)
+        self._request(JobRequest.RESUME)
 
     @property
     def paused(self) -> bool:
         """Whether all ranks know that it is paused."""
         return self._seat is not None and self._seat.paused
 
-    def _wish(self, wish: JobRequest) -> None:
+    def _request(self, request: JobRequest) -> None:
         driver, seat = self._driver, self._seat
         if seat is None and self.how is None:
             raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
         if driver is not None and seat is not None:  # else it has left
-            driver.wish(seat, wish)
+            driver.request(seat, request)
 
 
 _END = object()

@@ -14,7 +14,7 @@ import numpy as np
 from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
-from jaxcross.interleave.messages import Leaving
+from jaxcross.interleave.messages import FinalStatus
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.prefetch import Prefetcher
@@ -140,7 +140,7 @@ class JobLifecycle:
             ExchangeError: On every rank: replicas were to be compared after this step, and differ.
             CutError: The job is to skip steps, and this one does not return its state.
         """
-        driver, outline = self._running(), self._calls.outline(compiled)
+        driver, graph = self._running(), self._calls.graph(compiled)
         execution = compiled.execution(flat_inputs)
         if self._nonfinite != "ignore":
             if self._nonfinite == "skip" and not execution.skippable and self._calls.leads(compiled):
@@ -149,19 +149,19 @@ class JobLifecycle:
         leads = self._calls.leads(compiled)
         if leads and self._resumption is not None:
             self._kept.used(flat_inputs)
-        outputs = driver.call(self._number, outline, execution, self._nonfinite, in_step=leads)
+        outputs = driver.call(self._number, graph, execution, self._nonfinite, in_step=leads)
         trains = self._calls.trains(compiled)
         if trains:
             self.step += 1
             self._count_examples()
-        if self._resumption is not None and outline.is_step:
+        if self._resumption is not None and graph.is_step:
             self._resumption.called(
                 compiled.program.name, self._feeds, trains=trains, state=self._kept.state, results=outputs
             )
         self._kept.committed(outputs, self.step)
         if trains:
             together = partial(driver.together, self._number)
-            self.replicas.stepped(self.step, local=outline.local_step, together=together)
+            self.replicas.stepped(self.step, local=graph.local_step, together=together)
         return outputs
 
     def _count_examples(self) -> None:
@@ -281,12 +281,12 @@ class JobLifecycle:
         self.close()
         driver.vacate(seat.number)
 
-    def _tell_left(self, how: Leaving, asked: bool) -> None:
+    def _tell_left(self, how: FinalStatus, asked: bool) -> None:
         how = self._really(how)
         if self._resumption is not None and (how != "stopped" or asked):
             self._resumption.left(how)
 
-    def _really(self, how: Leaving) -> Leaving:
+    def _really(self, how: FinalStatus) -> FinalStatus:
         # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
         return "stopped" if self._unwound and how == "ended" else how
 

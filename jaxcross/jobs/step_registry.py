@@ -7,7 +7,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 
 
-def outline_of(program: Program) -> StepGraph:
+def step_graph_of(program: Program) -> StepGraph:
     """What the interleaver knows of a program."""
     return StepGraph(
         kinds=tuple(s.kind for s in program.segments),
@@ -27,18 +27,18 @@ class Calls:
         training: Name of the function whose calls are the job's steps: the first step that it called. None before that.
     """
 
-    __slots__ = ("_agreed", "_outlines", "_programs", "training")
+    __slots__ = ("_agreed", "_graphs", "_programs", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
-        self._outlines: dict[int, tuple[Compiled, StepGraph]] = {}
+        self._graphs: dict[int, tuple[Compiled, StepGraph]] = {}
         self._programs: dict[int, Program] = {}
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
 
     @property
     def any(self) -> bool:
         """Whether the job has called one."""
-        return bool(self._outlines)
+        return bool(self._graphs)
 
     def first_use(self, program: Program, step: object) -> bool:
         """Whether the job has asked about no program before that is of this step (whatever stands for it), takes these
@@ -53,12 +53,12 @@ class Calls:
         self._agreed[agreed] = step  # kept alive likewise
         return new
 
-    def outline(self, compiled: Compiled) -> StepGraph:
+    def graph(self, compiled: Compiled) -> StepGraph:
         """What the interleaver knows of it."""
-        known = self._outlines.get(id(compiled))
+        known = self._graphs.get(id(compiled))
         if known is None:
             # The pair keeps `compiled` alive, hence its id unique.
-            known = self._outlines[id(compiled)] = (compiled, outline_of(compiled.program))
+            known = self._graphs[id(compiled)] = (compiled, step_graph_of(compiled.program))
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
@@ -70,8 +70,8 @@ class Calls:
 
     def leads(self, compiled: Compiled) -> bool:
         """Whether a call of it is a step of the job, if it comes through."""
-        return self.outline(compiled).is_step and self.training in (None, compiled.program.name)
+        return self.graph(compiled).is_step and self.training in (None, compiled.program.name)
 
     def forget(self) -> None:
         """Lets go of them, and of the constants that they hold; what the steps are called stays known."""
-        self._outlines, self._programs, self._agreed = {}, {}, {}
+        self._graphs, self._programs, self._agreed = {}, {}, {}

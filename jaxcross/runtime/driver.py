@@ -90,7 +90,7 @@ class Driver:
 
     def stopping(self, job: int) -> bool:
         """Whether all ranks know that somebody asked the job, or all jobs, to stop."""
-        agreed = self._interleaver.agreed
+        agreed = self._interleaver.shared
         shared = agreed.jobs.get(job)
         return agreed.stopping or (shared is not None and shared.stop)
 
@@ -110,7 +110,7 @@ class Driver:
         self._run()
         if self._fatal is not None:
             raise self._fatal
-        return self._interleaver.agreed.stopping
+        return self._interleaver.shared.stopping
 
     def _run(self) -> None:
         self._compute.start()
@@ -136,7 +136,7 @@ class Driver:
 
     def _look_at_waits(self) -> None:
         with self._lock:
-            found = {} if self._fatal is not None else self._interleaver.awaits()
+            found = {} if self._fatal is not None else self._interleaver.pending_waits()
             waits = {self.seats[job].name: wait for job, wait in found.items() if job in self.seats}
         self._job_waits.look(waits)
 
@@ -219,7 +219,7 @@ class Driver:
                 seat.paused = paused
                 seat.tell_paused(paused)
                 self.listeners.note(job=seat.name, kind="status", value="paused" if paused else "goes on")
-            case m.TextHeard(text):
+            case m.TextDelivered(text):
                 self._heard.append(text)
             case m.Finish(left_out):
                 self.left_out = left_out
@@ -262,17 +262,17 @@ class Driver:
             self.post(m.TextSubmitted(text))
         return True
 
-    def wish(self, seat: JobRecord, wish: JobRequest) -> None:
+    def request(self, seat: JobRecord, request: JobRequest) -> None:
         """Tells all ranks, in the next vote, what somebody wishes for a job. Does not wait."""
         with self._lock:
-            self.post(m.JobRequested(seat.number, seat.name, wish))
+            self.post(m.JobRequested(seat.number, seat.name, request))
 
     # For job threads.
 
     def call(
         self,
         job: int,
-        outline: StepGraph,
+        graph: StepGraph,
         execution: Execution,
         nonfinite: NonFinite = "ignore",
         *,
@@ -283,9 +283,9 @@ class Driver:
         """
         seat = self.seats[job]
         seat.calls += 1
-        seat.call = Call(seat.name, seat.calls, outline, execution, self.clock_ns(), nonfinite, in_step)
+        seat.call = Call(seat.name, seat.calls, graph, execution, self.clock_ns(), nonfinite, in_step)
         try:
-            answer = self._ask(seat, m.StepCalled(job, outline, in_step))
+            answer = self._ask(seat, m.StepCalled(job, graph, in_step))
         finally:
             seat.call = None
         assert isinstance(answer, m.StepReturned)
@@ -304,7 +304,7 @@ class Driver:
         seat.sync = work
         answer = self._ask(seat, m.SyncWanted(job, label))
         assert isinstance(answer, m.SyncReturned)
-        seat.sole = answer.sole
+        seat.sole = answer.is_only_job
         result, error = seat.sync_result
         seat.sync, seat.sync_result = None, (None, None)
         if error is not None:
@@ -359,17 +359,17 @@ class Driver:
         seat = self.seats.get(job)
         if seat is not None and seat.cause is None:
             seat.cause = error
-        what: str = call.outline.kinds[segment]
-        if segment in call.outline.after_commit:
+        what: str = call.graph.kinds[segment]
+        if segment in call.graph.after_commit:
             what += f", after the commit: this rank lacks state {instruction.step}"
         where = "in step" if call.in_step else "in a call after step"
         text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
         return m.SegmentFailed(job, instruction.call, segment, text, ejects)
 
-    def news(self) -> str:
+    def announcement(self) -> str:
         """What this rank tells all of them about jobs that may join."""
         with self._lock:
-            return self._interleaver.news()
+            return self._interleaver.announcement()
 
     def over(self) -> None:
         """The exchange lane is through."""

@@ -76,19 +76,19 @@ class Call:
         in_step: Whether it is a step of the job.
     """
 
-    __slots__ = ("called_ns", "ends_ns", "execution", "in_step", "name", "nonfinite", "number", "outline")
+    __slots__ = ("called_ns", "ends_ns", "execution", "graph", "in_step", "name", "nonfinite", "number")
 
     def __init__(
         self,
         name: str,
         number: int,
-        outline: StepGraph,
+        graph: StepGraph,
         execution: Execution,
         called_ns: int,
         nonfinite: NonFinite,
         in_step: bool = True,
     ) -> None:
-        self.name, self.number, self.outline, self.execution = name, number, outline, execution
+        self.name, self.number, self.graph, self.execution = name, number, graph, execution
         self.called_ns, self.nonfinite, self.in_step = called_ns, nonfinite, in_step
         self.ends_ns: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ class Call:
         """When the inputs of a segment that began at `start_ns` were there. An end that its lane has not noted yet is
         not earlier than that by more than a thread's delay.
         """
-        ends = (self.ends_ns.get(n, start_ns) for n in self.outline.needs[segment])
+        ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
 
 
@@ -130,11 +130,11 @@ class JobRecord:
         self.sync_result: tuple[Any, BaseException | None] = (None, None)
         self.cause: BaseException | None = None  # the first thing that went wrong on this rank
         self.error: JobError | ExchangeError | None = None
-        self.how: m.Leaving | None = None
+        self.how: m.FinalStatus | None = None
         self.left = threading.Event()
         self.paused = self.sole = False
         self.skipped = self.refusals = 0
-        self.tell_left: Callable[[m.Leaving, bool], None] = _nobody
+        self.tell_left: Callable[[m.FinalStatus, bool], None] = _nobody
         self.tell_paused: Callable[[bool], None] = _nobody
         self.abandon: Callable[[], None] = _nobody
 

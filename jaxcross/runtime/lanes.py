@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.002, 0.05
 
 
-def patience_s(level: int) -> float:
+def backoff_s(level: int) -> float:
     """How long an exchange lane without news waits before it votes all the same: it only decides when, never what."""
     return min(_FIRST_PATIENCE_S * 2**level, _LONGEST_PATIENCE_S)
 
@@ -128,7 +128,7 @@ class ComputeLane:
                 Span(
                     rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
                     start_ns=start_ns, end_ns=end_ns, ready_ns=call.ready_ns(d.segment, start_ns),
-                    in_step=call.in_step, others=d.others,
+                    in_step=call.in_step, other_calls=d.other_calls,
                 )
             )  # fmt: skip
             free_ns = end_ns
@@ -158,25 +158,25 @@ class ExchangeLane:
 
     def _work(self) -> None:
         ask_for_short_slices()
-        patience = None
+        backoff = None
         while True:
             try:
-                item = self._todo.get(timeout=patience)
+                item = self._todo.get(timeout=backoff)
             except Empty:
-                patience = None
-                self._driver.post(m.PatienceElapsed())
+                backoff = None
+                self._driver.post(m.BackoffElapsed())
                 continue
             if item is None:
                 return
             instruction, call = item
             del item
-            patience = None
+            backoff = None
             match instruction:
                 case m.Finish():
                     self._driver.over()
                     return
                 case m.Backoff(level):
-                    patience = patience_s(level)
+                    backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
                     assert call is not None
@@ -198,7 +198,7 @@ class ExchangeLane:
                 zero = True
         if zero:
             execution.zero_inputs(segment)
-        nbytes = call.outline.nbytes[segment] if call.outline.nbytes else 0
+        nbytes = call.graph.nbytes[segment] if call.graph.nbytes else 0
         start_ns = driver.clock_ns()
         with driver.world.watching(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
@@ -208,7 +208,17 @@ class ExchangeLane:
         call.ends_ns[segment] = end_ns
         ready_ns = call.ready_ns(segment, start_ns)
         self._span(
-            "collective", start_ns, end_ns, ready_ns, call.name, x.step, segment, nbytes, label, call.in_step, x.others
+            "collective",
+            start_ns,
+            end_ns,
+            ready_ns,
+            call.name,
+            x.step,
+            segment,
+            nbytes,
+            label,
+            call.in_step,
+            x.other_calls,
         )
         if not zero and (what := execution.branch_mismatch(segment)) is not None:
             driver.post(driver.segment_failed(x, call, ExchangeError(what)))
@@ -237,7 +247,7 @@ class ExchangeLane:
             case m.GatherAnnouncements():
                 job, label = "", "news"
                 with world.watching(job="", step=0, segment=-1, what="news of jobs"):
-                    event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.news())))
+                    event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
             case m.RunSync(number):
                 seat = driver.seats[number]
                 job, label = seat.name, TOGETHER
@@ -265,12 +275,12 @@ class ExchangeLane:
 
     def _span(
         self, kind: SpanKind, start_ns: int, end_ns: int, ready_ns: int, job: str, step: int, segment: int, nbytes: int,
-        label: str, in_step: bool = True, others: int = 0,
+        label: str, in_step: bool = True, other_calls: int = 0,
     ) -> None:  # fmt: skip
         self._driver.listeners.span(
             Span(
                 rank=self._driver.world.rank, job=job, step=step, segment=segment, kind=kind, lane=0,
                 start_ns=start_ns, end_ns=end_ns, ready_ns=ready_ns, nbytes=nbytes, label=label,
-                in_step=in_step, others=others,
+                in_step=in_step, other_calls=other_calls,
             )
         )  # fmt: skip

@@ -16,13 +16,13 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.step_registry import outline_of
+from jaxcross.jobs.step_registry import step_graph_of
 from jaxcross.jobs.thread import JobThread, current_job
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.job_record import JobRecord
-from jaxcross.runtime.lanes import LaneThread, patience_s
+from jaxcross.runtime.lanes import LaneThread, backoff_s
 
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):
@@ -272,23 +272,23 @@ def test_hooks_that_nobody_overrides_are_not_called():
     assert len(listeners._span) == len(listeners._note) == 1
 
 
-def test_outlines_follow_the_program():
-    outline = outline_of(plain_program(exchanges=2, shape=(4,)))
-    assert outline.kinds == ("compute", "collective", "compute", "collective", "compute")
-    assert outline.needs == ((), (0,), (1,), (2,), (3,))
-    assert outline.after_commit == {4}
-    assert outline.nbytes == (0, 16, 0, 16, 0)
-    assert outline.signature == outline_of(plain_program("other", exchanges=2, shape=(4,))).signature
-    assert outline.signature != outline_of(plain_program(exchanges=1, shape=(4,))).signature
-    alone = outline_of(plain_program(exchanges=0))
+def test_step_graphs_follow_the_program():
+    graph = step_graph_of(plain_program(exchanges=2, shape=(4,)))
+    assert graph.kinds == ("compute", "collective", "compute", "collective", "compute")
+    assert graph.needs == ((), (0,), (1,), (2,), (3,))
+    assert graph.after_commit == {4}
+    assert graph.nbytes == (0, 16, 0, 16, 0)
+    assert graph.signature == step_graph_of(plain_program("other", exchanges=2, shape=(4,))).signature
+    assert graph.signature != step_graph_of(plain_program(exchanges=1, shape=(4,))).signature
+    alone = step_graph_of(plain_program(exchanges=0))
     assert alone.collectives == () and not alone.is_step
-    assert outline.is_step and not outline.local_step
+    assert graph.is_step and not graph.local_step
 
 
 def test_patience_is_bounded():
-    assert patience_s(0) == 0.002
-    assert all(a <= b for a, b in zip(map(patience_s, range(16)), map(patience_s, range(1, 17)), strict=True))
-    assert patience_s(16) == 0.05
+    assert backoff_s(0) == 0.002
+    assert all(a <= b for a, b in zip(map(backoff_s, range(16)), map(backoff_s, range(1, 17)), strict=True))
+    assert backoff_s(16) == 0.05
 
 
 def test_explanations():

@@ -494,7 +494,7 @@ def test_many_jobs_come_and_go_and_nothing_of_them_stays():
             for n in range(60):
                 one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
                 until(job, step, one.left.is_set)
-                peak.append((len(driver.seats), driver._interleaver.agreed.rows, len(driver._threads)))
+                peak.append((len(driver.seats), driver._interleaver.shared.rows, len(driver._threads)))
 
         runner.add("a", parent, step=make_step(world, "a"))
         runner.run()
@@ -539,12 +539,12 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(options):
 
     skips = Job("skips", step, state(), batches(1, 4), nonfinite="skip")
     never = Job("never", step, state(), (b for k, b in enumerate(batches()) if k not in (1, 4)), nonfinite="skip")
-    beside = Job("beside", step, state(), batches())
-    report = run([skips, never, beside], world=world)
+    still_open = Job("beside", step, state(), batches())
+    report = run([skips, never, still_open], world=world)
     alone = state()
     for batch in batches():
         alone, _ = step(alone, batch)
-    for one, other in ((skips, never), (beside, None)):
+    for one, other in ((skips, never), (still_open, None)):
         assert all(
             np.array_equal(a, b) for a, b in zip(one.state, alone if other is None else other.state, strict=True)
         )

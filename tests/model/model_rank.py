@@ -53,7 +53,7 @@ class RankModel:
         self.scripts = dict(enumerate(case.scripts[rank]))
         jobs = len(self.scripts)
         self.interleaver = case.make(jobs, case.policy, case.depth)
-        self.interleaver.agreed.opening = case.opening
+        self.interleaver.shared.opening = case.opening
         self.spec = Spec(jobs)
         self.threads = {job: _Thread() for job in range(jobs)}
         self.joining: dict[str, Script] = {}  # added here
@@ -146,7 +146,7 @@ class RankModel:
                 self._post(self.rest.popleft())
             case ("patience",):
                 self.patient = False
-                self._post(m.PatienceElapsed())
+                self._post(m.BackoffElapsed())
             case ("late",):
                 x, self.late = self.late, None
                 assert x is not None
@@ -159,7 +159,7 @@ class RankModel:
                 self._add(wanted, dict(self.case.submitted)[wanted])
             case ("gather",):
                 self.gathers = False
-                self._arrive(("gather",), self.interleaver.news())
+                self._arrive(("gather",), self.interleaver.announcement())
             case ("person",) | ("outside",):
                 what = self.outside.popleft()
                 if isinstance(what, Add):
@@ -229,8 +229,8 @@ class RankModel:
                             thread.does = "runs"
                             return None
                     continue
-                case Step(outline):
-                    return self._post(m.StepCalled(job, outline))
+                case Step(graph):
+                    return self._post(m.StepCalled(job, graph))
                 case Batch(stream, index):
                     return self._post(m.BatchWanted(job, stream, index))
                 case Sync(label):
@@ -249,7 +249,7 @@ class RankModel:
         instructions = self.interleaver.handle(event)
         self.interleaver.check()
         # How long a lane is patient, and what tells a hang, changes nothing that may happen: it would multiply states.
-        self.interleaver._fruitless = self.interleaver._moves = 0
+        self.interleaver._idle_votes = self.interleaver._moves = 0
         for instruction in instructions:
             self.spec.told(instruction)
             self._follow(instruction)
@@ -274,7 +274,7 @@ class RankModel:
             case m.Dispatch():
                 self._dispatch(instruction)
             case m.RunExchange(job, call, step, segment, zero):
-                needs = self.spec.call(job).outline.needs[segment]
+                needs = self.spec.call(job).graph.needs[segment]
                 if not zero and any((job, call, need) in self.broken for need in needs):
                     self.late = instruction
                 else:
@@ -287,7 +287,7 @@ class RankModel:
                 self._arrive(("sync", job))
             case m.GatherAnnouncements():
                 self.gathers = True
-            case m.TextHeard(text):
+            case m.TextDelivered(text):
                 self.heard.append(text)
             case m.JobJoined(job, wanted):
                 self.scripts[job], self.threads[job] = self.joining.pop(wanted), _Thread()
@@ -312,7 +312,7 @@ class RankModel:
         key = (d.job, d.call, d.segment)
         action = self._step(d.job)
         # Whoever needs what failed fails the same way.
-        ways = [self.broken.get((d.job, d.call, need)) for need in action.outline.needs[d.segment]]
+        ways = [self.broken.get((d.job, d.call, need)) for need in action.graph.needs[d.segment]]
         how = action.fails.get(d.segment) or next(filter(None, ways), None)
         if how is not None:
             self.broken[key] = how

@@ -19,7 +19,7 @@ from jaxcross.interleave.step_graph import StepGraph
 class SpecCall:
     """One call of a step, as seen from outside."""
 
-    outline: StepGraph
+    graph: StepGraph
     issued: set[int] = field(default_factory=set)
     exchanged: list[int] = field(default_factory=list)
     infinite: bool = False  # this rank has found values that are not finite, and keeps the state
@@ -65,8 +65,8 @@ class Spec:
     def happened(self, event: m.Event) -> None:
         """To be told of every event before the interleaver is."""
         match event:
-            case m.StepCalled(job, outline):
-                self.calls[job] = SpecCall(outline)
+            case m.StepCalled(job, graph):
+                self.calls[job] = SpecCall(graph)
             case m.SegmentFailed(job) | m.JobRaised(job) if job not in self.finished:
                 self.failed.add(job)
             case m.BatchPrepared(job, stream, count):
@@ -93,7 +93,7 @@ class Spec:
         for job, call in self.calls.items():
             if call.committed or call.doomed or job in self.finished:
                 continue
-            if call.outline.collectives and len(call.exchanged) == len(call.outline.collectives):
+            if call.graph.collectives and len(call.exchanged) == len(call.graph.collectives):
                 call.doomed = job in failed
                 call.committed = not call.doomed
                 call.skipped = job in infinite
@@ -113,31 +113,31 @@ class Spec:
                 call = self.call(job)
                 self._must(job not in self.failed, instruction, "its job has failed here")
                 self._must(segment not in call.issued, instruction, "it was dispatched before")
-                self._must(call.outline.kinds[segment] == "compute", instruction, "it is an exchange")
-                self._must(set(call.outline.needs[segment]) <= call.done, instruction, "its inputs are not there")
-                early = segment in call.outline.after_commit and not call.committed
+                self._must(call.graph.kinds[segment] == "compute", instruction, "it is an exchange")
+                self._must(set(call.graph.needs[segment]) <= call.done, instruction, "its inputs are not there")
+                early = segment in call.graph.after_commit and not call.committed
                 self._must(not early, instruction, "it overwrites the state of a step that is not committed")
-                kept = segment in call.outline.after_commit and call.skipped != call.told
+                kept = segment in call.graph.after_commit and call.skipped != call.told
                 self._must(not kept, instruction, f"its step is skipped: {call.skipped}, but told so: {call.told}")
                 call.issued.add(segment)
             case m.RunExchange(job, _, step, segment, zero):
                 call = self.call(job)
-                order = call.outline.collectives
+                order = call.graph.collectives
                 at = len(call.exchanged)
                 self._must(at < len(order) and segment == order[at], instruction, f"exchange {at} of {order} is next")
                 made = self.steps[job] + self.ahead.get(job, 0)
                 self._must(step == made + 1, instruction, f"{made} steps are made")
                 self._must(zero == (job in self.failed), instruction, "zeros are for a job that has failed here")
-                ready = zero or set(call.outline.needs[segment]) <= call.done
+                ready = zero or set(call.graph.needs[segment]) <= call.done
                 self._must(ready, instruction, "its inputs are not there")
             case m.SkipStep(job):
                 self.call(job).told = True
             case m.StepReturned(job, step, skipped):
                 call = self.call(job)
                 self._must(skipped == call.skipped, instruction, f"its step is skipped: {call.skipped}")
-                self._must(len(call.done) == len(call.outline.kinds), instruction, "segments are missing")
-                self._must(call.committed or not call.outline.collectives, instruction, "it is not committed")
-                self.ahead[job] = self.ahead.get(job, 0) + call.outline.local_step
+                self._must(len(call.done) == len(call.graph.kinds), instruction, "segments are missing")
+                self._must(call.committed or not call.graph.collectives, instruction, "it is not committed")
+                self.ahead[job] = self.ahead.get(job, 0) + call.graph.local_step
                 made = self.steps[job] + self.ahead[job]
                 self._must(step == made, instruction, f"{made} steps are made")
                 del self.calls[job]

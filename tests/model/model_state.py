@@ -99,7 +99,7 @@ def _describer(kind: type) -> Callable[[Any], Any]:
         return lambda value: value._vector.tobytes()
     if kind is Verdict:
         return lambda value: (value.stop, value.gather, np.ascontiguousarray(value._rows).tobytes())
-    if kind is StepGraph or hasattr(kind, "share"):  # a policy: like an outline, one object for the whole search
+    if kind is StepGraph or hasattr(kind, "share"):  # a policy: like a step graph, one object for the whole search
         return id
     slots = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else _slots(kind)
     label = kind.__name__

@@ -117,7 +117,7 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
     assert m.Dispatch(0, 1, 1, 2) in out
     assert feed(one, m.SegmentDispatched(0, 1, 2)) == [m.StepReturned(0, 1)]
     # Meanwhile the lane is patient, not hot; the job is stopped when it calls again.
-    out = vote(one, feed(one, m.PatienceElapsed()))
+    out = vote(one, feed(one, m.BackoffElapsed()))
     assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StepCalled(0, PLAIN)))
     assert m.JobFinished(0, "stopped", 1) in out
@@ -127,7 +127,7 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
 def test_stop_reaches_a_job_of_which_nothing_else_is_new():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
-    out = vote(one, feed(one, m.PatienceElapsed()))  # it was said that the job waits, and nothing came of it
+    out = vote(one, feed(one, m.BackoffElapsed()))  # it was said that the job waits, and nothing came of it
     assert kinds(out) == ["Backoff"]
     out = vote(one, feed(one, m.StopRequested()))
     assert [m.JobFinished(0, "stopped", 0), m.Raised(0)] == out[:2]
@@ -136,11 +136,11 @@ def test_stop_reaches_a_job_of_which_nothing_else_is_new():
 
 def test_a_loop_that_begins_ends_those_that_are_not_read_beside_it():
     one = Interleaver(1, RoundRobin())
-    mine, shared = one._jobs[0], one.agreed.jobs[0]
+    mine, shared = one._jobs[0], one.shared.jobs[0]
     feed(one, m.RunStarted())
-    for stream, beside, known in [(0, (), {0}), (1, (0,), {0, 1}), (2, (0,), {0, 1, 2}), (3, (0, 2), {0, 2, 3})]:
+    for stream, still_open, known in [(0, (), {0}), (1, (0,), {0, 1}), (2, (0,), {0, 1, 2}), (3, (0, 2), {0, 2, 3})]:
         prepared = (m.BatchPrepared(0, stream, 2), m.StreamEnded(0, stream, 2))
-        out = feed(one, m.StreamBegun(0, beside), *prepared, m.BatchWanted(0, stream, 0))
+        out = feed(one, m.StreamBegun(0, still_open), *prepared, m.BatchWanted(0, stream, 0))
         assert m.BatchGranted(0, True) in vote(one, out)
         # The job has read stream 1 last when 2 begins: ballots speak of it until 2 is asked for.
         assert mine.prepared.keys() == mine.limits.keys() == shared.streams.keys() == known
@@ -164,7 +164,7 @@ def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
     assert one.finished
 
 
-def test_an_outline_refuses_an_exchange_that_waits_for_its_own_commit():
+def test_a_step_graph_refuses_an_exchange_that_waits_for_its_own_commit():
     with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
         StepGraph(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
     with pytest.raises(ValueError, match="segment 0 needs"):
@@ -190,9 +190,9 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     )
     assert kinds(out) == ["StartJob", "Backoff", "CastVote"]
     assert vote(one, out) == [m.GatherAnnouncements()]
-    out = feed(one, m.AnnouncementsGathered((one.news(),)))
+    out = feed(one, m.AnnouncementsGathered((one.announcement(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
-    out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.PatienceElapsed()))
+    out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.BackoffElapsed()))
     assert out[:2] == [m.JobFinished(1, "stopped", 0, asked=True), m.Raised(1)]  # a stop is for good
 
 
@@ -215,7 +215,7 @@ def test_a_paused_job_dispatches_nothing_for_its_next_step():
     out = vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert m.JobPaused(0, True) in out
     assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, PLAIN)))
-    vote(one, feed(one, m.PatienceElapsed()))
+    vote(one, feed(one, m.BackoffElapsed()))
     out = vote(one, feed(one, m.JobRequested(0, "", JobRequest.RESUME)))
     assert out[:2] == [m.JobPaused(0, False), m.Dispatch(0, 1, 1, 0)]
 
@@ -240,53 +240,53 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
 def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
-    assert one.awaits() == {}  # its own code
+    assert one.pending_waits() == {}  # its own code
     feed(one, m.BatchWanted(0, 0, 0))
-    assert one.awaits() == {0: Wait(1, "batch 1 of data 1", own=True)}
+    assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1", own=True)}
     feed(one, m.BatchDropped(0), m.BatchDropped(0))
-    assert one.awaits() == {0: Wait(1, "batch 1 of data 1", own=True, moved=2)}
+    assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1", own=True, moved=2)}
     out = feed(one, m.BatchPrepared(0, 0, 1))
-    assert one.awaits() == {0: Wait(1, "batch 1 of data 1")}  # it has it; have the others?
+    assert one.pending_waits() == {0: Wait(1, "batch 1 of data 1")}  # it has it; have the others?
     assert m.BatchGranted(0, True) in vote(one, out)
     out = feed(one, m.StepCalled(0, PLAIN))
-    assert one.awaits() == {0: Wait(1, "call of the step", moved=1)}
+    assert one.pending_waits() == {0: Wait(1, "call of the step", moved=1)}
     vote(one, out)
-    assert one.awaits() == {}  # an exchange is to come, which is watched itself
+    assert one.pending_waits() == {}  # an exchange is to come, which is watched itself
     feed(one, m.SegmentDispatched(0, 1, 0), m.SegmentCompleted(0, 1, 0))
     vote(one, feed(one, m.ExchangeDone(0, 1)))
-    assert one.awaits() == {0: Wait(1, "end of the step", own=True, moved=1)}
+    assert one.pending_waits() == {0: Wait(1, "end of the step", own=True, moved=1)}
     feed(one, m.SegmentDispatched(0, 1, 2), m.SegmentCompleted(0, 1, 2))
-    assert one.awaits() == {}
+    assert one.pending_waits() == {}
     out = feed(one, m.SyncWanted(0, "owners agree\nand more"))
-    assert one.awaits() == {0: Wait(2, "owners agree", moved=1)}
+    assert one.pending_waits() == {0: Wait(2, "owners agree", moved=1)}
     feed(one, m.JobRaised(0, "no more"))
-    assert one.awaits() == {0: Wait(2, "other ranks, to leave")}
+    assert one.pending_waits() == {0: Wait(2, "other ranks, to leave")}
 
 
 def test_the_end_of_a_job_may_wait_for_whatever_moves_on():
     here, there = ranks = [Interleaver(2, RoundRobin()) for _ in range(2)]
     last = [feed(here, m.RunStarted(), m.JobReturned(0)), feed(there, m.RunStarted())]
-    before = here.awaits()[0]
+    before = here.pending_waits()[0]
     assert before.what == "end of the job"
     for n, rank in enumerate(ranks):
         last[n] += feed(rank, m.StepCalled(1, PLAIN))
     for _ in range(2):  # in the first nothing happens, in the second job 1 is admitted
-        assert here.awaits()[0] == before
-        ballots = [next(i.ballot for i in [*out, *feed(rank, m.PatienceElapsed())] if isinstance(i, m.CastVote))
+        assert here.pending_waits()[0] == before
+        ballots = [next(i.ballot for i in [*out, *feed(rank, m.BackoffElapsed())] if isinstance(i, m.CastVote))
                    for rank, out in zip(ranks, last, strict=True)]  # fmt: skip
         last = [feed(rank, m.VoteDone(tally(ballots))) for rank in ranks]
-    assert here.awaits()[0].moved > before.moved
-    assert there.awaits() == {}
+    assert here.pending_waits()[0].moved > before.moved
+    assert there.pending_waits() == {}
 
 
 def test_who_is_held_is_not_awaited():
-    for policy, wishes in ((Sequential(), ()), (RoundRobin(), (m.JobRequested(1, "b", JobRequest.PAUSE),))):
+    for policy, requests in ((Sequential(), ()), (RoundRobin(), (m.JobRequested(1, "b", JobRequest.PAUSE),))):
         one = Interleaver(2, policy)
-        out = feed(one, m.RunStarted(), *wishes)
-        if wishes:
+        out = feed(one, m.RunStarted(), *requests)
+        if requests:
             out = vote(one, out)
         feed(one, m.StepCalled(1, PLAIN))
-        assert one.awaits() == {}
+        assert one.pending_waits() == {}
 
 
 def test_a_job_that_fails_behind_local_calls_left_after_its_last_step():

@@ -33,13 +33,13 @@ def backward_pass(segments: int) -> StepGraph:
     )  # fmt: skip
 
 
-def calls_a_segment(outline: StepGraph, jobs: int, steps: int) -> float:
+def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
     """Calls of Python functions and iterations of generators in the interleavers, over all segments of all jobs."""
-    segments = len(outline.kinds)
+    segments = len(graph.kinds)
 
     def script() -> Iterator[Any]:
         for _ in range(steps):
-            yield Step(outline, (1e-3,) * segments)
+            yield Step(graph, (1e-3,) * segments)
 
     simulation = Simulation(
         [[script() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
@@ -60,15 +60,15 @@ def calls_a_segment(outline: StepGraph, jobs: int, steps: int) -> float:
     return counted / (segments * jobs * steps)
 
 
-@pytest.mark.parametrize("outline", [chain, backward_pass])
-def test_a_segment_costs_the_same_in_a_long_step(outline: Any) -> None:
-    short, long = (calls_a_segment(outline(n), jobs=2, steps=2) for n in (51, 801))
+@pytest.mark.parametrize("graph", [chain, backward_pass])
+def test_a_segment_costs_the_same_in_a_long_step(graph: Any) -> None:
+    short, long = (calls_a_segment(graph(n), jobs=2, steps=2) for n in (51, 801))
     assert long <= 1.1 * short
 
 
-@pytest.mark.parametrize(("outline", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
-def test_a_segment_costs_about_the_same_beside_many_jobs(outline: StepGraph, steps: int, most: float) -> None:
-    few, many = (calls_a_segment(outline, jobs=k, steps=steps) for k in (4, 64))
+@pytest.mark.parametrize(("graph", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
+def test_a_segment_costs_about_the_same_beside_many_jobs(graph: StepGraph, steps: int, most: float) -> None:
+    few, many = (calls_a_segment(graph, jobs=k, steps=steps) for k in (4, 64))
     assert many <= most * few
 
 

@@ -19,7 +19,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 PARTS = pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 
 
-def random_outline(rng: random.Random, signature: int) -> StepGraph:
+def random_graph(rng: random.Random, signature: int) -> StepGraph:
     """Exchanges that depend on each other through random compute segments, then an update after the commit."""
     kinds, needs = [], []
     for _ in range(rng.randint(1, 4)):
@@ -36,7 +36,7 @@ def random_outline(rng: random.Random, signature: int) -> StepGraph:
     return StepGraph(kinds=tuple(kinds), needs=tuple(needs), after_commit=after, signature=signature, text="x")
 
 
-def local_outline(rng: random.Random) -> StepGraph:
+def local_graph(rng: random.Random) -> StepGraph:
     n = rng.randint(1, 3)
     return StepGraph(kinds=("compute",) * n, needs=tuple((i - 1,) if i else () for i in range(n)))
 
@@ -46,9 +46,9 @@ def random_case(rng: random.Random):
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 4)
     plans = []
     for job in range(jobs):
-        variants = [random_outline(rng, 10 * job + v) for v in range(rng.randint(1, 2))]
+        variants = [random_graph(rng, 10 * job + v) for v in range(rng.randint(1, 2))]
         plans.append([rng.choice(variants) for _ in range(rng.randint(0, 5))])
-    locals_ = [local_outline(rng) for _ in range(jobs)]
+    locals_ = [local_graph(rng) for _ in range(jobs)]
     return ranks, jobs, plans, locals_
 
 
@@ -64,7 +64,7 @@ def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segmen
         for n in range(len(plan)):
             at += duration(rng)
             yield Prepare(at, 0, n + 1, n + 1 == len(plan))
-    for n, outline in enumerate(plan):
+    for n, graph in enumerate(plan):
         if data and not (yield Batch(0, n)):
             return
         yield Think(duration(rng))
@@ -73,12 +73,12 @@ def script(rng: random.Random, plan, local, *, fault=None, fault_step=-1, segmen
         if n == fault_step and fault == "return":
             return
         if n == fault_step and fault == "other":
-            outline = StepGraph(kinds=outline.kinds, needs=outline.needs, signature=99, text="y")
+            graph = StepGraph(kinds=graph.kinds, needs=graph.needs, signature=99, text="y")
         fails = {}
         if n == fault_step and fault == "segment":
-            compute = [i for i, kind in enumerate(outline.kinds) if kind == "compute"]
+            compute = [i for i, kind in enumerate(graph.kinds) if kind == "compute"]
             fails = {compute[segment % len(compute)]: how} if compute else {}
-        yield Step(outline, tuple(duration(rng) for _ in outline.kinds), fails)
+        yield Step(graph, tuple(duration(rng) for _ in graph.kinds), fails)
         if n % 2:
             yield Step(local, tuple(duration(rng) for _ in local.kinds))
         if n == 2:
@@ -90,7 +90,7 @@ def run(rng: random.Random, ranks, scripts, policy, stop_at_s=None):
     return Simulation(
         scripts, policy=policy, depth=rng.randint(1, 3),
         exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(), vote_s=rng.choice((0.0, 0.01)),
-        patience_s=lambda level: min(0.02 * 2**level, 1.0), stop_at_s=stop_at_s,
+        backoff_s=lambda level: min(0.02 * 2**level, 1.0), stop_at_s=stop_at_s,
     ).run()  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def exchanges_of(result, job):
 
 
 def expected_exchanges(plan):
-    return [(n + 1, segment) for n, outline in enumerate(plan) for segment in outline.collectives]
+    return [(n + 1, segment) for n, graph in enumerate(plan) for segment in graph.collectives]
 
 
 @PARTS
@@ -137,7 +137,7 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
     rng = random.Random(seed)
     ranks, jobs, plans, locals_ = random_case(rng)
     guilty_rank, guilty = rng.randrange(ranks), rng.randrange(jobs)
-    plan = plans[guilty] = plans[guilty] or [random_outline(rng, 5)]
+    plan = plans[guilty] = plans[guilty] or [random_graph(rng, 5)]
     at, segment = rng.randrange(len(plan)), rng.randrange(9)
     scripts = [
         [
@@ -184,9 +184,9 @@ def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(part, seed):
     rng = random.Random(seed)
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 3)
     lengths = [[rng.randint(0, 5) for _ in range(jobs)] for _ in range(ranks)]
-    outlines = [random_outline(rng, job) for job in range(jobs)]
+    graphs = [random_graph(rng, job) for job in range(jobs)]
 
-    def loop(rng, length, outline):
+    def loop(rng, length, graph):
         at = 0.0
         for n in range(length):
             at += duration(rng)
@@ -196,12 +196,12 @@ def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(part, seed):
         n = 0
         while (yield Batch(0, n)):
             assert n < length
-            yield Step(outline, tuple(duration(rng) for _ in outline.kinds))
+            yield Step(graph, tuple(duration(rng) for _ in graph.kinds))
             n += 1
         yield Think(duration(rng))
 
     scripts = [
-        [loop(random.Random(f"{seed} {r} {j}"), lengths[r][j], outlines[j]) for j in range(jobs)] for r in range(ranks)
+        [loop(random.Random(f"{seed} {r} {j}"), lengths[r][j], graphs[j]) for j in range(jobs)] for r in range(ranks)
     ]
     for result in run(rng, ranks, scripts, RoundRobin()):
         assert result.steps == [min(lengths[r][job] for r in range(ranks)) for job in range(jobs)]
@@ -234,11 +234,11 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(part, seed, stop_at_s):
 )
 def test_round_robin_reaches_the_bound_after_start_up(part, times, ranks):
     steps = 30
-    outline = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+    graph = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
 
     def loop(c):
         for _ in range(steps):
-            yield Step(outline, (c, 0.0))
+            yield Step(graph, (c, 0.0))
 
     scripts = [[loop(c) for c, _ in times] for _ in range(ranks)]
     end = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda job, *_: times[job][1], check=False).run()[0].end_s

@@ -45,6 +45,6 @@ def test_a_job_that_never_returns_is_noticed():
 
 def test_ranks_that_meet_in_different_slots_are_noticed():
     simulation = Simulation([[loop(2)], [loop(2)]], policy=RoundRobin())
-    simulation._ranks[1].interleaver.agreed.commit = 0  # as if this rank alone had made an exchange
+    simulation._ranks[1].interleaver.shared.commit = 0  # as if this rank alone had made an exchange
     with pytest.raises((InternalError, AssertionError)):
         simulation.run()

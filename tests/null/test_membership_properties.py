@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 END_S = 60.0  # when all that is paused goes on
 
 
-def outline(exchanges, signature):
+def graph(exchanges, signature):
     """compute, exchange, ..., and an update after the commit."""
     kinds, needs = [], []
     for n in range(exchanges):
@@ -67,13 +67,13 @@ class Case:
     def __init__(self, seed):
         self.seed, rng = seed, random.Random(seed)
         self.rng, self.ranks, self.jobs = rng, rng.randint(1, 4), rng.randint(1, 3)
-        self.joiners = [f"j{n}" for n in range(rng.randint(0, 4))]
+        self.pending = [f"j{n}" for n in range(rng.randint(0, 4))]
         self.plans = {
-            name: [outline(rng.randint(1, 3), rng.randrange(9)) for _ in range(rng.randint(1, 5))]
-            for name in (*map(str, range(self.jobs)), *self.joiners)
+            name: [graph(rng.randint(1, 3), rng.randrange(9)) for _ in range(rng.randint(1, 5))]
+            for name in (*map(str, range(self.jobs)), *self.pending)
         }
-        self.by_job = [name for name in self.joiners if rng.random() < 0.5]  # added by job 0, before its last step
-        self.submitted = [name for name in self.joiners if name not in self.by_job and rng.random() < 0.3]
+        self.by_job = [name for name in self.pending if rng.random() < 0.5]  # added by job 0, before its last step
+        self.submitted = [name for name in self.pending if name not in self.by_job and rng.random() < 0.3]
         self.faults = {}
 
     def script(self, rank, name):
@@ -85,19 +85,19 @@ class Case:
         fault = self.faults.get(name, (-1, -1))
         return script(rng, self.plans[name], fails_at=fault[1] if fault[0] == rank else -1, adds=adds)
 
-    def run(self, policy, wishes=(), **options):
+    def run(self, policy, requests=(), **options):
         salt, rng = self.rng.random(), self.rng
         adds = [
             (10 * rng.random(), rank, name, self.script(rank, name))
-            for name in self.joiners if name not in self.by_job and name not in self.submitted
+            for name in self.pending if name not in self.by_job and name not in self.submitted
             for rank in range(self.ranks)
         ]  # fmt: skip
         return Simulation(
             [[self.script(rank, str(job)) for job in range(self.jobs)] for rank in range(self.ranks)],
-            policy=policy, depth=rng.randint(1, 3), vote_s=rng.choice((0.0, 0.01)), wishes=wishes, adds=adds,
+            policy=policy, depth=rng.randint(1, 3), vote_s=rng.choice((0.0, 0.01)), requests=requests, adds=adds,
             exchange_s=lambda *slot: random.Random(f"{slot}{salt}").random(),
             submits=[(10 * rng.random(), name) for name in self.submitted], submitted=self.script,
-            patience_s=lambda level: min(0.02 * 2**level, 1.0), **options,
+            backoff_s=lambda level: min(0.02 * 2**level, 1.0), **options,
         ).run()  # fmt: skip
 
     def policy(self):
@@ -129,7 +129,7 @@ def test_jobs_join_once_every_rank_has_added_them(seed):
     # Only a job that was added from outside may have come too late; then it came too late everywhere.
     assert set(case.by_job) <= set(names.values())
     for each in results:
-        assert set(each.left_out) <= set(case.joiners) - set(names.values())
+        assert set(each.left_out) <= set(case.pending) - set(names.values())
 
 
 @settings(max_examples=150, deadline=None)
@@ -137,18 +137,18 @@ def test_jobs_join_once_every_rank_has_added_them(seed):
 def test_wishes_and_failures_take_effect_between_the_same_two_steps_everywhere(seed):
     case = Case(seed)
     rng = case.rng
-    everybody = range(case.jobs + len(case.joiners))
-    wishes = [
+    everybody = range(case.jobs + len(case.pending))
+    requests = [
         (20 * rng.random(), rng.randrange(case.ranks), rng.choice(everybody), rng.choice(list(JobRequest)[:3]))
         for _ in range(rng.randint(0, 6))
     ]
-    wishes += [(END_S, rng.randrange(case.ranks), job, JobRequest.RESUME) for job in everybody]
+    requests += [(END_S, rng.randrange(case.ranks), job, JobRequest.RESUME) for job in everybody]
     for name in rng.sample(sorted(case.plans), rng.randint(0, min(2, len(case.plans)))):
         case.faults[name] = (rng.randrange(case.ranks), rng.randrange(len(case.plans[name])))
-    results = case.run(case.policy(), wishes)
+    results = case.run(case.policy(), requests)
     check_equal(results)
     result, names = results[0], case.names(results[0])
-    stopped = {job for _, _, job, wish in wishes if wish is JobRequest.STOP}
+    stopped = {job for _, _, job, request in requests if request is JobRequest.STOP}
     for job, name in names.items():
         how, steps = result.finished[job][0], result.steps[job]
         assert exchanges_of(result, job) == expected(case.plans[name][:steps])
@@ -169,19 +169,19 @@ def test_wishes_and_failures_take_effect_between_the_same_two_steps_everywhere(s
 
 def endless():
     while True:
-        yield Step(outline(1, 1), (0.1, 0.0, 0.0))
+        yield Step(graph(1, 1), (0.1, 0.0, 0.0))
 
 
 def test_one_ranks_wish_is_enough_and_a_pause_wins_over_a_resume():
-    plan = [outline(1, 1)] * 3
-    wishes = [
+    plan = [graph(1, 1)] * 3
+    requests = [
         (0.0, 1, 0, JobRequest.PAUSE),
         (0.0, 0, 0, JobRequest.RESUME),
         (50.0, 0, 0, JobRequest.RESUME),
         (3.0, 2, 1, JobRequest.STOP),
     ]
     scripts = [[script(random.Random(rank), plan), endless()] for rank in range(3)]
-    results = Simulation(scripts, policy=RoundRobin(), wishes=wishes).run()
+    results = Simulation(scripts, policy=RoundRobin(), requests=requests).run()
     check_equal(results)
     assert [(job, paused) for job, paused, _ in results[0].paused] == [(0, True), (0, False)]
     assert results[0].finished == {0: ("ended", ()), 1: ("stopped", ())}
@@ -190,8 +190,8 @@ def test_one_ranks_wish_is_enough_and_a_pause_wins_over_a_resume():
 
 
 def test_while_all_are_paused_the_lanes_rest():
-    wishes = [(1.0, 0, 0, JobRequest.PAUSE), (101.0, 1, 0, JobRequest.RESUME), (102.0, 1, 0, JobRequest.STOP)]
-    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), wishes=wishes).run()
+    requests = [(1.0, 0, 0, JobRequest.PAUSE), (101.0, 1, 0, JobRequest.RESUME), (102.0, 1, 0, JobRequest.STOP)]
+    results = Simulation([[endless()], [endless()]], policy=RoundRobin(), requests=requests).run()
     check_equal(results)
     pause, go_on = (slot for _, _, slot in results[0].paused)
     rest = results[0].slots[pause:go_on]
@@ -200,16 +200,16 @@ def test_while_all_are_paused_the_lanes_rest():
 
 
 def test_a_paused_job_can_be_stopped_and_one_that_has_not_begun():
-    wishes = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
-    scripts = [[endless(), script(random.Random(rank), [outline(2, 1)] * 4), endless()] for rank in range(2)]
-    results = Simulation(scripts, policy=Sequential(), wishes=wishes).run()
+    requests = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
+    scripts = [[endless(), script(random.Random(rank), [graph(2, 1)] * 4), endless()] for rank in range(2)]
+    results = Simulation(scripts, policy=Sequential(), requests=requests).run()
     check_equal(results)
     assert {job: how for job, (how, _) in results[0].finished.items()} == {0: "stopped", 1: "ended", 2: "stopped"}
     assert results[0].steps[2] == 0
 
 
 def test_a_job_that_some_rank_never_adds_is_left_out():
-    scripts = [[script(random.Random(rank), [outline(1, 1)] * 3)] for rank in range(3)]
+    scripts = [[script(random.Random(rank), [graph(1, 1)] * 3)] for rank in range(3)]
     adds = [(0.1, rank, name, endless()) for rank, name in ((0, "a"), (1, "a"), (0, "b"))]
     results = Simulation(scripts, policy=RoundRobin(), adds=adds).run()
     check_equal(results)
@@ -221,7 +221,7 @@ def test_a_job_may_add_its_successor_as_its_last_act():
     """1,000 of them, one after the other: what is kept does not grow."""
 
     def link(n):
-        yield Step(outline(1, n % 7), (0.1, 0.0, 0.1))
+        yield Step(graph(1, n % 7), (0.1, 0.0, 0.1))
         if n < 1000:
             yield Add(f"{n + 1}", link(n + 1))
 
@@ -230,12 +230,12 @@ def test_a_job_may_add_its_successor_as_its_last_act():
     check_equal(results)
     assert results[0].steps == [1] * 1001
     for rank in simulation._ranks:
-        agreed = rank.interleaver.agreed
+        agreed = rank.interleaver.shared
         assert agreed.rows == 2  # a row is free again when the job before has left, one vote later
         assert not agreed.jobs
         inner = rank.interleaver
         assert not (agreed.turns.jobs or inner._compute._turns.jobs or inner._jobs or inner._compute.on_device)
-        assert len(inner._voice._ballot.cast()) == 4 + 11 * agreed.rows
+        assert len(inner._ballot_writer._ballot.cast()) == 4 + 11 * agreed.rows
 
 
 def test_joiners_of_a_weighted_run_get_its_mean_share_or_what_is_said():
@@ -247,10 +247,10 @@ def test_a_failure_waits_until_every_rank_has_what_was_committed():
     """Rank 1 fails after a step whose last segment the other rank, busy with another job, has yet to begin."""
 
     def fails(rank):
-        yield Step(outline(1, 1), (0.1, 0.0, 0.1))
+        yield Step(graph(1, 1), (0.1, 0.0, 0.1))
         if rank == 1:
             yield Fail("boom")
-        yield Step(outline(1, 1), (0.1, 0.0, 0.1))
+        yield Step(graph(1, 1), (0.1, 0.0, 0.1))
 
     def busy(rank):
         yield Think(0.5)

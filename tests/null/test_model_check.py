@@ -34,14 +34,14 @@ BETWEEN = StepGraph(kinds=("compute",), needs=((),), local_step=True)
 EXHAUSTIVE = pytest.mark.exhaustive  # seconds each; benchmarks/model_check.py has larger ones
 
 
-def step(outline, **fails):
+def step(graph, **fails):
     """`step(PLAIN, s0="dispatch")`: segment 0 fails when it is dispatched."""
-    return Step(outline, (0.0,) * len(outline.kinds), {int(key[1:]): how for key, how in fails.items()})
+    return Step(graph, (0.0,) * len(graph.kinds), {int(key[1:]): how for key, how in fails.items()})
 
 
-def fed(batches, outline=PLAIN):
+def fed(batches, graph=PLAIN):
     """A loop over so many batches, prepared while it runs."""
-    loop = [action for n in range(batches) for action in (Batch(0, n), step(outline))]
+    loop = [action for n in range(batches) for action in (Batch(0, n), step(graph))]
     prepared = [Prepare(0, 0, n + 1, n + 1 == batches) for n in range(batches)] or [Prepare(0, 0, 0, True)]
     return (*prepared, *loop, Batch(0, batches))
 
@@ -150,7 +150,7 @@ def test_an_interrupt_at_any_moment_stops_all_ranks_at_one_step():
     assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {*stopped, ((2, "ended"),)}
 
 
-def wish(what):
+def request(what):
     return m.JobRequested(0, "", what)
 
 
@@ -158,19 +158,25 @@ def wish(what):
     ("case", "expected"),
     [
         # Somebody wants the job to stop, or to rest for a while, at any moment.
-        (alike(2, (step(SHORT),) * 2, outside=((wish(JobRequest.STOP),), ())), {"0 stopped", "1 stopped", "2 ended"}),
-        (alike(1, (step(SHORT),), outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)),)), {"1 ended"}),
         (
-            alike(3, (step(SHORT),) * 2, outside=((wish(JobRequest.STOP),), (), ())),
+            alike(2, (step(SHORT),) * 2, outside=((request(JobRequest.STOP),), ())),
             {"0 stopped", "1 stopped", "2 ended"},
         ),
-        (alike(3, (step(SHORT),), outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)), (), ())), {"1 ended"}),
+        (alike(1, (step(SHORT),), outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)), {"1 ended"}),
+        (
+            alike(3, (step(SHORT),) * 2, outside=((request(JobRequest.STOP),), (), ())),
+            {"0 stopped", "1 stopped", "2 ended"},
+        ),
+        (
+            alike(3, (step(SHORT),), outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)), (), ())),
+            {"1 ended"},
+        ),
         # It is to stop while it rests, perhaps while ranks are at different steps of it.
         (
             alike(
                 2,
                 (step(LOCAL), step(SHORT)),
-                outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME), wish(JobRequest.STOP)), ()),
+                outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME), request(JobRequest.STOP)), ()),
             ),
             {"0 stopped", "1 ended"},
         ),
@@ -212,10 +218,10 @@ def test_what_was_found_is_counted():
 class SkipsForItself(Interleaver):
     """A rank that has found values that are not finite keeps its state, and the others do not."""
 
-    def _follow(self, outcome):
+    def _apply_outcome(self, outcome):
         if outcome.kind == "skipped" and self._jobs[outcome.job].call.finite:
             outcome = replace(outcome, kind="committed")
-        super()._follow(outcome)
+        super()._apply_outcome(outcome)
 
 
 class RunsWhatRests(Interleaver):
@@ -223,12 +229,12 @@ class RunsWhatRests(Interleaver):
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
-        self.agreed = RestlessAgreed(jobs, policy)
+        self.shared = RestlessState(jobs, policy)
 
 
-class RestlessAgreed(SharedState):
-    def _choose(self):
-        super()._choose()
+class RestlessState(SharedState):
+    def _choose_running(self):
+        super()._choose_running()
         for job in self.jobs.values():
             job.held = False
         self.running = tuple(self.jobs)
@@ -237,17 +243,17 @@ class RestlessAgreed(SharedState):
 class ByCompletion(Interleaver):
     """Exchanges go in the order in which this rank is ready for them."""
 
-    def _begin_slot(self, patience_over=False):
-        slot = self.agreed.slot()
+    def _begin_slot(self, backoff_over=False):
+        slot = self.shared.slot()
         if self._slot is None and slot.kind == "exchange":
             ready = [
                 job
-                for job, shared in self.agreed.jobs.items()
-                if shared.remaining and set(self._jobs[job].call.outline.needs[1]) <= self._jobs[job].call.dispatched
+                for job, shared in self.shared.jobs.items()
+                if shared.remaining and set(self._jobs[job].call.graph.needs[1]) <= self._jobs[job].call.dispatched
             ]
             if ready and slot.job not in ready:
-                self.agreed._next = Slot("exchange", ready[0], 1)
-        super()._begin_slot(patience_over)
+                self.shared._next = Slot("exchange", ready[0], 1)
+        super()._begin_slot(backoff_over)
 
 
 class TakesTheCommitForGranted(Interleaver):
@@ -255,17 +261,17 @@ class TakesTheCommitForGranted(Interleaver):
 
     def _exchange_done(self, job, segment, finite):
         super()._exchange_done(job, segment, finite)
-        self._jobs[job].call.committed = self.agreed.commit == job
+        self._jobs[job].call.committed = self.shared.commit == job
 
 
-class DeafAgreed(SharedState):
-    def _hear(self, number, said, committing, called):
-        return super()._hear(number, replace(said, good=True), committing, called)
+class DeafState(SharedState):
+    def _apply_job(self, number, said, committing, called):
+        return super()._apply_job(number, replace(said, good=True), committing, called)
 
 
-class HastyAgreed(SharedState):
-    def _hear(self, number, said, committing, called):
-        return super()._hear(number, replace(said, settled=True), committing, called)
+class HastyState(SharedState):
+    def _apply_job(self, number, said, committing, called):
+        return super()._apply_job(number, replace(said, received_commit=True), committing, called)
 
 
 class LosesTheLastStep(Interleaver):
@@ -273,7 +279,7 @@ class LosesTheLastStep(Interleaver):
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
-        self.agreed = HastyAgreed(jobs, policy)
+        self.shared = HastyState(jobs, policy)
 
 
 class DeafToFailure(Interleaver):
@@ -281,7 +287,7 @@ class DeafToFailure(Interleaver):
 
     def __init__(self, jobs, policy, depth=2):
         super().__init__(jobs, policy, depth)
-        self.agreed = DeafAgreed(jobs, policy)
+        self.shared = DeafState(jobs, policy)
 
 
 class GoesOnAfterFailure(Interleaver):
@@ -292,38 +298,38 @@ class GoesOnAfterFailure(Interleaver):
 
     def _note_ready(self, job):
         call = self._jobs[job].call
-        self._compute.offer(job, None if call is None else call.ready())
+        self._compute.set_ready(job, None if call is None else call.ready())
 
 
 class MakesNoZeros(Interleaver):
     """A rank that has failed leaves the others alone with the step's exchanges."""
 
-    def _begin_slot(self, patience_over=False):
-        slot = self.agreed.slot()
+    def _begin_slot(self, backoff_over=False):
+        slot = self.shared.slot()
         if slot.kind != "exchange" or self._jobs[slot.job].failed is None:
-            super()._begin_slot(patience_over)
+            super()._begin_slot(backoff_over)
 
 
 class ForgetsBatches(Interleaver):
     """A job that waits for a batch is not told when all ranks have it."""
 
-    def _follow(self, outcome):
+    def _apply_outcome(self, outcome):
         if outcome.kind != "batches":
-            super()._follow(outcome)
+            super()._apply_outcome(outcome)
 
 
 class ForgetsOpenLoops(Interleaver):
     """A loop that begins ends all others."""
 
-    def _note(self, event):
-        super()._note(m.StreamBegun(event.job, ()) if isinstance(event, m.StreamBegun) else event)
+    def _apply(self, event):
+        super()._apply(m.StreamBegun(event.job, ()) if isinstance(event, m.StreamBegun) else event)
 
 
 class LeavesThreadsBehind(Interleaver):
     """A job that is over is not told so."""
 
-    def _close(self, job, how, texts=()):
-        super()._close(job, how, texts)
+    def _finish_job(self, job, how, texts=()):
+        super()._finish_job(job, how, texts)
         self._out = [told for told in self._out if not isinstance(told, m.Raised)]
 
 
@@ -332,7 +338,7 @@ class CountsForItself(Interleaver):
 
     def _grant_batch(self, job):
         mine = self._jobs[job]
-        if mine.point is not None and mine.point.kind == "batch" and mine.has_news():
+        if mine.point is not None and mine.point.kind == "batch" and mine.has_update():
             more = mine.prepared.get(mine.stream, 0) > mine.point.index
             self._answer(job, m.BatchGranted(job, more))
 
@@ -355,7 +361,7 @@ FAILING = unlike((step(PLAIN, s0="dispatch"),), (step(PLAIN),))
         (SkipsForItself, unlike((step(PLAIN, s1="skip"),), (step(PLAIN),)), "its step is skipped: True, but told so"),
         (
             RunsWhatRests,
-            alike(1, (step(SHORT),) * 2, outside=((wish(JobRequest.PAUSE), wish(JobRequest.RESUME)),)),
+            alike(1, (step(SHORT),) * 2, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)),
             "makes steps while it is paused",
         ),
         (MakesNoZeros, FAILING, "a rank stands still"),

@@ -18,7 +18,7 @@ SIGNATURES = iter(range(1, 10**9))
 
 
 @st.composite
-def outlines(draw):
+def graphs(draw):
     """Compute and exchange in any order, each with needs among those before; then, perhaps, an update."""
     kinds = (*draw(st.lists(st.sampled_from(("compute", "collective")), max_size=4)), "collective")
     needs = [tuple(sorted(draw(st.sets(st.integers(0, n - 1), max_size=2)))) if n else () for n in range(len(kinds))]
@@ -32,7 +32,7 @@ def outlines(draw):
 @st.composite
 def scripts(draw):
     """One job on every rank: the same loop, of which one rank may break off in its own way."""
-    step, local = draw(outlines()), StepGraph(kinds=("compute",), needs=((),))
+    step, local = draw(graphs()), StepGraph(kinds=("compute",), needs=((),))
     kinds = draw(st.lists(st.sampled_from(("step", "step", "batch", "local", "sync")), max_size=4))
     loop, batches = [], 0
     for kind in kinds:
@@ -84,9 +84,9 @@ def cases(draw):
             if fault == "raise":
                 row[number][at] = Fail("raised")
             elif compute:
-                outline = job_step(row[number][at])
+                graph = job_step(row[number][at])
                 fails = {draw(st.sampled_from(compute)): fault}
-                row[number][at] = Step(outline, (0.0,) * len(outline.kinds), fails)
+                row[number][at] = Step(graph, (0.0,) * len(graph.kinds), fails)
     policy = draw(st.sampled_from((RoundRobin(), Sequential(), Weighted((1.0, 0.3, 3.0, 1.0)[: len(jobs)]))))
     return Case(
         scripts=tuple(tuple(tuple(job) for job in row) for row in rows), policy=policy, depth=draw(st.integers(1, 3)),
@@ -96,12 +96,12 @@ def cases(draw):
 
 def job_step(action):
     assert isinstance(action, Step)
-    return action.outline
+    return action.graph
 
 
 def will_resume(rank):
     """Who has paused a job lets it go on in the end, whatever is wished before that."""
-    return any(isinstance(event, m.JobRequested) and event.wish is JobRequest.RESUME for event in rank.outside)
+    return any(isinstance(event, m.JobRequested) and event.request is JobRequest.RESUME for event in rank.outside)
 
 
 class Ranks(RuleBasedStateMachine):

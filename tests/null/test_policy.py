@@ -88,10 +88,10 @@ def rates(policy, jobs, horizon_s=400.0):
 
     def loop(number, rank):
         compute_s, exchange_s, pieces = jobs[number]
-        outline = backward(pieces, round(exchange_s * 1e6))
-        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in outline.kinds[:-1])
+        graph = backward(pieces, round(exchange_s * 1e6))
+        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1])
         while simulation._now < horizon_s:
-            yield Step(outline, (*seconds, 0.05 * compute_s))
+            yield Step(graph, (*seconds, 0.05 * compute_s))
             if rank == 0:
                 done[number].append(simulation._now)
 
@@ -122,10 +122,10 @@ def seconds_a_round(policy, jobs, steps=20):
     """Until jobs of (compute, exchange, pieces) have made as many steps each, over those steps."""
 
     def loop(compute_s, exchange_s, pieces):
-        outline = backward(pieces, round(exchange_s * 1e6))
-        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in outline.kinds[:-1])
+        graph = backward(pieces, round(exchange_s * 1e6))
+        seconds = tuple(0.95 * compute_s / pieces if kind == "compute" else 0.0 for kind in graph.kinds[:-1])
         for _ in range(steps):
-            yield Step(outline, (*seconds, 0.05 * compute_s))
+            yield Step(graph, (*seconds, 0.05 * compute_s))
 
     simulation = Simulation(
         [[loop(*job) for job in jobs]], policy=policy, check=False,

@@ -23,7 +23,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 POLICIES = ("round-robin", "weighted", "sequential")
 
 
-def random_outline(rng):
+def random_graph(rng):
     """A backward pass in pieces, each with its exchange, some beside the next piece, and an update."""
     kinds, needs, pieces = [], [], rng.randint(1, 4)
     exchanges = []
@@ -46,44 +46,44 @@ def random_outline(rng):
     )  # fmt: skip
 
 
-def loop(rng, outline, seconds, steps, *, jitter, think, fails_at=-1):
+def loop(rng, graph, seconds, steps, *, jitter, think, fails_at=-1):
     yield Think(think)
     for n in range(steps):
         if n == fails_at:
             yield Fail("boom")
-        yield Step(outline, tuple(length * (1 + jitter * rng.random()) for length in seconds))
+        yield Step(graph, tuple(length * (1 + jitter * rng.random()) for length in seconds))
 
 
 def simulated(seed, kind):
     """The spans of a random run, the ranks' own clocks, and how long it took."""
     rng = random.Random(seed)
-    ranks, jobs, joiners = rng.randint(1, 3), rng.randint(1, 4), rng.randint(0, 2)
+    ranks, jobs, pending = rng.randint(1, 3), rng.randint(1, 4), rng.randint(0, 2)
     scale, jitter = rng.choice((1e-5, 1e-2, 1.0)), rng.choice((0.0, 0.0, 0.1, 2.0))
     plans = []
-    for _ in range(jobs + joiners):
-        outline = random_outline(rng)
-        seconds = tuple(scale * rng.choice((0.0, 0.1, rng.random(), 1.0)) for _ in outline.kinds)
-        plans.append((outline, seconds, rng.choice((0, 1, 2, 3, 6, 20)), scale * rng.choice((0, 0, 5)) * rng.random()))
+    for _ in range(jobs + pending):
+        graph = random_graph(rng)
+        seconds = tuple(scale * rng.choice((0.0, 0.1, rng.random(), 1.0)) for _ in graph.kinds)
+        plans.append((graph, seconds, rng.choice((0, 1, 2, 3, 6, 20)), scale * rng.choice((0, 0, 5)) * rng.random()))
     fault = (rng.randrange(ranks), rng.randrange(jobs), rng.randrange(4)) if rng.random() < 0.3 else (-1, -1, -1)
 
     def script(rank, job):
-        outline, seconds, steps, think = plans[job]
+        graph, seconds, steps, think = plans[job]
         fails_at = fault[2] if fault[:2] == (rank, job) else -1
         own = random.Random(f"{seed} {rank} {job}")
-        return loop(own, outline, seconds, steps, jitter=jitter, think=think, fails_at=fails_at)
+        return loop(own, graph, seconds, steps, jitter=jitter, think=think, fails_at=fails_at)
 
-    lengths = {job: scale * rng.choice((0.01, rng.random(), 2.0)) for job in range(jobs + joiners)}
+    lengths = {job: scale * rng.choice((0.01, rng.random(), 2.0)) for job in range(jobs + pending)}
     weights = Weighted(tuple(rng.choice((0.2, 1.0, 3.0)) for _ in range(jobs)))
     results = Simulation(
         [[script(rank, job) for job in range(jobs)] for rank in range(ranks)],
         policy={"round-robin": RoundRobin(), "weighted": weights, "sequential": Sequential()}[kind],
-        depth=rng.randint(1, 3), vote_s=scale * rng.choice((0.0, 0.05)), patience_s=lambda level: scale * 2.0**level,
+        depth=rng.randint(1, 3), vote_s=scale * rng.choice((0.0, 0.05)), backoff_s=lambda level: scale * 2.0**level,
         exchange_s=lambda job, *_: lengths[job],
         adds=[
             (scale * 10 * rng.random(), rank, f"j{n}", script(rank, jobs + n))
-            for n in range(joiners) for rank in range(ranks)
+            for n in range(pending) for rank in range(ranks)
         ],
-        wishes=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), JobRequest.STOP)] if rng.random() < 0.2 else (),
+        requests=[(scale * 10 * rng.random(), 0, rng.randrange(jobs), JobRequest.STOP)] if rng.random() < 0.2 else (),
         check=False,
     ).run()  # fmt: skip
     spans, wall_ns = [], {}
@@ -155,8 +155,8 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
 @pytest.mark.parametrize("steps", [3, 4, 5, 8])
 def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
     """Equal jobs in turn, one exchange-bound lane: every round takes `jobs` seconds, and no run says less."""
-    outline = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
-    scripts = [[loop(random.Random(0), outline, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
+    graph = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1)
+    scripts = [[loop(random.Random(0), graph, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
     spans = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda *_: 1.0).run()[0].spans
     facts = [JobSummary(name=str(job), steps=steps) for job in range(jobs)]
     result = account(spans, facts, {0: 100 * S})

@@ -178,7 +178,7 @@ def test_steps_that_no_span_is_of_are_said_to_be_uncounted():
 def test_calls_that_exchange_more_than_the_steps_are_said_to_be_none():
     """A job that evaluated before its first training step: its evaluations are its steps."""
     spans = [*steps_of("a", 4), *steps_of("b", 4)]
-    spans += [replace(s, step=4, others=1, in_step=False, nbytes=9) for s in steps_of("a", 1, begin=9)]
+    spans += [replace(s, step=4, other_calls=1, in_step=False, nbytes=9) for s in steps_of("a", 1, begin=9)]
     table = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4)))
     assert "a: its steps are the calls of the first function that exchanges, not counted are 1 of others." in table
     assert "b: its steps" not in table

@@ -10,16 +10,16 @@ BALLOTS = st.builds(
     stream=st.integers(-1, 3),
     prepared=st.integers(0, 5),
     limit=st.none() | st.integers(0, 5),
-    wish=st.sampled_from(JobRequest),
+    request=st.sampled_from(JobRequest),
     finite=st.booleans(),
-    settled=st.booleans(),
+    received_commit=st.booleans(),
 )
 
 
 def cast(stop, jobs):
     ballot = Ballot(len(jobs))
     for job, said in enumerate(jobs):
-        ballot.say(job, said)
+        ballot.set_job(job, said)
     if stop:
         ballot.stop()
     return ballot.cast()
@@ -33,30 +33,30 @@ def test_the_minimum_answers_every_question(ranks):
         said, mine = verdict.job(number), [jobs[number] for _, jobs in ranks]
         assert said.waiting == all(b.point is not None for b in mine)
         if said.waiting:
-            assert said.agreed == (len({b.point for b in mine}) == 1)
+            assert said.same_point == (len({b.point for b in mine}) == 1)
         assert said.good == all(b.good for b in mine)
         streams = {b.stream for b in mine}
         assert said.stream == (streams.pop() if len(streams) == 1 else None)
         assert said.prepared == min(b.prepared for b in mine)
         limits = [b.limit for b in mine if b.limit is not None]
         assert said.limit == (min(limits) if limits else None)
-        assert said.wish == min(b.wish for b in mine)
+        assert said.request == min(b.request for b in mine)
         assert said.finite == all(b.finite for b in mine)
-        assert said.settled == all(b.settled for b in mine)
+        assert said.received_commit == all(b.received_commit for b in mine)
 
 
 def test_one_rank_hears_what_it_said():
     verdict = tally([cast(False, (JobBallot(point=7, stream=1, prepared=3, limit=4), JobBallot(good=False)))])
     first, second = verdict.job(0), verdict.job(1)
-    assert (first.waiting, first.agreed, first.good, first.prepared, first.limit) == (True, True, True, 3, 4)
+    assert (first.waiting, first.same_point, first.good, first.prepared, first.limit) == (True, True, True, 3, 4)
     assert (second.waiting, second.good, second.limit) == (False, False, None)
 
 
 def test_a_ballot_is_kept_from_vote_to_vote_and_a_cast_one_stays_as_it_was():
     ballot = Ballot(3)
     before = ballot.cast()
-    ballot.say(1, JobBallot(point=5))
-    assert tally([ballot.cast()]).news(tally([before])) == [1]
+    ballot.set_job(1, JobBallot(point=5))
+    assert tally([ballot.cast()]).changed_rows(tally([before])) == [1]
     assert not tally([before]).job(1).waiting
 
 
