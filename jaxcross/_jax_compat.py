@@ -44,6 +44,12 @@ InternalFloatingPointError = _api_util.InternalFloatingPointError  # of executab
 _PRNGImpl = type(_exrandom.threefry_prng_impl)
 _generators: dict[str, Any] = sys.modules[_PRNGImpl.__module__].prngs  # whose module has moved between versions
 
+INLINED = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint", "custom_jvp_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "custom_vmap_call", "composite",
+})  # fmt: skip
+"""Primitives that only call a jaxpr: what it does could stand in their place."""
+
 
 def compilation_cache_dir() -> Path | None:
     """Where JAX keeps compiled programs from run to run, if the user told it to, and on a local file system."""

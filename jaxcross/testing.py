@@ -18,9 +18,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
-from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.program.trace import Traced
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.wire.recognise import LOCAL, names_axis, recognise

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.jaxpr_utils import INLINED
+from jaxcross._jax_compat import INLINED
 
 # What makes an element of others, and bits that each rank would draw alike for parts that are not.
 _ACROSS = re.compile(

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange, Wire
-from jaxcross.program.jaxpr_utils import INLINED
 
 _LEVELS = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})  # every rank gets the same
 _OWN = frozenset({"pure_callback", "ffi_call", "rng_uniform", "infeed"})  # may give each rank another result

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.aliasing import find_shared
 from jaxcross.program.ir import Program, Segment
-from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
+from jaxcross.program.jaxpr_utils import holds_exchange
 from jaxcross.program.lockstep import ends_on_zeros
 from jaxcross.program.nonfinite import nonfinite
 from jaxcross.program.trace import Traced

@@ -18,13 +18,14 @@ from jax import lax
 from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split
 from jaxcross.program.decision import Decision, EarlyExit
 from jaxcross.program.equality import Equality, Known
 from jaxcross.program.ir import Exchange, Wire
-from jaxcross.program.jaxpr_utils import INLINED, drop_unread, holds_exchange, holds_shard_map, is_shard_map
+from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange
-from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
+from jaxcross.program.jaxpr_utils import holds_exchange
 from jaxcross.program.trace import Traced
 
 

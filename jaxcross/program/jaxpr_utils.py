@@ -8,12 +8,6 @@ from typing import Any
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Wire
 
-INLINED = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "custom_vmap_call", "composite",
-})  # fmt: skip
-"""Primitives that only call a jaxpr: what it does could stand in their place."""
-
 
 def holds(jaxpr: Any, concerns: Callable[[Any], bool]) -> bool:
     """Whether a jaxpr, or one inside it, has an equation that `concerns` accepts."""

@@ -19,10 +19,11 @@ from jax import lax
 from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.errors import CutError
 from jaxcross.program import decision
 from jaxcross.program.equality import Equality, Known, fingerprint
-from jaxcross.program.jaxpr_utils import INLINED, holds_exchange
+from jaxcross.program.jaxpr_utils import holds_exchange
 
 if TYPE_CHECKING:
     from jaxcross.program.flatten import Flattener

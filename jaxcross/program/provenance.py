@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.program.array_parts import picks, ways_by_index, ways_through
-from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 

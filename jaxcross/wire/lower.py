@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange
-from jaxcross.program.jaxpr_utils import INLINED
 from jaxcross.wire import coalesce, collectives, offsets, primitive
 from jaxcross.wire.calls import with_communicators
 from jaxcross.wire.job_comms import Key

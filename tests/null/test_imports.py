@@ -41,7 +41,6 @@ NO_JAX = {"errors", "interleave", "report", "server.clocks"}
 
 # What stands against the table still. Nothing may be added.
 KNOWN = {
-    ("jaxcross.exchange.elementwise", "jaxcross.program.jaxpr_utils"),
     ("jaxcross.wire.mpi_wire", "jaxcross.world.world"),
 }
 
