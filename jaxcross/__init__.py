@@ -45,12 +45,14 @@ _HOMES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker would take every misspelt name for one that this function knows
 
-    if name in ("exchange", "plan", "tensor"):
-        return import_module(f"jaxcross.{name}")
-    if name in _HOMES:
-        return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)
-    raise AttributeError(f"module `jaxcross` has no attribute `{name}`")
+    def __getattr__(name: str) -> Any:
+        """Loads a public name on first use, so that `jaxcross --help` need not wait for JAX."""
+        from importlib import import_module
+
+        if name in ("exchange", "plan", "tensor"):
+            return import_module(f"jaxcross.{name}")
+        if name in _HOMES:
+            return getattr(import_module(f"jaxcross.{_HOMES[name]}"), name)
+        raise AttributeError(f"module `jaxcross` has no attribute `{name}`")

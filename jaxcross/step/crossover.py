@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, update_wrapper
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,45 @@ from jaxcross.world import World, current
 
 _log = logging.getLogger("jaxcross")
 Axes = str | Mapping[str, int]
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Owner = TypeVar("Owner")
+
+
+@overload
+def crossover(
+    step: Callable[P, R],
+    *,
+    axes: Axes,
+    cut: Cut = ...,
+    bucket_bytes: int = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> Step[P, R]: ...
+
+
+@overload
+def crossover(
+    step: None = None,
+    *,
+    axes: Axes,
+    cut: Cut = ...,
+    bucket_bytes: int = ...,
+    donate_argnums: int | Sequence[int] = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
 def crossover(
-    step: Callable[..., Any] | None = None,
+    step: Callable[P, R] | None = None,
     *,
     axes: Axes,
     cut: Cut = "whole",
     bucket_bytes: int = BUCKET_BYTES,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-) -> Any:
+) -> Step[P, R] | Callable[[Callable[P, R]], Step[P, R]]:
     """Makes a train step run over MPI, its exchanges apart from its computation.
 
     Called alone, the result behaves like `jax.jit(step)` on every rank: it waits for the step's exchanges, which a
@@ -93,13 +121,13 @@ def crossover(
     )  # fmt: skip
 
 
-class Step:
+class Step(Generic[P, R]):
     """A step under `crossover`. See there."""
 
     cut: Cut
 
     def __init__(
-        self, step: Callable[..., Any], axes: Axes, cut: Cut, bucket_bytes: int, donate: tuple[int, ...],
+        self, step: Callable[P, R], axes: Axes, cut: Cut, bucket_bytes: int, donate: tuple[int, ...],
         static: tuple[int, ...],
     ) -> None:  # fmt: skip
         update_wrapper(self, step, updated=())
@@ -115,15 +143,15 @@ class Step:
         self._units = Units()
         self._pieces: dict[int, tuple[int, int]] = {}  # what `cut="auto"` found; see `Variant`
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step. See `crossover`."""
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one step. See `crossover`."""
         world = current()
-        given, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
-        function, args = self._bind_static(given)
+        given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
+        function, arrays = self._bind_static(given)
         job = job_thread.current_job()
         if guards := job is not None and job.nonfinite == "skip":
-            function, args = self._guarded(function, len(given)), (*args, go())
-        leaves, tree = jax.tree.flatten((args, kwargs))
+            function, arrays = self._guarded(function, len(given)), (*arrays, go())
+        leaves, tree = jax.tree.flatten((arrays, named))
         asked = (tree, getattr(function, "static", ()), trace_context(), id(world), guards)
         last = self._last
         if last is not None and last[0] == asked and _same_and_whole(leaves, last[1]):
@@ -136,15 +164,15 @@ class Step:
                     " without exchanges the function itself can run under `disable_jit`."
                 )
             # Looking for objects costs more than flattening; a structure that was run before held none.
-            if (last is None or last[0][0] != tree) and nnx.holds_objects(given, kwargs):
+            if (last is None or last[0][0] != tree) and nnx.holds_objects(given, named):
                 if guards:
                     raise CutError(
                         f'`{self.__name__}` changes NNX objects in place, and a job with `nonfinite="skip"` must be'
                         " able to give back the state before the step. Let it take and return what `nnx.split` gives."
                     )
-                return nnx.call(self, given, kwargs)
-            self._check_leaves(leaves, args, kwargs)
-            node = self._node(world, function, args, kwargs, leaves, asked)
+                return nnx.call(self, given, named)
+            self._check_leaves(leaves, arrays, named)
+            node = self._node(world, function, arrays, named, leaves, asked)
         copy_shared(leaves, node.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.call(node.compiled_for(job), leaves)
@@ -164,9 +192,15 @@ class Step:
                 raise
             return run_alone(world, compiled, leaves, self._calls)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method, the step gets its instance as the first argument."""
-        return self if instance is None else partial(self, instance)
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self: Step[Concatenate[Owner, Q], R], instance: Owner, owner: type | None = None) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        """Binds the step to an instance, as its first argument, when it is looked up as a method."""
+        return self if instance is None else partial(cast("Callable[..., R]", self), instance)
 
     @property
     def latest_program(self) -> Program | None:
@@ -224,14 +258,15 @@ class Step:
         state = [n - sum(s < n for s in static) for n in positions(self.donate, count) or (0,) if n not in static]
         return guarded(function, self.__name__, state, donated=bool(self.donate))
 
-    def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., R], tuple[Any, ...]]:
+        step: Callable[..., R] = self.step
         if not self.static:
-            return self.step, tuple(args)
+            return step, tuple(args)
         fixed = {n: args[n] for n in positions(self.static, len(args)) if 0 <= n < len(args)}
 
-        def bound(*rest: Any, **kwargs: Any) -> Any:
+        def bound(*rest: Any, **kwargs: Any) -> R:
             left = iter(rest)
-            return self.step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
+            return step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
 
         bound.__name__ = self.__name__
         # With types, because 1 == True == 1.0.

@@ -1,0 +1,96 @@
+"""Type checkers see the types of the public surface: a step keeps the parameters and the result of its function."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jaxcross
+
+PACKAGE = Path(jaxcross.__file__).parent
+# A comment names the type that its line reveals, with `...` where the two checkers print different brackets.
+SOURCE = """
+import jaxcross
+
+def plain(weights: dict[str, int], lr: float) -> dict[str, int]:
+    return weights
+
+direct = jaxcross.crossover(plain, axes="batch")
+reveal_type(direct)  # Step[...weights: dict[str, int], lr: float..., dict[str, int]]
+reveal_type(direct({}, lr=0.1))  # dict[str, int]
+direct({}, "fast")  # error
+
+@jaxcross.crossover(axes="batch", donate_argnums=0)
+def decorated(count: int, *, scale: float = 1.0) -> tuple[int, str]:
+    return count, ""
+
+reveal_type(decorated)  # Step[...count: int, *, scale: float =..., tuple[int, str]]
+reveal_type(decorated(1))  # tuple[int, str]
+decorated("1")  # error
+decorated(1, size=2)  # error
+
+class Trainer:
+    @jaxcross.crossover(axes="batch")
+    def step(self, batch: bytes) -> float:
+        return 0.0
+
+reveal_type(Trainer().step(b""))  # float
+Trainer().step("")  # error
+Trainer().step()  # error
+
+jaxcross.crossover(plain)  # error
+jaxcross.crosover  # error
+reveal_type(jaxcross.Runner())  # Runner
+reveal_type(jaxcross.current())  # World
+"""
+
+MYPY_SETTINGS = """
+[mypy]
+# Only the package's own types are looked at, and JAX's are large.
+[mypy-jax.*,jaxlib.*,flax.*,optax.*,numpy.*,orbax.*,grain.*,matplotlib.*,rich.*,mpi4py.*,mpi4jax.*,cv2.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
+
+
+def pyright(folder: Path) -> str:
+    (folder / "pyrightconfig.json").write_text("{}")
+    return run("pyright", "--pythonpath", sys.executable, "--project", str(folder), folder=folder)
+
+
+def mypy(folder: Path) -> str:
+    (folder / "mypy.ini").write_text(MYPY_SETTINGS)
+    return run("mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "user.py", folder=folder)
+
+
+def run(tool: str, *arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", tool, *arguments]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    found = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize("checker", [pyright, mypy])
+def test_checker_sees_the_types_of_steps(checker: Callable[[Path], str], tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(SOURCE)
+    printed = checker(tmp_path)
+    wrong = {int(number) for number in re.findall(r"user\.py:(\d+).* error: ", printed)}
+    expected = {n: line.partition("  # ")[2] for n, line in enumerate(SOURCE.splitlines(), 1) if "  # " in line}
+    assert wrong == {n for n, words in expected.items() if words == "error"}, printed
+    for number, words in expected.items():
+        if words != "error":
+            type_ = ".*".join(map(re.escape, words.split("...")))
+            assert re.search(rf'user\.py:{number}\b.* is "(jaxcross[\w.]*\.)?{type_}"', printed), (words, printed)
+
+
+def test_wheel_is_marked_as_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
