@@ -10,13 +10,11 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxcross.interleave.instrument import Span
+from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order
-
-if TYPE_CHECKING:
-    from jaxcross.report.report import Report
 
 
 class _Slice(NamedTuple):
@@ -31,7 +29,7 @@ LANE_TRACK = 1000
 """Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000, so that they sort so."""
 
 
-def trace_events(report: Report) -> dict[str, Any]:
+def trace_events(report: RunData) -> dict[str, Any]:
     """The whole file as plain data. Times are microseconds from the first span."""
     spans = in_lane_order(report.spans)
     origin = min((span.start_ns for span in spans), default=0)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
+from jaxcross.report.summary import LOST_TIME, JobTiming, RunData, TimeBreakdown
 from jaxcross.report.table import WIDTH, a_round, cells, printed, totals, unit
 from jaxcross.report.units import seconds, share
-
-if TYPE_CHECKING:
-    from jaxcross.report.report import Report
 
 FIFTH = 1.2
 """By how much computation or exchange of the two ways may differ: beyond it something else than the order did."""
@@ -40,7 +36,7 @@ class Comparison:
     where: str = ""
 
     @classmethod
-    def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
+    def of(cls, first: Sequence[RunData], second: Sequence[RunData]) -> Comparison:
         """Compares the means of several runs of each way. Alternate them (first, second, first, second), so that a
         machine which is busy for a while is so for both.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxcross.interleave.instrument import Span
 
 LOST_TIME = {
     "dispatch": "work was ready, its lane idle",
@@ -165,3 +168,26 @@ class TimeBreakdown:
         if not self.period_s or len(known) < len(per_step) or len({job.facts.unit for job in self.crossed}) != 1:
             return None
         return sum(n * job.steps_per_round for n, job in zip(known, self.crossed, strict=True)) / self.period_s
+
+
+class RunData(Protocol):
+    """The data of a finished run, as the renderers read them. `Report` is the implementation."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]: ...
+    @property
+    def jobs(self) -> tuple[JobSummary, ...]: ...
+    @property
+    def wall_ns(self) -> Mapping[int, tuple[int, int]]: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def link(self) -> str: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def rounds(self) -> TimeBreakdown: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import first_line
-from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
+from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
-
-if TYPE_CHECKING:
-    from jaxcross.report.report import Report
 
 WIDTH = 110
 
 
-def plain(report: Report) -> str:
+def plain(report: RunData) -> str:
     """The table as text without colour, the same in a terminal, a file and a log."""
     return printed(render(report))
 
@@ -32,7 +28,7 @@ def printed(renderable: Group | Table, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def render(report: Report) -> Group:
+def render(report: RunData) -> Group:
     """Title, one row a job, the total, and where the time went."""
     rounds = report.rounds
     counted = any(job.facts.examples_per_step is not None for job in rounds.jobs)
@@ -114,13 +110,13 @@ def too_small(rounds: TimeBreakdown) -> str:
     return f"Too small to gain: {seconds(votes / jobs)} of votes on a {seconds(work / jobs)} step."
 
 
-def _title(report: Report) -> str:
+def _title(report: RunData) -> str:
     ranks = len(report.wall_ns)
     parts = [report.policy or "run", f"{ranks} rank{'s' if ranks != 1 else ''}", report.placement, report.link]
     return ", ".join(part for part in parts if part)
 
 
-def _footnotes(report: Report) -> list[str]:
+def _footnotes(report: RunData) -> list[str]:
     rounds = report.rounds
     lines = _without_round(rounds) if rounds.period_s is None else _with_round(rounds)
     measured = f"{share(rounds.steady_share)} of it measured, " if rounds.period_s is not None else ""

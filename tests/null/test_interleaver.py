@@ -226,14 +226,14 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
     one = Interleaver(1, RoundRobin())
     vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert not any(isinstance(i, m.Dispatch) for i in feed(one, m.StepCalled(0, LOCAL)))
-    vote(one, feed(one, m.PatienceElapsed()))
+    vote(one, feed(one, m.BackoffElapsed()))
     out = vote(one, feed(one, stop))
     assert m.Dispatch(0, 1, 0, 0) in out
     assert m.StepReturned(0, 0) in feed(one, m.SegmentDispatched(0, 1, 0))
     feed(one, m.SegmentCompleted(0, 1, 0))
     calls = feed(one, m.StepCalled(0, PLAIN))
     assert not any(isinstance(i, m.RunExchange) for i in calls)
-    out = vote(one, calls if "CastVote" in kinds(calls) else feed(one, m.PatienceElapsed()))
+    out = vote(one, calls if "CastVote" in kinds(calls) else feed(one, m.BackoffElapsed()))
     assert m.JobFinished(0, "stopped", 0, asked=not isinstance(stop, m.StopRequested)) in out
 
 
