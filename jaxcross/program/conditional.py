@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import decision
+from jaxcross.program.emitter import Emitter
 from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.lockstep import ends_on_zeros
-
-if TYPE_CHECKING:
-    from jaxcross.program.flatten import Flattener
 
 # Which branch of a `cond` is taken, or None where the host cannot know. Gets the equations of the predicate.
 Choose = Callable[["Predicate"], int | None]
@@ -37,7 +35,7 @@ class Predicate:
     branches: int
 
 
-def predicate_of(flat: Flattener, index: Any, branches: int) -> Predicate | None:
+def predicate_of(flat: Emitter, index: Any, branches: int) -> Predicate | None:
     """The backward slice of `index`, if it reads nothing but scalar integers and booleans of the input."""
     makers, positions = flat.makers(), flat.positions
     needed: set[int] = set()
@@ -74,7 +72,7 @@ def _speaks_of_rank(jaxpr: Any) -> bool:
     return any(compat.is_named_axis_effect(e) for e in inner.effects)
 
 
-def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
+def split(flat: Emitter, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
     """`cond(p, pre; X; post | other)` -> `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeated.
 
     X are all exchanges that need no other one of the branch. They are always made, with zeros where the branch is not
@@ -108,7 +106,7 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
         packed = iter(values)
         made = [v for e in exchanges for v in e.outvars]
         received = [compat.new_var(v.aval) for v in made]
-        flat.renamed(made, received)
+        flat.rename(made, received)
         names = dict(zip(made, received, strict=True))
         for exchange in exchanges:
             new = [names[v] for v in exchange.outvars]
@@ -129,7 +127,7 @@ def split(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: 
         ]  # fmt: skip
 
 
-def _part(flat: Flattener, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _part(flat: Emitter, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Parts the equations of a branch: the exchanges that need no other one, what is before them, and what is after.
 
     Before are those that are written before the first exchange, and those that an exchange needs.
@@ -160,7 +158,7 @@ def _part(flat: Flattener, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], l
     return pre[::-1], [*exchanges.values()], post[::-1]
 
 
-def _check_exchange(flat: Flattener, exchange: Any) -> None:
+def _check_exchange(flat: Emitter, exchange: Any) -> None:
     """Refuses an exchange of a branch that cannot be made where the branch is not taken.
 
     Raises:
@@ -181,7 +179,7 @@ def _check_exchange(flat: Flattener, exchange: Any) -> None:
         )
 
 
-def _acts(flat: Flattener, eqn: Any) -> bool:
+def _acts(flat: Emitter, eqn: Any) -> bool:
     """Whether an equation does more than to compute and to exchange: it calls back."""
     if flat.wire.recognise(eqn, flat.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
         return False
@@ -189,7 +187,7 @@ def _acts(flat: Flattener, eqn: Any) -> bool:
     return not inside or any(_acts(flat, e) for e in inside)
 
 
-def _close(flat: Flattener, invars: list[Any], eqns: list[Any], outs: list[Any], *, zeros: bool = False) -> Any:
+def _close(flat: Emitter, invars: list[Any], eqns: list[Any], outs: list[Any], *, zeros: bool = False) -> Any:
     """A closed branch whose variables are its own; with `zeros`, one that returns zeros shaped like `outs`."""
     if zeros:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
@@ -199,7 +197,7 @@ def _close(flat: Flattener, invars: list[Any], eqns: list[Any], outs: list[Any],
     return compat.make_jaxpr_of(invars, outs, kept, flat.like)
 
 
-def _emit(flat: Flattener, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
+def _emit(flat: Emitter, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
     outs = [compat.new_var(a.aval) for a in compat.open_jaxpr(branches[0])[0].outvars]
     params = dict(eqn.params, branches=tuple(branches))
     effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))

@@ -8,9 +8,9 @@ calls mpi4jax is kept as it is; what nobody reads is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from jax import lax
 from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat import INLINED
+from jaxcross._jax_compat import INLINED, Atom
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split
-from jaxcross.program.decision import Decision, EarlyExit
-from jaxcross.program.equality import Equality, Known
-from jaxcross.program.ir import Exchange, Wire
-from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange, holds_shard_map, is_shard_map
+from jaxcross.program.emitter import Emitter
+from jaxcross.program.ir import Exchange
+from jaxcross.program.jaxpr_utils import holds_exchange, holds_shard_map, is_shard_map
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
@@ -39,61 +38,17 @@ def _recomputes(eqn: Any) -> bool:
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True))
 
 
+@final
 @dataclass(slots=True)
-class Flattener:
+class Flattener(Emitter):
     """Walks a jaxpr once and emits flat equations. One instance a trace."""
 
-    axes: Mapping[str, int]
-    wire: Wire
-    choose: Choose
-    invars: Sequence[Any]
-    like: Any  # a jaxpr that lends its debug information
-    consts: dict[Any, Any] = field(default_factory=dict)
-    eqns: list[Any] = field(default_factory=list)
-    decisions: dict[Any, Decision | EarlyExit] = field(default_factory=dict)  # by the variable that counts ranks
-    counters: dict[Any, set[Any]] = field(default_factory=dict)  # what is exchanged in them -> those variables
-    present: set[Any] = field(default_factory=set)  # variables that are 0 on a rank that takes no part, else 1
-    until: dict[Any, str] = field(default_factory=dict)  # by a loop's first result: what its iterations follow from
-    always: bool = False  # whether ranks vote in every `while`: one may be run on zeros
+    choose: Choose = field(kw_only=True)
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
-    _rows: dict[Any, Sequence[Any]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
-    _holds: dict[int, tuple[Any, bool]] = field(default_factory=dict)
-    _makers: dict[Any, int] = field(default_factory=dict)  # variable -> place of its equation, as far as looked at
-    _looked_at: int = 0
-    _presence: Any = None
-    _known: dict[Any, Known] = field(default_factory=dict)
-    _walked: int = 0  # equations of which `_known` tells
-    positions: dict[Any, int] = field(init=False)  # of `invars`
+    _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
 
-    def __post_init__(self) -> None:
-        self.positions = {v: place for place, v in enumerate(self.invars)}
-
-    def run(self, closed: Any) -> list[Any]:
-        """Emits the equations of `closed` over `self.invars`; returns its results as atoms."""
-        return self._inline(closed, list(self.invars))
-
-    def _inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        return self.inline(jaxpr, args, self._emit)
-
-    def inline(self, jaxpr: Any, args: Sequence[Any], emit: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """Emits a jaxpr's equations by `emit` over `args`; returns its results as atoms."""
-        inner, consts = compat.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = {}
-        for var, value in zip(inner.constvars, consts, strict=False):
-            env[var] = fresh = compat.new_var(var.aval)
-            self.consts[fresh] = value
-        open_inputs = [*inner.constvars[len(consts) :], *inner.invars]
-        env.update(zip(open_inputs, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, compat.Literal) else env[atom]
-
-        for eqn in inner.eqns:
-            outs = emit(eqn, [read(a) for a in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(a) for a in inner.outvars]
-
-    def _emit(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def emit(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+        """Emits one equation over `args`, flattened; returns its results."""
         name = eqn.primitive.name
         if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
             raise CutError(
@@ -105,12 +60,12 @@ class Flattener:
         if is_shard_map(eqn, self.axes):
             (body,) = compat.sub_jaxprs(eqn)
             self._check_shard_map(eqn, body, args)
-            return self._inline(convert_wire_types(compat.without_mesh(body), self.axes, self.wire), args)
-        inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
+            return self.inline(convert_wire_types(compat.without_mesh(body), self.axes, self.wire), args)
+        inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
         if name in INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
-                return self._inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
+                return self.inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
         if name == "cond" and any(holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside):
             return self._cond(eqn, args, whole=whole)
@@ -130,61 +85,6 @@ class Flattener:
             )
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
-    def keep(self, eqn: Any, args: list[Any]) -> list[Any]:
-        """Emits an equation as it is."""
-        outs = [compat.new_var(v.aval) for v in eqn.outvars]
-        self.eqns.append(eqn.replace(invars=args, outvars=outs))
-        return list(outs)
-
-    def makers(self) -> Mapping[Any, int]:
-        """Returns the place in `eqns` of the equation that makes each variable."""
-        for place in range(self._looked_at, len(self.eqns)):
-            self._makers.update(dict.fromkeys(self.eqns[place].outvars, place))
-        self._looked_at = len(self.eqns)
-        return self._makers
-
-    def presence(self) -> Any:
-        """A variable that is 0 where this rank's part in an exchange is made of zeros, else 1."""
-        if self._presence is None:
-            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a constant in it.
-            (self._presence,) = self._trace(lambda: [lax.optimization_barrier(jnp.int32(1))])
-            self.present.add(self._presence)
-        return self._presence
-
-    def known(self, atoms: Sequence[Any]) -> list[Known]:
-        """What is known of atoms on all ranks, from the equations emitted so far."""
-        equality = Equality(self.axes, self.wire)
-        for eqn in self.eqns[self._walked :]:
-            about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
-            self._known.update(zip(eqn.outvars, about, strict=True))
-        self._walked = len(self.eqns)
-        return [equality.read(self._known, a) for a in atoms]
-
-    def read(self, outs: Sequence[Any]) -> list[Any]:
-        """The equations that `outs` come from, and those that count who exchanges for them."""
-        made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
-        live = {v for x in made & self.counters.keys() for v in self.counters[x]}
-        self.decisions = {v: d for v, d in self.decisions.items() if v in live}
-        return drop_unread(self.eqns, [*outs, *self.decisions])
-
-    def renamed(self, before: Sequence[Any], after: Sequence[Any]) -> None:
-        """What a branch exchanges stands under new names in front of what is left of it."""
-        names = dict(zip(before, after, strict=True))
-        for v in names.keys() & self.counters.keys():
-            self.counters[names[v]] = self.counters.pop(v)
-        if names.keys() & self.decisions.keys():  # of conditionals in the branch
-            self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
-            self.counters = {x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()}
-        for v in names.keys() & self.until.keys():
-            self.until[names[v]] = self.until.pop(v)
-
-    def emit_for(self, eqn: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Emits a closed jaxpr for `eqn`, of whose line it is."""
-        before = len(self.eqns)
-        outs = self._inline(jaxpr, args)
-        self.eqns[before:] = [e.replace(source_info=eqn.source_info) for e in self.eqns[before:]]
-        return outs
-
     def _held_back(self, args: list[Any]) -> list[Any]:
         """`args`, but that what equations made of them can only be had together: what `checkpoint` recomputes waits for
         the gradients that need it, here as under `jit`.
@@ -192,20 +92,13 @@ class Flattener:
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
         barrier = jax.make_jaxpr(lambda *values: lax.optimization_barrier(values))(*types)
-        held = dict(zip(made, self._inline(barrier, made), strict=True))
+        held = dict(zip(made, self.inline(barrier, made), strict=True))
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
-
-    def _has_exchange(self, jaxpr: Any) -> bool:
-        key = id(jaxpr)
-        if key not in self._holds:
-            # The jaxpr is kept, so that its id stays its own.
-            self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
-        return self._holds[key][1]
 
     def _is_straight(self, jaxpr: Any) -> bool:
         """Whether what a jaxpr exchanges depends on no condition: a `cond` in an unrolled loop would send more."""
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-            inside = [j for j in compat.sub_jaxprs(eqn) if self._has_exchange(j)]
+            inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
             if inside and not (eqn.primitive.name in (*INLINED, "scan") and all(map(self._is_straight, inside))):
                 return False
         return True
@@ -218,7 +111,7 @@ class Flattener:
         ys: list[list[Any]] = [[]] * length
         room, self.room = self.room, self.room // length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = self._inline(body, [*consts, *carry, *(row[i] for row in rows)])
+            outs = self.inline(body, [*consts, *carry, *(row[i] for row in rows)])
             carry, ys[i] = outs[:n_carry], outs[n_carry:]
         self.room = room
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
@@ -226,20 +119,16 @@ class Flattener:
     def _take_apart(self, whole: Any, length: int) -> Sequence[Any]:
         """The rows of an array. One equation makes all of them: slices would tell each iteration's from another's."""
         if isinstance(whole, compat.Literal):
-            return self._trace(lambda x: _rows_of(x, length), whole)
+            return self.emit_function(lambda x: _rows_of(x, length), whole)
         if whole not in self._rows:
-            self._rows[whole] = self._trace(lambda x: _rows_of(x, length), whole)
+            self._rows[whole] = self.emit_function(lambda x: _rows_of(x, length), whole)
         return self._rows[whole]
 
     def _stack(self, rows: Sequence[Any]) -> Any:
         """The rows as an array, which a later loop, as that of the gradient, need not take apart again."""
-        (whole,) = self._trace(lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows)
+        (whole,) = self.emit_function(lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows)
         self._rows[whole] = rows
         return whole
-
-    def _trace(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in args]
-        return self._inline(jax.make_jaxpr(function)(*types), args)
 
     def _check_shard_map(self, eqn: Any, body: Any, args: Sequence[Any]) -> None:
         for given, wanted in zip(args, compat.open_jaxpr(body)[0].invars, strict=True):
@@ -260,21 +149,16 @@ class Flattener:
             predicate = predicate_of(self, index, len(branches))
             choice = None if predicate is None else self.choose(predicate)
         if choice is not None:
-            return self._inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
+            return self.inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
         if whole:
             return lockstep.emit(self, eqn, args)
         return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
-
-    def exchanges(self, eqn: Any) -> bool:
-        return self.wire.recognise(eqn, self.axes) is not None or any(
-            self._has_exchange(j) for j in compat.sub_jaxprs(eqn)
-        )
 
     def _flat_branch(self, branch: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        walker = Flattener(self.axes, self.wire, lambda _: None, invars, self.like, always=True, room=0)
+        walker = Flattener(self.axes, self.wire, invars, self.like, choose=lambda _: None, always_vote=True, room=0)
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)

@@ -82,6 +82,18 @@ class Aval:
         return f"{self.dtype}{'*' if self.weak_type else ''}[{','.join(map(str, self.shape))}]"
 
 
+class RankDecision(Protocol):
+    """A decision that each rank makes by its own values. Ranks count, next to an exchange, how many decided how."""
+
+    def mismatch(self, counts: Sequence[float]) -> str | None:
+        """Returns an error text if ranks decided differently, None if they agree.
+
+        Args:
+            counts: How many ranks decided each way; a failed rank counts for none.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """One XLA executable.
@@ -107,7 +119,7 @@ class Segment:
     outputs: tuple[int, ...]
     dies: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    decisions: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    decisions: tuple[RankDecision, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,9 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.errors import CutError
 from jaxcross.program import decision
+from jaxcross.program.emitter import Emitter
 from jaxcross.program.equality import Equality, Known, fingerprint
 from jaxcross.program.jaxpr_utils import holds_exchange
-
-if TYPE_CHECKING:
-    from jaxcross.program.flatten import Flattener
 
 FROZEN = 2_000
 """Iterations after which a rank that is through with an outer loop no longer votes to continue an inner one, of whose
@@ -55,12 +53,12 @@ class Role:
     matters: bool = False
 
 
-def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
+def emit(flat: Emitter, eqn: Any, args: list[Any]) -> list[Any]:
     """Emits a loop that exchanges, rewritten where ranks may make different numbers of its iterations."""
     equality, known = Equality(flat.axes, flat.wire), flat.known(args)
     equality.results(eqn, known)
     named = any(x.axes for x in equality.exchanges(eqn))
-    if not (equality.apart or (named and flat.always and _holds_while(eqn))):
+    if not (equality.apart or (named and flat.always_vote and _holds_while(eqn))):
         outs = flat.keep(eqn, args)
         if equality.how:
             flat.until[outs[0]] = fingerprint(equality.how)
@@ -69,7 +67,7 @@ def emit(flat: Flattener, eqn: Any, args: list[Any]) -> list[Any]:
     rewriter = _Rewriter(Equality(flat.axes, flat.wire))
 
     def rewritten(present: Any, *values: Any) -> Sequence[Any]:
-        role = Role(present=present, always=flat.always)
+        role = Role(present=present, always=flat.always_vote)
         outs = rewriter.equation(eqn, list(values), known, role)
         return [*outs, rewriter.stopped()] if rewriter.left else outs
 

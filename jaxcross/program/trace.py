@@ -16,10 +16,9 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError, clause
-from jaxcross.program.conditional import Choose, Predicate
-from jaxcross.program.decision import Decision, EarlyExit
+from jaxcross.program.conditional import Predicate
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.ir import Program, Wire
+from jaxcross.program.ir import Program, RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
 from jaxcross.program.shard_map import check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
@@ -63,7 +62,7 @@ class Traced:
     wire: Wire
     late: frozenset[int] = frozenset()
     undecided: Predicate | None = None
-    decisions: Mapping[Any, Decision | EarlyExit] = field(default_factory=dict)
+    decisions: Mapping[Any, RankDecision] = field(default_factory=dict)
     present: frozenset[Any] = frozenset()
     until: Mapping[Any, str] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
@@ -250,8 +249,7 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
 
     inner, _ = compat.open_jaxpr(base.whole)
     invars = [compat.new_var(v.aval) for v in inner.invars]
-    decide: Choose = choose
-    walker = Flattener(base.axes, base.wire, decide, invars, base.whole)
+    walker = Flattener(base.axes, base.wire, invars, base.whole, choose=choose)
     outs = walker.run(base.whole)
     eqns = walker.read(outs)
     read = {a for e in eqns for a in e.invars if not isinstance(a, compat.Literal)}

@@ -1,0 +1,161 @@
+"""The equations of a flat jaxpr while it is being made: what every pass that flattens a step emits into."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat import Atom, Equation, Jaxpr, Var
+from jaxcross.program.equality import Equality, Known
+from jaxcross.program.ir import RankDecision, Wire
+from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange
+
+
+@dataclass(slots=True)
+class Emitter(ABC):
+    """A growing list of flat equations, and what is known about them.
+
+    Attributes:
+        axes: Axis name -> size.
+        wire: Recognises exchanges.
+        invars: The inputs of the flat jaxpr.
+        like: A jaxpr that lends its debug information.
+        consts: Arrays that the step closed over, by their variable.
+        eqns: The equations emitted so far.
+        decisions: What ranks decide by their own values, by the variable that counts which rank decided how.
+        counters: The result of an exchange -> the variables that count the decisions it was made under.
+        present: Variables that are 0 on a rank that takes no part, else 1.
+        until: What the number of a loop's iterations follows from, as a hash, by the loop's first result.
+        always_vote: Whether ranks vote in every `while`, because it may run on zeros.
+        positions: The place of each variable in `invars`.
+    """
+
+    axes: Mapping[str, int]
+    wire: Wire
+    invars: Sequence[Var]
+    like: Jaxpr
+    consts: dict[Var, Any] = field(default_factory=dict)
+    eqns: list[Equation] = field(default_factory=list)
+    decisions: dict[Var, RankDecision] = field(default_factory=dict)
+    counters: dict[Var, set[Var]] = field(default_factory=dict)
+    present: set[Atom] = field(default_factory=set)
+    until: dict[Var, str] = field(default_factory=dict)
+    always_vote: bool = False
+    positions: dict[Var, int] = field(init=False)
+    _holds: dict[int, tuple[Jaxpr, bool]] = field(default_factory=dict)
+    _makers: dict[Var, int] = field(default_factory=dict)
+    _n_with_maker: int = 0  # leading equations whose results are in `_makers`
+    _known: dict[Var, Known] = field(default_factory=dict)
+    _n_known: int = 0  # leading equations whose results are in `_known`
+    _presence: Atom | None = None
+
+    def __post_init__(self) -> None:
+        self.positions = {v: position for position, v in enumerate(self.invars)}
+
+    @abstractmethod
+    def emit(self, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
+        """Emits one equation over `args`, flattened; returns its results."""
+
+    def run(self, closed: Jaxpr) -> list[Atom]:
+        """Emits the equations of `closed` over `self.invars`; returns its results as atoms."""
+        return self.inline(closed, list(self.invars))
+
+    def inline(
+        self, jaxpr: Jaxpr, args: Sequence[Atom], emit: Callable[[Equation, list[Atom]], Sequence[Atom]] | None = None
+    ) -> list[Atom]:
+        """Emits a jaxpr's equations over `args`, by `self.emit` unless told otherwise; returns its results as atoms."""
+        emit = self.emit if emit is None else emit
+        inner, consts = compat.open_jaxpr(jaxpr)
+        env: dict[Var, Atom] = {}
+        for var, value in zip(inner.constvars, consts, strict=False):
+            env[var] = fresh = compat.new_var(var.aval)
+            self.consts[fresh] = value
+        open_inputs = [*inner.constvars[len(consts) :], *inner.invars]
+        env.update(zip(open_inputs, args, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, compat.Literal) else env[atom]
+
+        for eqn in inner.eqns:
+            outs = emit(eqn, [read(a) for a in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in inner.outvars]
+
+    def keep(self, eqn: Equation, args: list[Atom]) -> list[Var]:
+        """Emits an equation as it is."""
+        outs = [compat.new_var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=args, outvars=outs))
+        return outs
+
+    def emit_for(self, eqn: Equation, jaxpr: Jaxpr, args: Sequence[Atom]) -> list[Atom]:
+        """Emits a closed jaxpr that stands in for `eqn` and carries its source line."""
+        before = len(self.eqns)
+        outs = self.inline(jaxpr, args)
+        self.eqns[before:] = [e.replace(source_info=eqn.source_info) for e in self.eqns[before:]]
+        return outs
+
+    def emit_function(self, function: Callable[..., list[jax.Array]], *args: Any) -> list[Atom]:
+        """Traces `function` for arguments of these types and emits its equations."""
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in args]
+        return self.inline(jax.make_jaxpr(function)(*types), args)
+
+    def makers(self) -> Mapping[Var, int]:
+        """Returns the position in `eqns` of the equation that makes each variable."""
+        for position in range(self._n_with_maker, len(self.eqns)):
+            self._makers.update(dict.fromkeys(self.eqns[position].outvars, position))
+        self._n_with_maker = len(self.eqns)
+        return self._makers
+
+    def presence(self) -> Atom:
+        """Returns a variable that is 0 where this rank's part in an exchange is made of zeros, else 1."""
+        if self._presence is None:
+            # Behind a barrier: made by a compute segment, it is an operand of the exchange, not a constant in it.
+            (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
+            self.present.add(self._presence)
+        return self._presence
+
+    def known(self, atoms: Sequence[Atom]) -> list[Known]:
+        """Returns which atoms are equal on all ranks, as far as the equations emitted so far show it."""
+        equality = Equality(self.axes, self.wire)
+        for eqn in self.eqns[self._n_known :]:
+            about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
+            self._known.update(zip(eqn.outvars, about, strict=True))
+        self._n_known = len(self.eqns)
+        return [equality.read(self._known, a) for a in atoms]
+
+    def read(self, outs: Sequence[Atom]) -> list[Equation]:
+        """Returns the equations that `outs` come from, and those that count the decisions made for them."""
+        made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
+        live = {v for x in made & self.counters.keys() for v in self.counters[x]}
+        self.decisions = {v: d for v, d in self.decisions.items() if v in live}
+        return drop_unread(self.eqns, [*outs, *self.decisions])
+
+    def rename(self, before: Sequence[Var], after: Sequence[Var]) -> None:
+        """Moves what is known about variables to their new names, when a branch's exchanges move in front of it."""
+        names = dict(zip(before, after, strict=True))
+        for v in names.keys() & self.counters.keys():
+            self.counters[names[v]] = self.counters.pop(v)
+        if names.keys() & self.decisions.keys():  # of conditionals in the branch
+            self.decisions = {names.get(v, v): d for v, d in self.decisions.items()}
+            self.counters = {x: {names.get(v, v) for v in counting} for x, counting in self.counters.items()}
+        for v in names.keys() & self.until.keys():
+            self.until[names[v]] = self.until.pop(v)
+
+    def exchanges(self, eqn: Equation) -> bool:
+        """Whether an equation exchanges, or holds a jaxpr that does."""
+        return self.wire.recognise(eqn, self.axes) is not None or any(map(self.has_exchange, compat.sub_jaxprs(eqn)))
+
+    def has_exchange(self, jaxpr: Jaxpr) -> bool:
+        """Whether a jaxpr exchanges. Looks at each once: nested ones would be walked once for each level."""
+        key = id(jaxpr)
+        if key not in self._holds:
+            # The jaxpr is kept, so that its id stays its own.
+            self._holds[key] = (jaxpr, holds_exchange(jaxpr, self.axes, self.wire))
+        return self._holds[key][1]
