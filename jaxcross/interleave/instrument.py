@@ -10,7 +10,7 @@ PARAMETER_SERVER = "parameter server"
 """Label of the spans of a job's exchange with parameter servers: it meets no other rank's."""
 
 TOGETHER = "together"
-"""Label of the spans of what a job does on all ranks at once on the exchange lane, as saving or `job.together`."""
+"""Label of the spans of `job.run_on_all_ranks`: work on all ranks' exchange lanes at once, as saving."""
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 

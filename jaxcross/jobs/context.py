@@ -20,6 +20,8 @@ from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.prefetch import Prefetcher, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.runtime.step_host import Agreement, T
+from jaxcross.world.control_plane import Control
 
 
 class JobContext(JobLifecycle):
@@ -137,7 +139,7 @@ class JobContext(JobLifecycle):
         try:
             while not self._stray_loop():
                 if used:  # else it may be the second of two that are read side by side
-                    self.replicas.next_batch(self.together)
+                    self.replicas.next_batch(self.run_on_all_ranks)
                 start_ns = time.monotonic_ns()
                 batch = next(feed, _END)
                 if batch is _END:
@@ -176,7 +178,7 @@ class JobContext(JobLifecycle):
         check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
         resumption, found = self._resumption, None
         if resumption is not None:
-            found = resumption.restore(state, self.together, local=mode == "local")
+            found = resumption.restore(state, self.run_on_all_ranks, local=mode == "local")
         if resumption is not None and found is not None:
             self.step = resumption.first_step
             self._running().resumed(self._number, self.step)
@@ -184,10 +186,10 @@ class JobContext(JobLifecycle):
         else:
             if mode != "local":
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
-                state = self.together(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
+                state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
         self.replicas.begin(
-            self.state, self.step, local=mode == "local", resumed=found is not None, together=self.together
+            self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )
         return self.state if resumption is None else self._stand(resumption)
 
@@ -195,11 +197,11 @@ class JobContext(JobLifecycle):
         """The state, unless an earlier run has stopped the job for good. If it rested there, it rests before its first
         step.
         """
-        stopped, paused = resumption.standing(self.together)
+        stopped, paused = resumption.standing(self.run_on_all_ranks)
         if stopped:
             self.stop()
             while True:  # until the vote says so
-                self.together("it was stopped", lambda _: None)
+                self.run_on_all_ranks("it was stopped", lambda _: None)
         if paused and self._world.rank == 0:  # a second wish would come after somebody's `resume`, perhaps
             self.pause()
         return self.state
@@ -218,10 +220,10 @@ class JobContext(JobLifecycle):
         """
         self.state = state
         if self._resumption is not None:
-            every = self._resumption.save(state, self.step, self.together, unfit=self._unfit())
+            every = self._resumption.save(state, self.step, self.run_on_all_ranks, unfit=self._unfit())
             self.replicas.saved(self.step, every)
 
-    def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
 
         `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
@@ -232,9 +234,42 @@ class JobContext(JobLifecycle):
             Exception: Whatever `work` raises.
         """
         driver = self._running()
-        if error := self._stray("`job.together` or `job.restore`", "called"):
+        if error := self._stray("`job.run_on_all_ranks` or `job.restore`", "called"):
             raise error
         return driver.together(self._number, label, work)
+
+    # For `jaxcross.step`: see `jaxcross.runtime.step_host.StepHost`.
+
+    @property
+    def in_run(self) -> bool:
+        return True
+
+    def cut_before_restart(self, key: str) -> int | None:
+        """Returns the number of segments that the step with this key was cut into in an earlier run, if known."""
+        return self.cuts.get(key)
+
+    def remember_cut(self, key: str, n_segments: int) -> None:
+        """Notes the number of segments for a restart."""
+        self.cuts[key] = n_segments
+
+    def agree(self, agreement: Agreement) -> None:
+        """Makes an agreement of all ranks. Waits for them.
+
+        Raises:
+            JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
+        """
+
+        def work(control: Control) -> None:
+            self.check_alike(control)
+            agreement.in_run(control)
+
+        self.run_on_all_ranks(agreement.label, work)
+
+    @contextmanager
+    def compiling(self, name: str) -> Iterator[None]:
+        """A context whose length the report and the flight recorder show as compilation of `name`."""
+        with self._world.flight.during("compile", job=self.name, step=self.step), self.measure("compile", name):
+            yield
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:

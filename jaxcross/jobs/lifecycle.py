@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, get_args
 
 import numpy as np
 
+from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import Together
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
@@ -102,11 +103,11 @@ class JobLifecycle:
     # For `jaxcross.step.crossover`.
 
     @property
-    def sole(self) -> bool:
-        """Whether it has been its runner's only job, so that nothing runs beside it; as of the latest `together`, so
-        that all ranks say the same.
+    def is_only_job(self) -> bool:
+        """Whether it has been its runner's only job, so that nothing runs next to it; as of the latest
+        `run_on_all_ranks`, hence the same on all ranks.
         """
-        return self._seat is not None and self._seat.sole
+        return self._seat is not None and self._seat.is_only_job
 
     @property
     def steps_left(self) -> int | None:
@@ -128,11 +129,11 @@ class JobLifecycle:
                 f"Job `{self.name}`: `nonfinite` is {said}. Ranks would drift apart: set the same on every rank."
             )
 
-    def first_use(self, program: Program, step: object) -> bool:
+    def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
         """Whether this job has not asked about `program` of `step`, or one like it, before. The same on every rank."""
         return self._calls.first_use(program, step)
 
-    def call(self, compiled: Compiled, flat_inputs: list[Any]) -> Any:
+    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
         """One step of a `crossover` function in this job: waits until its last segment was dispatched.
 
         Raises:
@@ -141,14 +142,14 @@ class JobLifecycle:
             CutError: The job is to skip steps, and this one does not return its state.
         """
         driver, graph = self._running(), self._calls.graph(compiled)
-        execution = compiled.execution(flat_inputs)
+        execution = compiled.execution(leaves)
         if self._nonfinite != "ignore":
             if self._nonfinite == "skip" and not execution.skippable and self._calls.leads(compiled):
                 self._refuse_to_skip(compiled)
             execution.watch()
         leads = self._calls.leads(compiled)
         if leads and self._resumption is not None:
-            self._kept.used(flat_inputs)
+            self._kept.used(leaves)
         outputs = driver.call(self._number, graph, execution, self._nonfinite, in_step=leads)
         trains = self._calls.trains(compiled)
         if trains:

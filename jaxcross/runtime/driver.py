@@ -304,7 +304,7 @@ class Driver:
         seat.sync = work
         answer = self._ask(seat, m.SyncWanted(job, label))
         assert isinstance(answer, m.SyncReturned)
-        seat.sole = answer.is_only_job
+        seat.is_only_job = answer.is_only_job
         result, error = seat.sync_result
         seat.sync, seat.sync_result = None, (None, None)
         if error is not None:

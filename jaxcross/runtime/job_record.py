@@ -109,7 +109,7 @@ class JobRecord:
     Attributes:
         number: The job's; -1 while it has not joined.
         left: Set once the job is over on every rank; `how` and `error` are final then.
-        sole: Whether it was the run's only job ever, when the ranks last did something together in it.
+        is_only_job: Whether it was the run's only job ever, when the ranks last did something together in it.
         skipped: Committed steps that kept their state.
         refusals: How often its function was told that the job is over.
         tell_left: Hears how the job left, and whether somebody asked it alone to stop; must not wait.
@@ -132,7 +132,7 @@ class JobRecord:
         self.error: JobError | ExchangeError | None = None
         self.how: m.FinalStatus | None = None
         self.left = threading.Event()
-        self.paused = self.sole = False
+        self.paused = self.is_only_job = False
         self.skipped = self.refusals = 0
         self.tell_left: Callable[[m.FinalStatus, bool], None] = _nobody
         self.tell_paused: Callable[[bool], None] = _nobody

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
+from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import RankStatus, missing
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.ir import Program
+from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
+from jaxcross.world.control_plane import Control
 
 
 class OnlyThread:
@@ -66,24 +70,67 @@ class OnlyThread:
 ONLY_THREAD = OnlyThread()
 
 
-def run_alone(world: World, compiled: Compiled, leaves: Sequence[Any], step: int) -> Any:
-    """One step of one job. Waits for its exchanges, not for the computation behind them."""
-    ended: dict[int, bool] = {}
-    try:
-        return run_execution(world, compiled, compiled.execution(leaves), step, ended)
-    except BaseException:
-        due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
-        if ended and sum(ended.values()) < due:
-            ONLY_THREAD.broken = compiled.program.name
-        elif not ended and due:
-            ONLY_THREAD.unsure = True
-        raise
+@final
+class Standalone:
+    """The host of one step that is called without a runner; implements `jaxcross.runtime.step_host.StepHost`.
+
+    Calls come in the same order on every rank, so the ranks meet in them without an order agreed by a runner. The step
+    agrees with the other ranks before it asks for executables (`jaxcross.step.crossover`).
+
+    Attributes:
+        world: All ranks.
+        name: The step's.
+        calls: How many calls of the step were begun.
+    """
+
+    in_run = False
+    is_only_job = True
+    steps_left = None
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.calls = 0
+
+    def cut_before_restart(self, key: str) -> int | None:
+        """Returns None: without a runner nothing is restored."""
+
+    def remember_cut(self, key: str, n_segments: int) -> None:
+        """Does nothing: without a runner nothing is saved."""
+
+    def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
+        """Whether the ranks still have to agree: only on what a search tries."""
+        return candidate
+
+    def agree(self, agreement: Agreement) -> None:
+        agreement.standalone()
+
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:  # noqa: ARG002
+        """Runs `work(control)` here: the other ranks come to it in the same order."""
+        return work(self.world.control)
+
+    def compiling(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context that the flight recorder shows as compilation."""
+        return self.world.flight.during("compile", job=name, step=0)
+
+    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
+        """Runs one step. Waits for its exchanges, not for the computation after them."""
+        ended: dict[int, bool] = {}
+        try:
+            return run_execution(self.world, compiled, compiled.execution(leaves), self.calls, ended)
+        except BaseException:
+            due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
+            if ended and sum(ended.values()) < due:
+                ONLY_THREAD.broken = compiled.program.name
+            elif not ended and due:
+                ONLY_THREAD.unsure = True
+            raise
 
 
 def run_execution(
     world: World, compiled: Compiled, execution: Execution, step: int, ended: dict[int, bool]
 ) -> Any:  # fmt: skip
-    """Like `run_alone`, for an execution that has not begun. Notes of each exchange that begins whether it ended.
+    """Like `Standalone.run`, for an execution that has not begun. Notes of each exchange that begins whether it ended.
 
     The caller's thread dispatches all that computes, in program order; exchanges follow one another in a thread of
     their own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was

@@ -189,7 +189,7 @@ class ParameterServer:
         """Runs `work` on all ranks together, after they have compared their rules."""
         world, text = self._world, f"staleness {self._staleness}"
         if self._job is not None:
-            return self._job.together(f"parameter server\n{text}", work)
+            return self._job.run_on_all_ranks(f"parameter server\n{text}", work)
         check_not_stray("ParameterServer")
         with ONLY_THREAD.calling("ParameterServer"):
             with world.watching(job="", step=0, segment=-1, what="start of a parameter server"):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
+from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs import thread as job_thread
 from jaxcross.program.aliasing import copy_shared
@@ -20,10 +21,12 @@ from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
 from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
-from jaxcross.runtime.standalone import ONLY_THREAD, run_alone
+from jaxcross.runtime.standalone import ONLY_THREAD, Standalone
 from jaxcross.step import nnx
+from jaxcross.step.agreement import agree_standalone, is_current
+from jaxcross.step.prepare import prepare
 from jaxcross.step.skip_nonfinite import go, guarded
-from jaxcross.step.unit_agreement import Units
+from jaxcross.step.step_record import StepRecord
 from jaxcross.step.variant import Variant
 from jaxcross.wire.rank_grid import axis_sizes
 from jaxcross.world import World, current
@@ -136,12 +139,10 @@ class Step(Generic[P, R]):
         self.donate, self.static = donate, static
         self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
         self._last: tuple[Any, Any, Variant] | None = None
+        self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
-        self._calls = 0  # outside a runner
-        self.told: set[str] = set()  # loops and `optax.MultiSteps` whose exchanges were spoken of
-        self._units = Units()
-        self._pieces: dict[int, tuple[int, int]] = {}  # what `cut="auto"` found; see `Variant`
+        self._record = StepRecord(cut=cut, bucket_bytes=bucket_bytes)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step. See `crossover`."""
@@ -152,10 +153,10 @@ class Step(Generic[P, R]):
         if guards := job is not None and job.nonfinite == "skip":
             function, arrays = self._guarded(function, len(given)), (*arrays, go())
         leaves, tree = jax.tree.flatten((arrays, named))
-        asked = (tree, getattr(function, "static", ()), trace_context(), id(world), guards)
+        cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), guards)
         last = self._last
-        if last is not None and last[0] == asked and _same_and_whole(leaves, last[1]):
-            node = last[2].choose(leaves)
+        if last is not None and last[0] == cache_key and _same_and_whole(leaves, last[1]):
+            variant = last[2].choose(leaves)
         else:
             if jit_disabled():
                 raise CutError(
@@ -172,25 +173,32 @@ class Step(Generic[P, R]):
                     )
                 return nnx.call(self, given, named)
             self._check_leaves(leaves, arrays, named)
-            node = self._node(world, function, arrays, named, leaves, asked)
-        copy_shared(leaves, node.traced.donated, new_types=self._last is not last)
+            variant = self._variant(world, function, arrays, named, leaves, cache_key)
+        copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
-            return job.call(node.compiled_for(job), leaves)
+            return job.run(prepare(variant, job), leaves)
         job_thread.check_not_stray(self.__name__)
-        assert node.program is not None
-        self._calls += 1
-        if world.size == 1 or (node is not self._agreed and not node.program.has_exchanges):
-            return run_alone(world, node.compiled_for(None), leaves, self._calls)
+        return self._run_standalone(variant, world, leaves)
+
+    def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
+        """Runs one step without a runner, in the turn of this thread."""
+        assert variant.program is not None
+        host = self._standalone
+        if host is None or host.world is not world:
+            host = self._standalone = Standalone(world, self.__name__)
+        host.calls += 1
+        if world.size == 1 or (variant is not self._agreed and not variant.program.has_exchanges):
+            return host.run(prepare(variant, host), leaves)
         with ONLY_THREAD.calling(self.__name__):
-            self._agree(node)
+            self._agree(variant, host)
             try:
-                compiled = node.compiled_for(None)
+                compiled = prepare(variant, host)
             except BaseException:
-                if node.chooses:  # other ranks may be in the rest of the search
+                if variant.tunes_cut:  # other ranks may be in the rest of the search
                     ONLY_THREAD.broken = self.__name__
                 ONLY_THREAD.unsure = True
                 raise
-            return run_alone(world, compiled, leaves, self._calls)
+            return host.run(compiled, leaves)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -216,22 +224,23 @@ class Step(Generic[P, R]):
         function, args = self._bind_static(args)
         return self._trace(world, function, args, kwargs)
 
-    def _agree(self, node: Variant) -> None:
-        # Which branch the host takes may differ between ranks where it was told different things: ask each time. But
-        # shapes may change on one rank alone: where its exchanges stay what they are, the others go on and are not met.
-        signature = None if node.traced.choices else node.signature
-        anew = signature is None or ONLY_THREAD.unsure
-        if node is self._agreed and not anew:
+    def _agree(self, variant: Variant, host: Standalone) -> None:
+        # The branch that the host takes may differ between ranks where the step was given different values: ask each
+        # time. But shapes may change on one rank alone: where its exchanges stay what they are, the other ranks go on
+        # and would not come to an agreement.
+        signature = None if variant.traced.choices else variant.signature
+        always = signature is None or ONLY_THREAD.unsure
+        if variant is self._agreed and not always:
             return
-        if anew or signature != self._signature or not node.is_current:
+        if always or signature != self._signature or not is_current(variant):
             ONLY_THREAD.unsure = True  # should this be interrupted
             try:
-                node.agree(self._calls)
+                agree_standalone(variant, host)
             except ExchangeError:  # on every rank
                 ONLY_THREAD.unsure = False
                 raise
             ONLY_THREAD.unsure = False
-        self._agreed, self._signature = node, signature
+        self._agreed, self._signature = variant, signature
 
     def _trace(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -273,35 +282,38 @@ class Step(Generic[P, R]):
         bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
         return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
 
-    def _node(
+    def _variant(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        leaves: list[Any], asked: Any,
+        leaves: list[Any], cache_key: Any,
     ) -> Variant:  # fmt: skip
         """What these arguments run. Makes arrays of the leaves where the thread that dispatches would make others."""
         try:
-            kinds = _kinds(leaves)
+            arg_types = _arg_types(leaves)
         except TypeError:
             check_arrays(self.step, args, kwargs)  # says which leaf
             raise
         if x64_is_local():
             leaves[:] = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         last = self._last
-        if last is not None and last[0] == asked and last[1] == kinds:
+        if last is not None and last[0] == cache_key and last[1] == arg_types:
             return last[2].choose(leaves)
-        self._check_static(asked[1])
-        key = (*asked, tuple(kinds))
+        self._check_static(cache_key[1])
+        key = (*cache_key, tuple(arg_types))
 
         def make() -> Variant:
             if last is not None:
-                self._notice_change(last, asked, kinds, args, kwargs)
+                self._notice_change(last, cache_key, arg_types, args, kwargs)
             return Variant(
-                traced=self._trace(world, function, args, kwargs), cut=self.cut, bucket_bytes=self.bucket_bytes,
-                told=self.told, units=self._units, asked=asked, pieces=self._pieces, leaves=tuple(leaves), world=world,
-            )  # fmt: skip
+                traced=self._trace(world, function, args, kwargs),
+                record=self._record,
+                world=world,
+                cache_key=cache_key,
+                trial_args=tuple(leaves),
+            )
 
-        node = self._roots.get(key, make)
-        self._last = (asked, kinds, node)
-        return node.choose(leaves)
+        variant = self._roots.get(key, make)
+        self._last = (cache_key, arg_types, variant)
+        return variant.choose(leaves)
 
     def _check_static(self, static: Sequence[tuple[int, type, Any]]) -> None:
         for n, kind, value in static:
@@ -314,12 +326,12 @@ class Step(Generic[P, R]):
                     f" (a tuple, a frozen dataclass), or arrays as an argument that is not in static_argnums."
                 ) from None
 
-    def _notice_change(self, last: Any, asked: Any, kinds: list[Any], args: Any, kwargs: Any) -> None:
+    def _notice_change(self, last: Any, cache_key: Any, arg_types: list[Any], args: Any, kwargs: Any) -> None:
         paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
         where = "the structure of its arguments changed"
-        if last[0][0] == asked[0]:
-            where = "a static argument changed" if last[0][1] != asked[1] else "JAX's configuration changed"
-            for path, old, new in zip(paths, last[1], kinds, strict=False):
+        if last[0][0] == cache_key[0]:
+            where = "a static argument changed" if last[0][1] != cache_key[1] else "JAX's configuration changed"
+            for path, old, new in zip(paths, last[1], arg_types, strict=False):
                 if old != new:
                     where = f"argument {path} was {_short(old)}, is {_short(new)}"
                     break
@@ -352,15 +364,15 @@ class Step(Generic[P, R]):
                 )
 
 
-def _same_and_whole(leaves: Sequence[Any], kinds: list[Any]) -> bool:
-    """Whether the leaves are plain `jax.Array`s of these kinds, none donated. Costs tens of nanoseconds a leaf."""
+def _same_and_whole(leaves: Sequence[Any], arg_types: list[Any]) -> bool:
+    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of nanoseconds a leaf."""
     try:
-        return not any(map(ArrayImpl.is_deleted, leaves)) and _kinds(leaves) == kinds
+        return not any(map(ArrayImpl.is_deleted, leaves)) and _arg_types(leaves) == arg_types
     except TypeError:  # NumPy arrays, random keys, or what is no array at all
         return False
 
 
-def _kinds(leaves: Sequence[Any]) -> list[Any]:
+def _arg_types(leaves: Sequence[Any]) -> list[Any]:
     """What a recompilation depends on, a leaf each."""
     many = _many_places()
     try:

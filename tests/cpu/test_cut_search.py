@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,15 @@ from fakes import FakeControl, run_ranks
 from layers import step
 
 from jaxcross.jobs.step_registry import Calls
+from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.step import cut_budget, cut_tuner, timed_trial, variant
+from jaxcross.runtime.standalone import Standalone
+from jaxcross.runtime.step_host import Agreement
+from jaxcross.step import cut_budget, cut_tuner, timed_trial
+from jaxcross.step import prepare as prepare_module
+from jaxcross.step.prepare import prepare
+from jaxcross.step.step_record import ChosenCut, StepRecord
 from jaxcross.step.variant import Variant
 from jaxcross.testing import LocalRanks
 
@@ -40,30 +46,39 @@ def traced() -> Traced:
 
 
 class Job:
-    """What a variant asks of a job."""
+    """The host of a variant in a run."""
 
-    name, step = "a", 0
+    in_run = True
     steps_left: int | None = None
 
-    def __init__(self, control: FakeControl, cuts: dict[str, int] | None = None, *, sole: bool = True) -> None:
-        self.control, self.cuts, self.sole = control, {} if cuts is None else cuts, sole
+    def __init__(self, control: FakeControl, cuts: dict[str, int] | None = None, *, only: bool = True) -> None:
+        self.control, self.cuts, self.is_only_job = control, {} if cuts is None else cuts, only
         self.labels: list[str] = []
         self._programs: list[Program] = []
 
-    def first_use(self, program: Program, step: object) -> bool:
+    def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:
         new = not any(program is other for other in self._programs)
         self._programs.append(program)
         return new
 
-    def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+    def cut_before_restart(self, key: str) -> int | None:
+        return self.cuts.get(key)
+
+    def remember_cut(self, key: str, n_segments: int) -> None:
+        self.cuts[key] = n_segments
+
+    def agree(self, agreement: Agreement) -> None:
+        self.run_on_all_ranks(agreement.label, agreement.in_run)
+
+    def run_on_all_ranks(self, label: str, work: Callable[[Any], Any]) -> Any:
         self.labels.append(label.partition("\n")[0])
         return work(self.control)
 
-    def check_alike(self, control: FakeControl) -> None:
-        control.allgather_text("alike")
-
-    def measure(self, *_: str) -> Any:
+    def compiling(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def run(self, compiled: Compiled, leaves: Sequence[object]) -> None:
+        raise NotImplementedError
 
 
 def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
@@ -72,10 +87,10 @@ def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
         rank=control.rank, size=2, local_size=local_size, control=control, executables=None,
         flight=SimpleNamespace(during=lambda *_, **__: nullcontext()),
         watching=lambda **_: nullcontext(),
-        wire=lambda: SimpleNamespace(meet=lambda *_: None),
+        wire=lambda: SimpleNamespace(create_communicators=lambda *_: None),
     )  # fmt: skip
     return Variant(
-        traced=traced(), cut="auto", bucket_bytes=0, told=set(), pieces={}, leaves=tuple(jax.tree.leaves(ARGUMENTS)),
+        traced=traced(), record=StepRecord(cut="auto", bucket_bytes=0), trial_args=tuple(jax.tree.leaves(ARGUMENTS)),
         world=world,
     )  # fmt: skip
 
@@ -120,8 +135,8 @@ def search(asked: list[int], times: dict[int, float]) -> Search:
         times.update(seconds)
         job, node = Job(control, found), variant_of(control)
         job.steps_left = steps
-        compiled = node.compiled_for(job)
-        assert node.compiled_for(job) is compiled
+        compiled = prepare(node, job)
+        assert prepare(node, job) is compiled
         assert node.program is compiled.program
         assert list(job.cuts.values()) == [pieces_of(compiled)]
         if into is not None:
@@ -226,28 +241,28 @@ def test_a_job_that_comes_during_a_search_changes_nothing(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     (control,) = FakeControl.group(1)
-    node, first, second = variant_of(control), Job(control), Job(control, sole=False)
+    node, first, second = variant_of(control), Job(control), Job(control, only=False)
     others: list[Any] = []
 
     def search(_: Traced, leaves: Any, *, cut: Any, build: Any, **__: Any) -> Any:
         build(cut(1))
-        others.append(node.compiled_for(second))
+        others.append(prepare(node, second))
         assert not any(x.is_deleted() for x in leaves)
         return 2, build(cut(2))
 
-    monkeypatch.setattr(variant, "search", search)
-    mine = node.compiled_for(first)
+    monkeypatch.setattr(prepare_module, "search", search)
+    mine = prepare(node, first)
     assert (pieces_of(mine), pieces_of(others[0])) == (2, 1)
     assert asked == [1, 1, 2]
     for _ in range(2):  # each keeps its own, whatever ran last
-        assert node.compiled_for(second) is others[0]
+        assert prepare(node, second) is others[0]
         assert node.program is others[0].program
-        assert node.compiled_for(first) is mine
+        assert prepare(node, first) is mine
         assert node.program is mine.program
     assert (list(first.cuts.values()), list(second.cuts.values())) == ([2], [0])
-    assert node.compiled_for(Job(control, sole=False)) is others[0], "one that comes later"
-    assert node.compiled_for(Job(control)) is mine, "the only one of a later run"
-    assert node.compiled_for(None) is mine
+    assert prepare(node, Job(control, only=False)) is others[0], "one that comes later"
+    assert prepare(node, Job(control)) is mine, "the only one of a later run"
+    assert prepare(node, Standalone(node.world, "step")) is mine
     assert asked == [1, 1, 2], "compiled once"
 
 
@@ -256,31 +271,31 @@ def test_a_job_goes_on_with_its_cut_whoever_runs_beside_it(search: Search, asked
     found: dict[str, int] = {}
     assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
     asked.clear()
-    assert pieces_of(variant_of(control).compiled_for(Job(control, found, sole=False))) == 2 and asked == [2]
+    assert pieces_of(prepare(variant_of(control), Job(control, found, only=False))) == 2 and asked == [2]
     asked.clear()
-    beside = Job(control, sole=False)
-    assert pieces_of(variant_of(control).compiled_for(beside)) == 1 and asked == [1]
+    beside = Job(control, only=False)
+    assert pieces_of(prepare(variant_of(control), beside)) == 1 and asked == [1]
     alone = Job(control, beside.cuts)
-    assert pieces_of(variant_of(control).compiled_for(alone)) == 1 and asked == [1, 1], "not searched"
+    assert pieces_of(prepare(variant_of(control), alone)) == 1 and asked == [1, 1], "not searched"
 
 
 @pytest.mark.parametrize(
-    ("knows", "sole", "expected"),
+    ("knows", "only", "expected"),
     [({0, 1}, False, 4), ({0, 1}, True, 4), ({1}, False, 1), ({1}, True, 2)],
     ids=["both", "both, alone", "one", "one, alone"],
 )
 def test_a_cut_that_not_all_ranks_know_is_not_taken(
-    knows: set[int], sole: bool, expected: int, asked: list[int], times: dict[int, float]
+    knows: set[int], only: bool, expected: int, asked: list[int], times: dict[int, float]
 ) -> None:
     times.update({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5})
 
     def work(world: Any) -> tuple[int, list[int]]:
         node = variant_of(world.control, local_size=2 - world.rank)  # hosts of unlike numbers of ranks
         key = cut_tuner.key_of(node.default, node.world)
-        job = Job(world.control, {key: 4} if world.rank in knows else {}, sole=sole)
-        return pieces_of(node.compiled_for(job)), list(job.cuts.values())
+        job = Job(world.control, {key: 4} if world.rank in knows else {}, only=only)
+        return pieces_of(prepare(node, job)), list(job.cuts.values())
 
-    number = expected if sole or len(knows) == 2 else 0
+    number = expected if only or len(knows) == 2 else 0
     assert run_ranks(2, work) == [(expected, [number])] * 2
     assert len(asked) == (2 * 4 if expected == 2 else 2), "all search, or none"
 
@@ -295,8 +310,8 @@ def test_what_ran_on_one_rank_only_decides_nothing(asked: list[int]) -> None:
     def work(world: Any) -> int:
         node = variant_of(world.control)
         if world.rank == 1:
-            node.pieces[node.signature] = 4, 0
-        return pieces_of(node.compiled_for(Job(world.control)))
+            node.record.chosen_cuts[node.signature] = ChosenCut(4, 0)
+        return pieces_of(prepare(node, Job(world.control)))
 
     assert run_ranks(2, work) == [1, 1]
     assert asked == [1, 1]
@@ -311,14 +326,14 @@ def test_every_step_that_is_tried_is_a_wait_of_its_own(asked: list[int], monkeyp
     class Counting(Job):
         most = 0
 
-        def together(self, label: str, work: Callable[[Any], Any]) -> Any:
+        def run_on_all_ranks(self, label: str, work: Callable[[Any], Any]) -> Any:
             before = len(runs)
-            result = super().together(label, work)
+            result = super().run_on_all_ranks(label, work)
             self.most = max(self.most, len(runs) - before)
             return result
 
     job = Counting(control)
-    variant_of(control).compiled_for(job)
+    prepare(variant_of(control), job)
     assert job.most == 1
     assert len(runs) >= 16 and len(runs) % 8 == 0, "two cuts or more against the best, four steps of both"
     assert len(asked) > 2

@@ -32,7 +32,7 @@ def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     def fn(job):
         state = 0.0
         for _ in range(steps):
-            state = current_job().call(compiled, [state, 1.0])
+            state = current_job().run(compiled, [state, 1.0])
         return state
 
     runner = Runner(world, **options)

@@ -29,7 +29,7 @@ def make_step(world, name="step", *, exchanges=1, compute=lambda index, values: 
     compiled = FakeCompiled(plain_program(name, exchanges=exchanges), world, compute)
 
     def step(state, batch):
-        return current_job().call(compiled, [state, batch])
+        return current_job().run(compiled, [state, batch])
 
     return step
 
@@ -55,7 +55,7 @@ def endless(job, step):
 
 def all_see(job, what):
     """Whether something is so on all ranks: the same answer on all."""
-    return bool(job.together("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
+    return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
 
 
 def until(job, step, what):
@@ -391,7 +391,7 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
 
         def train(job):
             job.nonfinite = policy
-            return loop(job, lambda state, batch: current_job().call(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0])
+            return loop(job, lambda state, batch: current_job().run(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0])
 
         job = (runner := Runner(world)).add("a", train)
         runner.run()
@@ -626,7 +626,7 @@ def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
 
         def fn(job):
             job.nonfinite = "skip" if world.rank else "ignore"
-            job.together("first call", job.check_alike)
+            job.run_on_all_ranks("first call", job.check_alike)
             return loop(job, step, [1.0])
 
         runner = Runner(world)

@@ -39,7 +39,7 @@ def make_step(world, name="step", *, exchanges=1, compute=add, shape=()):
     compiled = FakeCompiled(plain_program(name, exchanges=exchanges, shape=shape), world, compute)
 
     def step(state, batch):
-        return current_job().call(compiled, [state, batch])
+        return current_job().run(compiled, [state, batch])
 
     return step
 
@@ -488,7 +488,7 @@ def test_ranks_that_exchange_at_different_calls_are_told():
         def fn(job):
             state = 0.0
             for n in range(world.rank, world.rank + 6):
-                state = exchanges(state, 1.0) if n % 3 == 2 else job.call(compiled, [state, 1.0])
+                state = exchanges(state, 1.0) if n % 3 == 2 else job.run(compiled, [state, 1.0])
 
         runner = Runner(world)
         bad = runner.add("bad", fn)
@@ -848,7 +848,7 @@ def test_what_waits_for_other_ranks_is_refused_in_another_thread():
         return [text.partition(" of job `a` was ")[::2] for text in caught]
 
     (((what, how), (loop_, _)),) = run_ranks(1, work)
-    assert (what, loop_) == ("`job.together` or `job.restore`", "`job.batches`")
+    assert (what, loop_) == ("`job.run_on_all_ranks` or `job.restore`", "`job.batches`")
     assert how.startswith("called in thread `mine`, not in the job's own: two threads would")
 
 

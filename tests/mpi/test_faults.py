@@ -241,7 +241,7 @@ def reads(job):
     return job.restore(leaf)
 
 def talks(job):
-    return job.together("mine", lambda control: control.allgather_text("x") if world.rank == 0 else 1 / 0)
+    return job.run_on_all_ranks("mine", lambda control: control.allgather_text("x") if world.rank == 0 else 1 / 0)
 
 def differs(job):
     job.nonfinite = "skip" if world.rank == 1 else "raise"
@@ -250,7 +250,7 @@ def differs(job):
 def goes_on(job):
     w = job.restore(0.0)
     over = lambda control: control.allreduce_min(np.array([all(other.left.is_set() for other in bad)]))[0]
-    while not job.together("are they over?", over):
+    while not job.run_on_all_ranks("are they over?", over):
         pass
     for _ in range(3):
         w = lucky(w, 1.0)
@@ -473,8 +473,8 @@ def test_a_handler_of_another_signal_stops_all_and_its_exception_comes_after(mpi
 def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
     code = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
-        "def wait(job):\n    job.together('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
-        "        while not job.together('turn', lambda _: None): pass\n"
+        "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
+        "        while not job.run_on_all_ranks('turn', lambda _: None): pass\n"
         "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
         "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
     )

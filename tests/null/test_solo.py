@@ -13,7 +13,7 @@ import pytest
 
 from jaxcross.errors import ExchangeError
 from jaxcross.runtime import standalone
-from jaxcross.runtime.standalone import run_alone
+from jaxcross.runtime.standalone import Standalone
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
         with pytest.raises(RuntimeError, match="out of memory"):
-            run_alone(world, compiled, [], 0)
+            Standalone(world, "step").run(compiled, [])
         assert execution.ended == ended
         check_goes_on(only, expected=goes_on, anew=goes_on and not ended)
 
@@ -92,7 +92,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
 def test_who_speaks_to_nobody_goes_on_after_any_error(only: standalone.OnlyThread, fails: int) -> None:
     world: Any = SimpleNamespace()
     with pytest.raises(RuntimeError, match="out of memory"):
-        run_alone(world, overlapped(Execution(fails), is_single_rank=True), [], 0)
+        Standalone(world, "step").run(overlapped(Execution(fails), is_single_rank=True), [])
     check_goes_on(only, expected=True)
 
 
@@ -123,7 +123,7 @@ def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(only: 
     with ThreadPoolExecutor(1) as exchanger:
         world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
         with pytest.raises(KeyboardInterrupt):
-            run_alone(world, overlapped(execution), [], 0)
+            Standalone(world, "step").run(overlapped(execution), [])
         assert execution.ended == [1]
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]

@@ -77,7 +77,7 @@ def equal_on_ranks(value):
 
 
 def all_see(job, what):
-    return bool(job.together("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
+    return bool(job.run_on_all_ranks("all", lambda control: control.allreduce_min(np.array([what()], np.int64)))[0])
 
 
 def jobs_join_and_leave():

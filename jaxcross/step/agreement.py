@@ -1,0 +1,120 @@
+"""An agreement of all ranks that they are about to make the same exchanges, before a program runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+import numpy as np
+
+from jaxcross.errors import ExchangeError
+from jaxcross.program.ir import Program
+from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
+from jaxcross.runtime.standalone import Standalone
+from jaxcross.runtime.step_host import StepHost
+from jaxcross.step.exchange_order import agree_on_order, check_order, order_hash
+from jaxcross.step.unit_agreement import without_calls
+from jaxcross.step.variant import Variant
+from jaxcross.world import World
+from jaxcross.world.control_plane import Control
+
+
+def agree_once(variant: Variant, host: StepHost, program: Program, *, candidate: bool = False) -> None:
+    """Makes sure that all ranks are about to run `program`, unless `host` knows. Waits for all ranks.
+
+    Args:
+        variant: The variant.
+        host: The code that runs it.
+        program: One of the variant's programs.
+        candidate: Whether it is only tried, in a search for the fastest cut.
+
+    Raises:
+        ExchangeError: The ranks differ; on every rank.
+    """
+    if program.exchanges and host.first_use(program, variant.record, candidate=candidate):
+        host.agree(ExchangeAgreement.on(program, variant.world))
+
+
+def agree_standalone(variant: Variant, host: Standalone) -> None:
+    """Makes sure that all ranks are about to make the same exchanges, outside a runner. Waits for all ranks.
+
+    Raises:
+        ExchangeError: The ranks differ; on every rank.
+    """
+    program, world = variant.default, variant.world
+    if variant.is_unit:
+        variant.record.units.agree(host, world, program, variant.cache_key)
+    elif program.exchanges:
+        # Where the host takes branches, ranks may be at different calls of the step with equal exchanges.
+        by_call = bool(variant.traced.choices)
+        host.agree(ExchangeAgreement.on(program, world, call=host.calls, by_call=by_call))
+
+
+def is_current(variant: Variant) -> bool:
+    """Whether the ranks need not agree again on these argument types, if this rank exchanges as it did."""
+    units = variant.record.units
+    return not variant.is_unit or units.is_current(variant.world, variant.default, variant.cache_key)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeAgreement:
+    """An agreement on one program; implements `jaxcross.runtime.step_host.Agreement`.
+
+    Attributes:
+        program: What this rank is about to run.
+        world: All ranks.
+        order: Hash of its exchanges' labels. It takes time to compute, hence not while the exchange lane waits.
+        call: Number of the step's call.
+        by_call: Whether it must be the same call on all ranks.
+    """
+
+    program: Program
+    world: World
+    order: int
+    call: int = 0
+    by_call: bool = False
+
+    @classmethod
+    def on(cls, program: Program, world: World, *, call: int = 0, by_call: bool = False) -> Self:
+        """Returns the agreement on a program."""
+        order = order_hash(program) if world.size > 1 else 0
+        return cls(program=program, world=world, order=order, call=call, by_call=by_call)
+
+    @property
+    def label(self) -> str:
+        # The lines after the first one hold all that the ranks must have in common.
+        return f"first call of `{self.program.name}`\n{self.program.exchange_signature()}"
+
+    def in_run(self, control: Control) -> None:
+        program = self.program
+        agree_on_order(control, program, self.order)
+        # Not while the ranks compile: a rank that fails there would not come.
+        self.world.wire().create_communicators(program.exchanges, dict(program.axes))
+
+    def standalone(self) -> None:
+        """Compares all ranks by one small all-reduce; texts are gathered only where hashes differ.
+
+        Raises:
+            ExchangeError: The ranks differ; on every rank.
+        """
+        program, control = self.program, self.world.control
+        exchanges = (program.exchange_hash() + self.call * self.by_call) % 2**62
+        hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
+        with self.world.watching(job=program.name, step=self.call, segment=-1, what="agreement"):
+            low, high, first, last = control.allreduce_min(hashes)  # a minimum, and a maximum with its sign changed
+            if low != -high:
+                self._raise_difference()
+            if first != -last:
+                check_order(control, program)
+
+    def _raise_difference(self) -> None:
+        name = self.program.name
+        mine = f"{self.call}\n{self.program.exchange_signature()}"
+        calls, _, texts = zip(*(text.partition("\n") for text in self.world.control.allgather_text(mine)), strict=True)
+        if others := [rank for rank, text in enumerate(texts) if not text]:
+            # Lists of mpi4jax calls have no call number in front of them.
+            raise ExchangeError(without_calls(name, others))
+        if len(set(texts)) == 1:
+            raise ExchangeError(branch_call_mismatch(name, [f"call {number}" for number in calls]))
+        raise ExchangeError(signature_mismatch(name, texts))

@@ -1,0 +1,119 @@
+"""The executables of a variant for the host that runs it: agreed by all ranks, cut, and compiled."""
+
+from __future__ import annotations
+
+from jaxcross.program.execution import Compiled
+from jaxcross.program.ir import Program
+from jaxcross.runtime.step_host import StepHost
+from jaxcross.step.agreement import agree_once
+from jaxcross.step.cut_tuner import CutHint, key_of, recall, search
+from jaxcross.step.step_record import ChosenCut
+from jaxcross.step.variant import Variant
+
+
+def prepare(variant: Variant, host: StepHost) -> Compiled:
+    """Returns the executables, at a job's first use once all ranks are known to want the same exchanges.
+
+    The ranks agree before anything is compiled: a standalone step before this call, a job here. Each job agrees for
+    itself, and its communicators are made then, since which of two equal jobs compiles first may differ between ranks.
+    """
+    if variant.tunes_cut or (variant.is_unit and host.in_run):
+        compiled = variant.of_host.get(host)
+        if compiled is None:
+            compiled = _choose_cut(variant, host) if variant.tunes_cut else _with_own_communicators(variant, host)
+            variant.of_host[host] = compiled
+    else:
+        agree_once(variant, host, variant.default)
+        compiled = variant.compiled.get(0) or _compile(variant, host, 0, variant.default)
+    variant.program = compiled.program
+    return compiled
+
+
+def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
+    """Compiles a program that calls mpi4jax over communicators of the job's own."""
+    program = variant.record.units.agree_in_run(host, variant.world, variant.default, variant.cache_key)
+    with host.compiling(program.name):
+        return program.compile(variant.arg_types, cache=variant.world.executables)
+
+
+def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
+    """Returns what `host` runs to its end: the same cut on every rank. Waits for all ranks, unless they know."""
+    record, world = variant.record, variant.world
+    agree_once(variant, host, variant.default)
+    # Read before the ranks meet again: a job that joins in that meeting may be here before this one goes on.
+    trial_args = variant.trial_args
+    chosen = record.chosen_cuts.get(variant.signature)
+    if not host.in_run:
+        known = _known_program(variant, chosen)
+        if known is None and trial_args is None:
+            known = 0, variant.default
+        if known is not None:
+            variant.trial_args = None
+            return _compile(variant, host, *known)
+        chosen = None
+    key = key_of(variant.default, world)
+    hint = recall(
+        key,
+        rank=world.rank,
+        together=host.run_on_all_ranks,
+        ran=host.cut_before_restart(key),
+        before=None if chosen is None else chosen.n_segments,
+        steps=host.steps_left,
+    )
+    is_only_job = host.is_only_job  # as of that meeting, hence the same on all ranks
+    n_segments = hint.ran
+    if n_segments is None:
+        n_segments = hint.before if is_only_job else 0
+    if n_segments is None and hint.first:
+        n_segments, compiled = _search(variant, host, trial_args or (), hint)
+    else:
+        n_segments = n_segments or 0
+        program = variant.program_in(n_segments)
+        agree_once(variant, host, program)
+        compiled = _compile(variant, host, n_segments, program)
+    # At most one job of a run is both the only and the first one. So what stays here is the same on ranks where jobs
+    # come in different orders.
+    if is_only_job and hint.first:
+        record.chosen_cuts[variant.signature] = ChosenCut(n_segments, compiled.program.exchange_hash())
+    else:
+        record.chosen_cuts.setdefault(variant.signature, ChosenCut(0, variant.signature))
+    host.remember_cut(key, n_segments)
+    variant.trial_args = None
+    return compiled
+
+
+def _known_program(variant: Variant, chosen: ChosenCut | None) -> tuple[int, Program] | None:
+    """Returns the cut that was chosen before, perhaps for other shapes, if its exchanges are the same."""
+    if chosen is None:
+        return None
+    program = variant.program_in(chosen.n_segments)
+    return (chosen.n_segments, program) if program.exchange_hash() == chosen.signature else None
+
+
+def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hint: CutHint) -> tuple[int, Compiled]:
+    """Measures which cut is the fastest. Nothing else runs next to this step as the search begins."""
+
+    def build(program: Program) -> Compiled:
+        agree_once(variant, host, program, candidate=True)
+        with host.compiling(program.name):
+            return program.compile(variant.arg_types, cache=variant.world.executables)
+
+    n_segments, compiled = search(
+        variant.traced,
+        trial_args,
+        world=variant.world,
+        cut=variant.program_in,
+        build=build,
+        together=host.run_on_all_ranks,
+        recalled=hint,
+    )
+    return n_segments, variant.compiled.setdefault(n_segments, compiled)
+
+
+def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program) -> Compiled:
+    with host.compiling(program.name), variant.lock:
+        compiled = variant.compiled.get(n_segments)
+        if compiled is None:
+            compiled = program.compile(variant.arg_types, cache=variant.world.executables)
+            variant.compiled[n_segments] = compiled
+    return compiled
