@@ -26,7 +26,7 @@ import numpy as np
 from workloads import in_turn, parser, spread, write_json
 
 from jaxcross.exchange import sparse
-from jaxcross.exchange.select import chosen, sample_stride, select
+from jaxcross.exchange.select import faster_selection, sample_stride, select
 from jaxcross.world import malloc
 
 WAYS = ("exact", "threshold")
@@ -62,7 +62,7 @@ def measure(size: int, density: float, repeats: int, data: str = "normal") -> di
                   itertools.cycle(xs), repeats=repeats, steps=steps)  # fmt: skip
     largest = float(np.sum(np.sort(np.abs(np.asarray(x, np.float64)))[size - k :]))
     row: dict[str, Any] = {
-        "size": size, "density": density, "data": data, "k": k, "chosen": chosen(size, k), "ways": {}
+        "size": size, "density": density, "data": data, "k": k, "chosen": faster_selection(size, k), "ways": {}
     }  # fmt: skip
     for way, function in ways.items():
         values, indices = map(np.asarray, function(x))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcross.exchange.validation import optimizer_in, whole_number, wide
+from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
 
 
 class AccumulateState(NamedTuple):
@@ -61,7 +61,7 @@ def accumulate(
 
     def zeros(params: optax.Params) -> Any:
         return jax.tree.map(
-            lambda p: jnp.zeros_like(p, wide(jnp.result_type(p)) if dtype is None else dtype), params
+            lambda p: jnp.zeros_like(p, accumulation_dtype(jnp.result_type(p)) if dtype is None else dtype), params
         )  # fmt: skip
 
     def init(params: optax.Params) -> AccumulateState:

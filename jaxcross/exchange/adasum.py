@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import blocks, collectives
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import per_rank
 from jaxcross.exchange.validation import check_real, optimizer_in
 
@@ -86,7 +86,7 @@ def adasum(
     exchange = optax.GradientTransformationExtraArgs(init, update)
     if optimizer is not None:
         exchange = optax.chain(per_rank(optimizer_in(optimizer, "`adasum`")), exchange)
-    return once("adasum", axes, exchange)
+    return exchange_once("adasum", axes, exchange)
 
 
 def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:

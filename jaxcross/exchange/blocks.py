@@ -21,8 +21,8 @@ def width(shape: Sequence[int], count: int, multiple: int = 1) -> int:
 
 def split(leaf: jax.Array, count: int, multiple: int = 1) -> jax.Array:
     """A leaf as `[count, width]`, padded with zeros at the end. Communicates nothing."""
-    columns = width(leaf.shape, count, multiple)
-    return jnp.pad(leaf.reshape(-1), (0, count * columns - leaf.size)).reshape(count, columns)
+    elements = width(leaf.shape, count, multiple)
+    return jnp.pad(leaf.reshape(-1), (0, count * elements - leaf.size)).reshape(count, elements)
 
 
 def to_blocks(leaves: Sequence[jax.Array], count: int, dtype: jax.typing.DTypeLike, multiple: int = 1) -> jax.Array:
@@ -30,7 +30,7 @@ def to_blocks(leaves: Sequence[jax.Array], count: int, dtype: jax.typing.DTypeLi
     return jnp.concatenate([split(x, count, multiple).astype(dtype) for x in leaves], axis=1)
 
 
-def pieces(rows: jax.Array, shapes: Sequence[Sequence[int]], count: int, multiple: int = 1) -> list[jax.Array]:
+def columns(rows: jax.Array, shapes: Sequence[Sequence[int]], count: int, multiple: int = 1) -> list[jax.Array]:
     """Each leaf's columns, of some or all of the `count` rows along the last axis."""
     bounds = itertools.accumulate((width(s, count, multiple) for s in shapes), initial=0)
     return [rows[..., a:b] for a, b in itertools.pairwise(bounds)]
@@ -38,5 +38,5 @@ def pieces(rows: jax.Array, shapes: Sequence[Sequence[int]], count: int, multipl
 
 def from_blocks(rows: jax.Array, shapes: Sequence[Sequence[int]], multiple: int = 1) -> list[jax.Array]:
     """The leaves that lie in all rows, in their shapes and the rows' type."""
-    found = pieces(rows, shapes, rows.shape[0], multiple)
+    found = columns(rows, shapes, rows.shape[0], multiple)
     return [x.reshape(-1)[: math.prod(s)].reshape(tuple(s)) for x, s in zip(found, shapes, strict=True)]

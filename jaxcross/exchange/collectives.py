@@ -56,12 +56,12 @@ def one_axis(axis_name: AxisName, what: str) -> Hashable:
     return names[0]
 
 
-def power_of_two(size: int) -> bool:
+def is_power_of_two(size: int) -> bool:
     """Whether `size` ranks pair up completely at every level of a halving or doubling."""
     return size & (size - 1) == 0
 
 
-def within(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
+def saturate(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
     """What is finite stays so in a narrower type: as its largest number, or `times` that, where it is larger.
 
     Infinity would poison a residual for good; but who brings it is not hidden.
@@ -72,7 +72,7 @@ def within(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
 
 
-def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+def round_for_wire(x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in the type that travels, rounded at once: for what is sent and also read here.
 
     The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does on GPUs
@@ -172,9 +172,9 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> ja
 
     moving = block(rank)
     for hop in range(1, size):
-        moving = jax.lax.ppermute(narrow(moving, wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
+        moving = jax.lax.ppermute(round_for_wire(moving, wire), axis_name, ring).astype(x.dtype) + block(rank - hop)
     # This rank now holds the finished block `rank + 1`; it is rounded before it leaves so that all hold the same bits.
-    moving = narrow(moving, wire)
+    moving = round_for_wire(moving, wire)
     out = jnp.zeros_like(blocks, dtype=wire)
     for hop in range(size):
         out = jax.lax.dynamic_update_index_in_dim(out, moving, (rank + 1 - hop) % size, 0)
@@ -191,7 +191,7 @@ def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) ->
     size = jax.lax.axis_size(axis_name)
     if size == 1:
         return x
-    sent = narrow(x, x.dtype if wire_dtype is None else wire_dtype).reshape(size, -1)
+    sent = round_for_wire(x, x.dtype if wire_dtype is None else wire_dtype).reshape(size, -1)
     received = jax.lax.all_to_all(sent, axis_name, 0, 0).astype(x.dtype)
     return sum_rows(received)
 

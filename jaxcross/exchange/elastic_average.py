@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import add, as_number, needed, optimizer_in, sum_of, whole_number
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import add_moves, as_number, optimizer_in, require_params, sum_of, whole_number
 
 
 class ElasticAverageState(NamedTuple):
@@ -81,7 +81,7 @@ def elastic_average(
     def update(
         updates: optax.Updates, state: ElasticAverageState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, ElasticAverageState]:
-        params = needed(params, "`elastic_average`")
+        params = require_params(params, "`elastic_average`")
         _check(alpha, pull, jax.lax.psum(1, names))
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
@@ -91,9 +91,9 @@ def elastic_average(
             # A pull of 0 is none, also of what is not finite: 0 times NaN is NaN.
             pulled, centre = updates, state.centre
             if alpha:
-                pulled = add(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
+                pulled = add_moves(updates, jax.tree.map(lambda d: (-alpha * d).astype(d.dtype), away))
             if pull:
-                centre = add(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
+                centre = add_moves(centre, jax.tree.map(lambda d: (pull * d).astype(d.dtype), total))
             return pulled, centre
 
         since = (state.since + 1) % every
@@ -103,7 +103,7 @@ def elastic_average(
             updates, centre = jax.lax.cond(since == 0, exchange, lambda: (updates, state.centre))
         return updates, ElasticAverageState(since, centre, inner_state)
 
-    return once("elastic_average", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("elastic_average", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _check(alpha: float, pull: float, ranks: int) -> None:

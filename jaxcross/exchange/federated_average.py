@@ -12,8 +12,16 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import as_number, needed, optimizer_in, steer, sum_of, whole_number, wide
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import (
+    accumulation_dtype,
+    as_number,
+    optimizer_in,
+    require_params,
+    sum_of,
+    updates_towards,
+    whole_number,
+)
 
 
 class FederatedAverageState(NamedTuple):
@@ -82,7 +90,7 @@ def federated_average(
     def update(
         updates: optax.Updates, state: FederatedAverageState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, FederatedAverageState]:
-        params = needed(params, "`federated_average`")
+        params = require_params(params, "`federated_average`")
         shares = _shares(state.round, jax.lax.axis_size(axis), share_of_ranks, samples, seed)
         share = shares[jax.lax.axis_index(axis)]
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
@@ -92,17 +100,19 @@ def federated_average(
 
         def exchange() -> optax.Updates:
             # In float32 until all are added: parts rounded to 16 bits would no longer sum to what all ranks hold.
-            mine = jax.tree.map(lambda x: (x * share).astype(wide(x.dtype)), optax.apply_updates(params, updates))
+            mine = jax.tree.map(
+                lambda x: (x * share).astype(accumulation_dtype(x.dtype)), optax.apply_updates(params, updates)
+            )
             if share_of_ranks < 1:  # 0 times NaN is NaN, and would be part of everyone's average
                 mine = jax.tree.map(lambda x: jnp.where(share > 0, x, jnp.zeros_like(x)), mine)
             targets = jax.tree.map(lambda total, x: total.astype(x.dtype), sum_of(mine, axis), params)
-            return steer(updates, params, targets)
+            return updates_towards(updates, params, targets)
 
         since = (state.since + 1) % every
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, FederatedAverageState(since, state.round + (since == 0), inner_state)
 
-    return once("federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _positive(weights: Any) -> list[float]:

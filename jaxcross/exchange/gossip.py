@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import add, floats, needed, optimizer_in
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import add_moves, optimizer_in, ravel_floats, require_params
 
 Topology = Literal["ring", "torus", "exponential", "complete"]
 _TOPOLOGIES = ("ring", "torus", "exponential", "complete")
@@ -84,11 +84,11 @@ def gossip(
     def update(
         updates: optax.Updates, state: GossipState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, GossipState]:
-        params = needed(params, "`gossip`")
+        params = require_params(params, "`gossip`")
         graph = rounds(topology, jax.lax.axis_size(axis))
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         start = optax.apply_updates(params, updates) if adapt_first else params
-        vectors, back = floats(start)
+        vectors, back = ravel_floats(start)
         if topology == "complete":
             pulls = [jax.lax.pmean(x, axis) - x for x in vectors]
         elif len(graph) == 1:
@@ -97,10 +97,10 @@ def gossip(
             # By a counter, so that the host decides and only one neighbour's parameters travel.
             branches = [partial(_pull, axis=axis, hops_of_round=found) for found in graph]
             pulls = jax.lax.switch(state.round, branches, vectors)
-        updates = add(updates, back(pulls))
+        updates = add_moves(updates, back(pulls))
         return updates, GossipState((state.round + 1) % len(graph), inner_state)
 
-    return once("gossip", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("gossip", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:

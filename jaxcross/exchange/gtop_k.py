@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import collectives, sparse
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state
 
@@ -68,14 +68,14 @@ def gtop_k(
     def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
         del params
         size = jax.lax.axis_size(axis)
-        if not collectives.power_of_two(size):
+        if not collectives.is_power_of_two(size):
             raise ValueError(
                 f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use `top_k`, which serves"
                 " any number of ranks."
             )
         check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        chosen = sparse.choose(found, skip)
+        chosen = sparse.compressed_leaves(found, skip)
         residual = treedef.flatten_up_to(state.residual)
         out, kept = [], []
         for (path, x), e, c in zip(found, residual, chosen, strict=True):
@@ -93,7 +93,7 @@ def gtop_k(
         k = sparse.slots(density, vector.size)
         size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
         own_values, own_indices = select(vector, k, selection=selection)
-        own_values = collectives.within(own_values, x.dtype)  # and so is the mean of all ranks'
+        own_values = collectives.saturate(own_values, x.dtype)  # and so is the mean of all ranks'
         values, indices = own_values, own_indices
         alive = own_indices < vector.size
         for level in range(size.bit_length() - 1):
@@ -105,11 +105,11 @@ def gtop_k(
             values, indices = _merge(first, second, vector.size)
             place = jnp.minimum(jnp.searchsorted(indices, own_indices), k - 1)
             alive &= indices[place] == own_indices
-        rest = sparse.without(vector, jnp.where(alive, own_values, 0), own_indices)
-        sum_ = sparse.total(values[None], indices[None], vector.size)
+        rest = sparse.residual_after(vector, jnp.where(alive, own_values, 0), own_indices)
+        sum_ = sparse.sum_of_pairs(values[None], indices[None], vector.size)
         return (sum_ / size).reshape(x.shape).astype(x.dtype), rest
 
-    return once("gtop_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("gtop_k", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _merge(

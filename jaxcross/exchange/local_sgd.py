@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import mean_of, needed, optimizer_in, steer, whole_number
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, updates_towards, whole_number
 
 
 class LocalSGDState(NamedTuple):
@@ -60,14 +60,14 @@ def local_sgd(
     def update(
         updates: optax.Updates, state: LocalSGDState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, LocalSGDState]:
-        params = needed(params, "`local_sgd`")
+        params = require_params(params, "`local_sgd`")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
         def exchange() -> optax.Updates:
-            return steer(updates, params, mean_of(optax.apply_updates(params, updates), names))
+            return updates_towards(updates, params, mean_of(optax.apply_updates(params, updates), names))
 
         since = (state.since + 1) % every
         updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
         return updates, LocalSGDState(since, inner_state)
 
-    return once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

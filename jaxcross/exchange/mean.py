@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import floats
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import ravel_floats
 
 Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
@@ -76,7 +76,7 @@ def mean(
         del params
         if pattern == "auto":
             return jax.tree.map(_mean, updates)
-        vectors, back = floats(updates, multiple=jax.lax.psum(1, names))
+        vectors, back = ravel_floats(updates, multiple=jax.lax.psum(1, names))
         out = back([_mean_of_vector(x) for x in vectors])
         return jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else _mean(x), out)
 
@@ -92,13 +92,17 @@ def mean(
         total = _SUMS[pattern](x.astype(jnp.promote_types(x.dtype, jnp.float32)), names, wire)
         return total.astype(x.dtype) / jax.lax.psum(1, names)
 
-    return once("mean", names, optax.stateless(average))
+    return exchange_once("mean", names, optax.stateless(average))
 
 
 def _hierarchical(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     outer, inner = names
     block = collectives.sum_scatter(x, inner, wire_dtype=wire)
-    return collectives.gather(jax.lax.psum(collectives.narrow(block, wire), outer), inner).reshape(-1).astype(x.dtype)
+    return (
+        collectives.gather(jax.lax.psum(collectives.round_for_wire(block, wire), outer), inner)
+        .reshape(-1)
+        .astype(x.dtype)
+    )
 
 
 def _ring(x: jax.Array, names: Any, wire: Any) -> jax.Array:
@@ -108,9 +112,11 @@ def _ring(x: jax.Array, names: Any, wire: Any) -> jax.Array:
 def _tree(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        return collectives.narrow(a.astype(x.dtype) + b.astype(x.dtype), wire)
+        return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)
 
-    return collectives.doubling(collectives.narrow(x, wire), collectives.one_axis(names, "a tree"), add).astype(x.dtype)
+    return collectives.doubling(collectives.round_for_wire(x, wire), collectives.one_axis(names, "a tree"), add).astype(
+        x.dtype
+    )
 
 
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import bits, collectives
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.flat import Layout, layout
-from jaxcross.exchange.once import once
 from jaxcross.exchange.validation import as_number, check_real, check_state, whole_number
 
 
@@ -149,7 +149,7 @@ def one_bit_adam(
         mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
         return mu, state.nu, lay.unravel(rest), server_rest
 
-    return once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:

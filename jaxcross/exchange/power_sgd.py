@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
 
 # A column of which the projections leave less than this share is a combination of earlier ones: what is left is noise.
@@ -114,7 +114,7 @@ def power_sgd(
             mine = _product(matrix.T, p)
             factors[i] = jax.lax.pmean(mine, names)
             found = _product(p, factors[i].T)
-            sent = collectives.within(found, leaf.dtype)
+            sent = collectives.saturate(found, leaf.dtype)
             out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
             # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
             residuals[i] = matrix - _product(p, mine.T)
@@ -125,7 +125,7 @@ def power_sgd(
             factor=_directions(factor, seed), residual=jax.tree.unflatten(treedef, residuals)
         )
 
-    return once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import check_real, whole_number
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -74,12 +74,12 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
         every_code = [collectives.gather(code, names) for code, _ in coded]
         out = [
             # One level up may be beyond the update's type.
-            collectives.within(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
+            collectives.saturate(_mean(code, every_unit[:, leaf]), x.dtype).reshape(x.shape).astype(x.dtype)
             for leaf, (code, x) in enumerate(zip(every_code, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, out), new
 
-    return once("qsgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("qsgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -107,6 +107,6 @@ def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]
 
-    # As in `sparse.total`: zeros would count as the same on every rank.
+    # As in `sparse.sum_of_pairs`: zeros would count as the same on every rank.
     first = add(jnp.int32(0), jnp.zeros(codes.shape[1], jnp.float32))
     return jax.lax.fori_loop(1, codes.shape[0], add, first) / codes.shape[0]

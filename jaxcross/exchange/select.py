@@ -47,7 +47,7 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
             " `bucket`, leaves are selected from one by one; let `skip` name a single leaf that is so large."
         )
     if selection == "auto":
-        selection = chosen(x.size, k)
+        selection = faster_selection(x.size, k)
     if selection == "exact":
         # As floats: XLA's fast path for the CPU knows float32 alone, integers take a hundred times as long.
         size = jnp.abs(x.astype(jnp.float32))
@@ -57,7 +57,7 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
     return jnp.where(indices < x.size, x.at[indices].get(mode="clip"), 0), indices
 
 
-def chosen(size: int, k: int) -> Selection:
+def faster_selection(size: int, k: int) -> Selection:
     """The way that `"auto"` takes for `k` of `size` elements: the one that was measured to be faster."""
     longest, most = _EXACT_UP_TO.get(jax.default_backend(), _EXACT_UP_TO["cpu"])
     return "exact" if size <= longest and k <= most else "threshold"

@@ -12,9 +12,9 @@ from jax.extend.core import Literal
 
 from jaxcross.exchange import blocks, collectives
 from jaxcross.exchange.elementwise import check_elementwise
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.per_rank import PerRankState
-from jaxcross.exchange.validation import by_type, check_state, optimizer_in, whole_number, wide
+from jaxcross.exchange.validation import accumulation_dtype, check_state, group_by_dtype, optimizer_in, whole_number
 
 
 def sharded_optimizer(
@@ -91,7 +91,7 @@ def sharded_optimizer(
         out = jax.tree.unflatten(treedef, _gather(treedef.flatten_up_to(stepped), shapes, axis))
         return out, PerRankState(own)
 
-    return once("sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:
@@ -102,10 +102,10 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
     """This rank's part of each leaf's mean, by one reduce-scatter a type. 16-bit floats are summed in float32."""
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
-    for dtype, members in by_type(leaves).items():
-        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(wide(dtype))
+    for dtype, members in group_by_dtype(leaves).items():
+        rows = blocks.to_blocks([leaves[i] for i in members], size, dtype).reshape(-1).astype(accumulation_dtype(dtype))
         mine = (collectives.sum_scatter(rows, axis, wire_dtype=dtype) / size).astype(jnp.result_type(dtype, float))
-        for i, x in zip(members, blocks.pieces(mine, [leaves[i].shape for i in members], size), strict=True):
+        for i, x in zip(members, blocks.columns(mine, [leaves[i].shape for i in members], size), strict=True):
             out[i] = x
     return out
 
@@ -113,7 +113,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
 def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Any) -> list[jax.Array]:
     """The whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
-    for members in by_type(parts).values():
+    for members in group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
         for i, x in zip(members, blocks.from_blocks(rows, [shapes[i] for i in members]), strict=True):
             out[i] = x

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import bits, collectives
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.flat import layout
-from jaxcross.exchange.once import once
 from jaxcross.exchange.validation import check_real
 
 
@@ -61,4 +61,4 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         ]
         return jax.tree.unflatten(treedef, out)
 
-    return once("sign_sgd", axis_name, optax.stateless(elect))
+    return exchange_once("sign_sgd", axis_name, optax.stateless(elect))

@@ -50,7 +50,7 @@ def slots(density: float, size: int) -> int:
     return min(size, max(1, round(density * size)))
 
 
-def choose(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
+def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
     """Which of a tree's (path, leaf) pairs are compressed: floats with elements that `skip` does not name."""
     return [
         jnp.size(leaf) > 0
@@ -65,7 +65,7 @@ def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
     found, treedef = jax.tree.flatten_with_path(params)
     vectors = [
         jnp.zeros(length(jnp.size(leaf)), jnp.float32) if chosen else optax.MaskedNode()
-        for (_, leaf), chosen in zip(found, choose(found, skip), strict=True)
+        for (_, leaf), chosen in zip(found, compressed_leaves(found, skip), strict=True)
     ]
     return jax.tree.unflatten(treedef, vectors)
 
@@ -76,9 +76,9 @@ def warn_if_none(params: Any, skip: Skip, what: str) -> None:
     Not while tracing, as who asks for shapes alone does, and not where `skip` is the user's own.
     """
     found = jax.tree.leaves_with_path(params)
-    if skip is not bias_or_norm or any(choose(found, skip)) or any(isinstance(x, Tracer) for _, x in found):
+    if skip is not bias_or_norm or any(compressed_leaves(found, skip)) or any(isinstance(x, Tracer) for _, x in found):
         return
-    if any(choose(found, lambda path, leaf: jnp.size(leaf) < 2)):
+    if any(compressed_leaves(found, lambda path, leaf: jnp.size(leaf) < 2)):
         warnings.warn(
             f"{what} compresses none of these parameters: vectors, biases and the scales of norms are averaged as they"
             " are unless `skip` says otherwise. To compress them, too, write `skip=lambda path, leaf: False`.",
@@ -88,15 +88,15 @@ def warn_if_none(params: Any, skip: Skip, what: str) -> None:
 
 def rounded(values: jax.Array, dtype: Any) -> jax.Array:
     """Values as they travel. The rest then stays in the residual, as all rounding does."""
-    return collectives.narrow(collectives.within(values, dtype), dtype)
+    return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 
 
-def without(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
+def residual_after(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
     """What is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")
 
 
-def total(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
+def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
     """The float32 vector that every rank's pairs, `[P, k]`, add up to, rank after rank: the same bits everywhere."""
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from jaxcross.exchange import collectives
-from jaxcross.exchange.once import once
-from jaxcross.exchange.validation import optimizer_in, whole_number, wide
+from jaxcross.exchange.exchange_once import exchange_once
+from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
 
 
 class StaleState(NamedTuple):
@@ -93,7 +93,7 @@ def bounded_stale(
         updates, inner_state = inner.update(everybody, state.inner, params, **extra)
         return updates, BoundedStaleState(step, queue, inner_state)
 
-    return once("bounded_stale", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("bounded_stale", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def asynchronous(
@@ -156,13 +156,15 @@ def asynchronous(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         return updates, StaleState(step, queue, inner_state)
 
-    return once("asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
+    return exchange_once("asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
 def _empty(params: optax.Params, slots: int) -> Any:
     """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
     return (
-        jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), wide(jnp.result_type(x))), params) if slots else None
+        jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))), params)
+        if slots
+        else None
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcross.exchange import blocks, collectives, sparse
-from jaxcross.exchange.once import once
+from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.select import Selection, check_selection, select
 from jaxcross.exchange.validation import check_float32, check_state, whole_number
 
@@ -120,7 +120,7 @@ def top_k(
         _check_local_size(names, inner if hierarchical else None)
         check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
-        leaves, chosen = [leaf for _, leaf in found], sparse.choose(found, skip)
+        leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
         residual: list[Any] = []
         if error_feedback:
             residual = [r for r, c in zip(treedef.flatten_up_to(state.residual), chosen, strict=True) if c]
@@ -147,7 +147,7 @@ def top_k(
         vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
         if inner > 1:
             rows = collectives.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), names[1])
-            vectors = blocks.pieces(rows, shapes, inner)
+            vectors = blocks.columns(rows, shapes, inner)
         if error_feedback:
             vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
         bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
@@ -156,34 +156,36 @@ def top_k(
         # The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
         types = [x.dtype for x in leaves]
         if bucket and len(set(types)) > 1:
-            sent = [_each_within(*pairs[0], bounds[1:], types, inner)]
+            sent = [_saturate_each(*pairs[0], bounds[1:], types, inner)]
         else:
             sent = [
-                collectives.within(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)
+                collectives.saturate(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)
             ]
         sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v in sent]
         counts = list(itertools.accumulate(v.size for v in sent))[:-1]
         every_value = jnp.split(collectives.gather(jnp.concatenate(sent), across), counts, axis=1)
         every_index = jnp.split(collectives.gather(jnp.concatenate([i for _, i in pairs]), across), counts, axis=1)
         ranks = jax.lax.psum(1, names)
-        sums = [sparse.total(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)]
-        rests = [sparse.without(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
+        sums = [
+            sparse.sum_of_pairs(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)
+        ]
+        rests = [sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
         if bucket:
             sums, rests = ([whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests))
         if inner > 1:
             sums = blocks.from_blocks(collectives.gather(jnp.concatenate(sums), names[1]), shapes)
         # What `values_dtype` has rounded up may be beyond the update's type.
-        sums = [collectives.within(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
+        sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
         out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
         return out, list(rests) if error_feedback else []
 
-    return once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
+    return exchange_once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
-def _each_within(
+def _saturate_each(
     values: jax.Array, indices: jax.Array, ends: Sequence[int], types: Sequence[Any], times: int
 ) -> jax.Array:
-    """`hops.within` for elements of leaves of several types, which end at `ends`."""
+    """`collectives.saturate` for elements of leaves of several types, which end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(mode="clip")

@@ -16,7 +16,7 @@ from jaxcross._jax_compat import Tracer
 from jaxcross.exchange import flat
 
 
-def needed(params: optax.Params | None, what: str) -> optax.Params:
+def require_params(params: optax.Params | None, what: str) -> optax.Params:
     """The parameters.
 
     Raises:
@@ -115,7 +115,7 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
             )
 
 
-def steer(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
+def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
     """Updates that lead from `params` to `targets`, to rounding; leaves that are not floating-point keep theirs."""
 
     def one(u: Any, p: Any, target: Any) -> Any:
@@ -124,12 +124,12 @@ def steer(updates: optax.Updates, params: optax.Params, targets: optax.Params) -
     return jax.tree.map(one, updates, params, targets)
 
 
-def add(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
+def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
     """Updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
 
 
-def floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Any], Any]]:
+def ravel_floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Any], Any]]:
     """The floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
 
     One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors are padded with zeros
@@ -138,7 +138,7 @@ def floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[
     leaves, treedef = jax.tree.flatten(tree)
     groups = [
         members
-        for members in by_type(leaves).values()
+        for members in group_by_dtype(leaves).values()
         if _moves(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
     layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
@@ -154,12 +154,12 @@ def floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[
     return vectors, back
 
 
-def wide(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """The type in which floats of a type are added up: float32 at least. What is no float keeps its own."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def by_type(leaves: Sequence[Any]) -> dict[Any, list[int]]:
+def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
     """Element type -> positions of the leaves that have it."""
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):

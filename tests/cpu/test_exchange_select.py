@@ -66,14 +66,14 @@ def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
     rows = [row for row in json.loads(kept.read_text())["rows"] if row["data"] != "misleading"]
     for row in rows:
         raw = {way: found["s"]["raw"] for way, found in row["ways"].items()}
-        taken = raw.pop(selection.chosen(row["size"], row["k"]))
+        taken = raw.pop(selection.faster_selection(row["size"], row["k"]))
         (other,) = raw.values()
         assert min(taken) <= max(other), row  # where runs of both overlap, noise decides
     # No vector is sorted that is longer than those of which sorting was faster, nor for four times the elements.
     sorted_faster = [row for row in rows if row["faster"] == "exact"]
     longest, most = (max(row[key] for row in sorted_faster) for key in ("size", "k"))
-    assert selection.chosen(longest, most) == "exact"
-    assert selection.chosen(longest + 1, 1) == selection.chosen(1 << 12, 4 * most) == "threshold"
+    assert selection.faster_selection(longest, most) == "exact"
+    assert selection.faster_selection(longest + 1, 1) == selection.faster_selection(1 << 12, 4 * most) == "threshold"
 
 
 def test_selection_by_size_takes_the_largest_both_ways() -> None:

@@ -33,7 +33,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def once(
+def exchange_once(
     by: str, axis_name: collectives.AxisName, exchange: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes, and to

@@ -35,7 +35,7 @@ def numbers() -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_it_is_the_conversion(dtype: Any) -> None:
     x = numbers()
-    got = np.asarray(jax.jit(lambda v: collectives.narrow(v, dtype))(x))
+    got = np.asarray(jax.jit(lambda v: collectives.round_for_wire(v, dtype))(x))
     with np.errstate(all="ignore"):
         expected = x.astype(dtype)
     nan = np.isnan(x)
@@ -47,7 +47,9 @@ def test_it_is_the_conversion(dtype: Any) -> None:
 def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
     x = numbers()
     x = x[np.isfinite(x)]
-    sent, read = jax.jit(lambda v: (collectives.narrow(v, dtype), collectives.narrow(v, dtype).astype(jnp.float32)))(x)
+    sent, read = jax.jit(
+        lambda v: (collectives.round_for_wire(v, dtype), collectives.round_for_wire(v, dtype).astype(jnp.float32))
+    )(x)
     np.testing.assert_array_equal(np.asarray(sent).astype(np.float32), np.asarray(read))
 
 
@@ -55,12 +57,12 @@ def test_who_reads_it_back_has_what_was_sent(dtype: Any) -> None:
 def test_eight_bits_keep_their_range(dtype: Any) -> None:
     every = jnp.arange(256, dtype=jnp.uint8).view(dtype).astype(jnp.float32)
     every = every[jnp.isfinite(every)]
-    assert (collectives.narrow(every, dtype).astype(jnp.float32) == every).all()
+    assert (collectives.round_for_wire(every, dtype).astype(jnp.float32) == every).all()
 
 
 def test_what_is_not_narrower_is_left_alone() -> None:
     for x, dtype in ((jnp.ones(2), jnp.float32), (jnp.arange(2), jnp.int32), (jnp.ones(2, jnp.bfloat16), jnp.float32)):
-        found = str(jax.make_jaxpr(lambda v, d=dtype: collectives.narrow(v, d))(x))
+        found = str(jax.make_jaxpr(lambda v, d=dtype: collectives.round_for_wire(v, d))(x))
         assert "reduce_precision" not in found
 
 
