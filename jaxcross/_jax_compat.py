@@ -169,6 +169,12 @@ def call_of(eqn: Any, jaxpr: Any) -> Any:
     return eqn.replace(primitive=_primitives.closed_call_p, params={"call_jaxpr": jaxpr}, effects=jaxpr.effects)
 
 
+def array_type(atom: Atom) -> _core.ShapedArray:
+    """Returns the shape and element type of a value: JAX declares `aval` as the base class, which has neither."""
+    aval: Any = atom.aval
+    return aval
+
+
 def new_var(aval: Any) -> Any:
     """A fresh variable of the given abstract value."""
     return Var(aval)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxcross._jax_compat import weakly_typed
 
 PyTree: TypeAlias = Any  # nested containers of arrays: JAX has no type for them
+TreeDef: TypeAlias = Any  # `jax.tree_util.PyTreeDef`, which comes from a compiled module without types
 
 # Python's numbers, and the type that holds each on disk.
 _NUMBERS: dict[str, tuple[type, type]] = {

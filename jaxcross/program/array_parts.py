@@ -11,11 +11,11 @@ from jaxcross import _jax_compat as compat
 _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 
 
-def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[str | None]:
+def ways_through(eqn: compat.Equation, makers: Mapping[Any, Any], result: int) -> Sequence[str | None]:
     """How each operand of a layout or element-wise equation reaches one of its results.
 
     Args:
-        eqn: Any equation.
+        eqn: The equation.
         makers: The equation that computes each variable.
         result: The number of the result.
 
@@ -25,12 +25,14 @@ def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[s
     name, params = eqn.primitive.name, eqn.params
     ways: list[str | None] = [""] * len(eqn.invars)
     if name == "slice":
-        ways[0] = _slice(params["start_indices"], params["limit_indices"], params["strides"], eqn.invars[0].aval.shape)
+        ways[0] = _slice(
+            params["start_indices"], params["limit_indices"], params["strides"], compat.array_type(eqn.invars[0]).shape
+        )
     elif name == "split":
         ways[0] = f"{params['axis']} {result} of {params['sizes']}"
     elif name == "concatenate":
         dim = params["dimension"]
-        ends = list(accumulate(a.aval.shape[dim] for a in eqn.invars))
+        ends = list(accumulate(compat.array_type(a).shape[dim] for a in eqn.invars))
         if len(ends) > 1:
             ways = [f"{dim} to {end} of {ends[-1]}" for end in ends]
     elif name in ("dynamic_slice", "dynamic_update_slice"):
@@ -38,7 +40,7 @@ def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[s
         starts = [_constant(a, makers) for a in eqn.invars[n + 1 :]]
         ways[n + 1 :] = [None] * len(starts)
         if None not in starts:
-            ways[n] = f"{starts} of {eqn.invars[0].aval.shape}"
+            ways[n] = f"{starts} of {compat.array_type(eqn.invars[0]).shape}"
     elif name in ("mul", "div"):
         for n, atom in enumerate(eqn.invars[::-1]):
             if isinstance(atom, compat.Literal):
@@ -46,17 +48,17 @@ def ways_through(eqn: Any, makers: Mapping[Any, Any], result: int) -> Sequence[s
     return ways
 
 
-def picks(eqn: Any) -> bool:
+def picks(eqn: compat.Equation) -> bool:
     """Whether an equation of one result reads or writes elements by an index."""
     return eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "gather"
 
 
-def ways_by_index(eqn: Any, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
+def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
     """The same for an equation that `picks`; None where the index is not written in the code."""
     at = _constant(eqn.invars[1], makers)
     if at is None:
         return None
-    part = f"{at} of {eqn.invars[0].aval.shape}"
+    part = f"{at} of {compat.array_type(eqn.invars[0]).shape}"
     return [part, None] if eqn.primitive.name == "gather" else ["", None, part]
 
 
@@ -67,7 +69,7 @@ def _slice(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] 
     return str(cut) if cut else ""
 
 
-def _constant(atom: Any, makers: Mapping[Any, Any]) -> tuple[int, ...] | None:
+def _constant(atom: compat.Atom, makers: Mapping[Any, Any]) -> tuple[int, ...] | None:
     """The integers that an index is made of, None if they are not written in the code."""
     if isinstance(atom, compat.Literal):
         return (int(atom.val),)

@@ -31,7 +31,7 @@ class Predicate:
     """
 
     inputs: tuple[int, ...]
-    jaxpr: Any
+    jaxpr: compat.Jaxpr
     branches: int
 
 
@@ -67,12 +67,12 @@ def predicate_of(flat: Emitter, index: Any, branches: int) -> Predicate | None:
     return Predicate(inputs=tuple(positions[v] for v in inputs), jaxpr=jaxpr, branches=branches)
 
 
-def _speaks_of_rank(jaxpr: Any) -> bool:
+def _speaks_of_rank(jaxpr: compat.Jaxpr) -> bool:
     inner, _ = compat.open_jaxpr(jaxpr)
     return any(compat.is_named_axis_effect(e) for e in inner.effects)
 
 
-def split(flat: Emitter, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
+def split(flat: Emitter, eqn: compat.Equation, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
     """`cond(p, pre; X; post | other)` -> `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeated.
 
     X are all exchanges that need no other one of the branch. They are always made, with zeros where the branch is not
@@ -127,7 +127,7 @@ def split(flat: Emitter, eqn: Any, index: Any, operands: list[Any], branches: li
         ]  # fmt: skip
 
 
-def _part(flat: Emitter, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _part(flat: Emitter, eqns: Sequence[compat.Equation]) -> tuple[list[Any], list[Any], list[Any]]:
     """Parts the equations of a branch: the exchanges that need no other one, what is before them, and what is after.
 
     Before are those that are written before the first exchange, and those that an exchange needs.
@@ -158,7 +158,7 @@ def _part(flat: Emitter, eqns: Sequence[Any]) -> tuple[list[Any], list[Any], lis
     return pre[::-1], [*exchanges.values()], post[::-1]
 
 
-def _check_exchange(flat: Emitter, exchange: Any) -> None:
+def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     """Refuses an exchange of a branch that cannot be made where the branch is not taken.
 
     Raises:
@@ -179,7 +179,7 @@ def _check_exchange(flat: Emitter, exchange: Any) -> None:
         )
 
 
-def _acts(flat: Emitter, eqn: Any) -> bool:
+def _acts(flat: Emitter, eqn: compat.Equation) -> bool:
     """Whether an equation does more than to compute and to exchange: it calls back."""
     if flat.wire.recognise(eqn, flat.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
         return False
@@ -187,7 +187,9 @@ def _acts(flat: Emitter, eqn: Any) -> bool:
     return not inside or any(_acts(flat, e) for e in inside)
 
 
-def _close(flat: Emitter, invars: list[Any], eqns: list[Any], outs: list[Any], *, zeros: bool = False) -> Any:
+def _close(
+    flat: Emitter, invars: list[Any], eqns: list[compat.Equation], outs: list[Any], *, zeros: bool = False
+) -> Any:
     """A closed branch whose variables are its own; with `zeros`, one that returns zeros shaped like `outs`."""
     if zeros:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
@@ -197,7 +199,7 @@ def _close(flat: Emitter, invars: list[Any], eqns: list[Any], outs: list[Any], *
     return compat.make_jaxpr_of(invars, outs, kept, flat.like)
 
 
-def _emit(flat: Emitter, eqn: Any, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
+def _emit(flat: Emitter, eqn: compat.Equation, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
     outs = [compat.new_var(a.aval) for a in compat.open_jaxpr(branches[0])[0].outvars]
     params = dict(eqn.params, branches=tuple(branches))
     effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))

@@ -77,7 +77,7 @@ class EarlyExit:
         )
 
 
-def count(flat: Emitter, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
+def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
     """Emits, for each group of ranks that exchange in a conditional, a sum over it of who takes which branch.
 
     Eight bytes, where one of two branches exchanges. They share the buffer of other small sums.
@@ -109,7 +109,12 @@ def count(flat: Emitter, eqn: Any, index: Any, branches: Sequence[Sequence[Any]]
 
 
 def count_stopped(
-    flat: Emitter, eqn: Any, stopped: Any, counted: Sequence[Any], axes: tuple[str, ...], inner: tuple[str, ...]
+    flat: Emitter,
+    eqn: compat.Equation,
+    stopped: Any,
+    counted: Sequence[Any],
+    axes: tuple[str, ...],
+    inner: tuple[str, ...],
 ) -> None:
     """Emits a sum over `axes`, those that a loop exchanges over, of `stopped`: 1 on a rank that has left one of the
     `inner` loops, named by their lines, before its end. It is taken where what is `counted` is needed.
@@ -125,13 +130,13 @@ def count_stopped(
         flat.counters.setdefault(v, set()).add(var)
 
 
-def _emit(flat: Emitter, eqn: Any, function: Callable[..., Any], value: Any) -> Any:
+def _emit(flat: Emitter, eqn: compat.Equation, function: Callable[..., Any], value: Any) -> Any:
     aval = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
     (var,) = flat.emit_for(eqn, jax.make_jaxpr(function, axis_env=list(flat.axes.items()))(aval), [value])
     return var
 
 
-def groups_of(flat: Emitter, eqn: Any) -> Iterator[Group]:
+def groups_of(flat: Emitter, eqn: compat.Equation) -> Iterator[Group]:
     """The groups of several ranks that exchange in an equation, one for each exchange."""
     if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
         yield from ((x.axes, dict(x.params).get("groups")) for x in found if any(flat.axes[a] > 1 for a in x.axes))

@@ -59,22 +59,22 @@ class Equality:
     apart: bool = False
     how: set[str] = field(default_factory=set)
 
-    def needed(self, eqn: Any) -> frozenset[str]:
+    def needed(self, eqn: compat.Equation) -> frozenset[str]:
         """The axes of several ranks that an equation exchanges over. mpi4jax's own calls name none."""
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
 
-    def together(self, eqn: Any, decided: Known) -> bool:
+    def together(self, eqn: compat.Equation, decided: Known) -> bool:
         """Whether all ranks that exchange in an equation, or just all, decide alike how often it does what it holds."""
         return (self.needed(eqn) or frozenset(self.sizes)) <= decided.axes
 
-    def exchanges(self, eqn: Any) -> list[Exchange]:
+    def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
         """Everything that an equation or one inside it exchanges."""
         if (found := self.wire.recognise(eqn, self.sizes)) is not None:
             return list(found)
         inner = (e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
         return [x for e in inner for x in self.exchanges(e)]
 
-    def walk(self, jaxpr: Any, known: Sequence[Known]) -> list[Known]:
+    def walk(self, jaxpr: compat.Jaxpr, known: Sequence[Known]) -> list[Known]:
         """What is known of a jaxpr's results, if so much is known of its arguments."""
         inner, consts = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars[: len(consts)], UNKNOWN)
@@ -83,13 +83,13 @@ class Equality:
             env.update(zip(eqn.outvars, self.results(eqn, [self.read(env, a) for a in eqn.invars]), strict=True))
         return [self.read(env, a) for a in inner.outvars]
 
-    def read(self, env: Mapping[Any, Known], atom: Any) -> Known:
+    def read(self, env: Mapping[Any, Known], atom: compat.Atom) -> Known:
         """What is known of an atom; of a variable that is not in `env` nothing."""
         if not isinstance(atom, compat.Literal):
             return env.get(atom, UNKNOWN)
         return Known(frozenset(self.sizes), frozenset({f"{atom.aval} {np.asarray(atom.val).tolist()}"}))
 
-    def results(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
+    def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         """What is known of an equation's results."""
         name = eqn.primitive.name
         if (found := self.wire.recognise(eqn, self.sizes)) is not None:
@@ -111,7 +111,7 @@ class Equality:
             return [UNKNOWN] * len(eqn.outvars)
         return [Known(frozenset(self.sizes), frozenset({_text(eqn)})).meet(*known)] * len(eqn.outvars)
 
-    def carried(self, eqn: Any, known: Sequence[Known]) -> tuple[list[Known], Known]:
+    def carried(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], Known]:
         """What is known of a `while` loop's carry in every iteration, and of its predicate."""
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         carry = list(known[m:])
@@ -129,7 +129,7 @@ class Equality:
                 return carry, more
             carry = after
 
-    def repeated(self, eqn: Any, known: Sequence[Known]) -> tuple[list[Known], list[Known]]:
+    def repeated(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], list[Known]]:
         """What is known of a `scan` loop's carry in every iteration, and of what it stacks."""
         n_consts, n_carry = compat.scan_counts(eqn)
         consts, carry, xs = known[:n_consts], list(known[n_consts:][:n_carry]), known[n_consts + n_carry :]
@@ -141,7 +141,7 @@ class Equality:
                 return carry, outs[n_carry:]
             carry = after
 
-    def _while(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
+    def _while(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         carry, more = self.carried(eqn, known)
         self._decides(eqn, more)
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
@@ -149,24 +149,24 @@ class Equality:
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
 
-    def _scan(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
+    def _scan(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         carry, ys = self.repeated(eqn, known)
         n_consts, n_carry = compat.scan_counts(eqn)
         self.walk(eqn.params["jaxpr"], [*known[:n_consts], *carry, *known[n_consts + n_carry :]])
         return [*carry, *ys]
 
-    def _cond(self, eqn: Any, known: Sequence[Known]) -> list[Known]:
+    def _cond(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         index, *operands = known
         branches = [self.walk(b, operands) for b in eqn.params["branches"]]
         self._decides(eqn, index)
         return [index.meet(*outs) for outs in zip(*branches, strict=True)]
 
-    def _decides(self, eqn: Any, known: Known) -> None:
+    def _decides(self, eqn: compat.Equation, known: Known) -> None:
         if needed := self.needed(eqn):
             self.apart |= not needed <= known.axes
             self.how |= known.how if needed <= known.axes else set()
 
-    def _exchanged(self, eqn: Any, found: Sequence[Exchange], known: Sequence[Known]) -> list[Known]:
+    def _exchanged(self, eqn: compat.Equation, found: Sequence[Exchange], known: Sequence[Known]) -> list[Known]:
         if len(found) != len(eqn.outvars) or not all(x.axes for x in found):
             return [UNKNOWN] * len(eqn.outvars)  # mpi4jax's own calls
         results = []
@@ -184,7 +184,7 @@ def fingerprint(how: set[str]) -> str:
     return hashlib.sha256("\n".join(sorted(how)).encode()).hexdigest()[:8]
 
 
-def _text(eqn: Any) -> str:
+def _text(eqn: compat.Equation) -> str:
     """An equation without its operands: what of its parameters is a number or a name."""
 
     def plain(value: Any) -> bool:

@@ -33,7 +33,7 @@ UNROLLED = 64
 _NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
 
-def _recomputes(eqn: Any) -> bool:
+def _recomputes(eqn: compat.Equation) -> bool:
     """Whether this is the backward pass of `jax.checkpoint`."""
     return bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True))
 
@@ -47,7 +47,7 @@ class Flattener(Emitter):
     room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
     _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
 
-    def emit(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+    def emit(self, eqn: compat.Equation, args: list[Any]) -> Sequence[Any]:
         """Emits one equation over `args`, flattened; returns its results."""
         name = eqn.primitive.name
         if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
@@ -95,7 +95,7 @@ class Flattener(Emitter):
         held = dict(zip(made, self.inline(barrier, made), strict=True))
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
-    def _is_straight(self, jaxpr: Any) -> bool:
+    def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
         """Whether what a jaxpr exchanges depends on no condition: a `cond` in an unrolled loop would send more."""
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
@@ -103,7 +103,7 @@ class Flattener(Emitter):
                 return False
         return True
 
-    def _unroll(self, eqn: Any, body: Any, args: list[Any]) -> list[Any]:
+    def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
         """A `scan` as its iterations, one after another: each is cut, and like segments of theirs share executables."""
         (n_consts, n_carry), length = compat.scan_counts(eqn), eqn.params["length"]
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
@@ -130,7 +130,7 @@ class Flattener(Emitter):
         self._rows[whole] = rows
         return whole
 
-    def _check_shard_map(self, eqn: Any, body: Any, args: Sequence[Any]) -> None:
+    def _check_shard_map(self, eqn: compat.Equation, body: compat.Jaxpr, args: Sequence[Any]) -> None:
         for given, wanted in zip(args, compat.open_jaxpr(body)[0].invars, strict=True):
             if given.aval.shape != wanted.aval.shape:
                 raise CutError(
@@ -139,7 +139,7 @@ class Flattener(Emitter):
                     " one `shard_map`, with nothing before or after it."
                 )
 
-    def _cond(self, eqn: Any, args: list[Any], *, whole: bool) -> list[Any]:
+    def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> list[Any]:
         """The branch that the host takes; where it cannot know, the `cond` split, or as it is if it calls mpi4jax."""
         index, *operands = args
         branches = list(eqn.params["branches"])
@@ -154,7 +154,7 @@ class Flattener(Emitter):
             return lockstep.emit(self, eqn, args)
         return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
 
-    def _flat_branch(self, branch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def _flat_branch(self, branch: compat.Jaxpr) -> tuple[list[Any], list[Any], list[Any]]:
         """A branch as (inputs, flat equations, results)."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]

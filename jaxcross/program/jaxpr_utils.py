@@ -9,7 +9,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Wire
 
 
-def holds(jaxpr: Any, concerns: Callable[[Any], bool]) -> bool:
+def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> bool:
     """Whether a jaxpr, or one inside it, has an equation that `concerns` accepts."""
     return any(
         concerns(eqn) or any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
@@ -18,40 +18,40 @@ def holds(jaxpr: Any, concerns: Callable[[Any], bool]) -> bool:
 
 
 def holds_exchange(
-    jaxpr: Any, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
+    jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
 ) -> bool:
     """Whether a jaxpr, or one inside it, puts something on the wire, of which `only` holds."""
     return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
 
 
-def holds_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+def holds_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether a jaxpr, or one inside it, is mapped over shards along one of `axes`."""
     return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
 
 
 def rewritten(
-    jaxpr: Any,
-    concerns: Callable[[Any], bool],
-    change: Callable[[Any], Any],
+    jaxpr: compat.Jaxpr,
+    concerns: Callable[[compat.Equation], bool],
+    change: Callable[[compat.Equation], compat.Equation],
     *,
-    enters: Callable[[Any], bool] = lambda _: True,
-) -> Any:
+    enters: Callable[[compat.Equation], bool] = lambda _: True,
+) -> compat.Jaxpr:
     """Returns a jaxpr, closed or open, with some of its equations changed, those inside loops and calls included.
 
     Args:
-        jaxpr: Any. Returned as it is where `concerns` accepts nothing in it.
+        jaxpr: Returned as it is where `concerns` accepts nothing in it.
         concerns: Accepts the equations to change.
         change: Returns what stands in the place of such an equation. What that holds is changed, too.
         enters: Whether equations inside an equation are changed.
     """
     done: dict[int, tuple[Any, Any]] = {}  # by identity; what was replaced is kept, so that its id stays its own
 
-    def changed(eqn: Any) -> Any:
+    def changed(eqn: compat.Equation) -> compat.Equation:
         eqn = change(eqn) if concerns(eqn) else eqn
         inside = enters(eqn) and any(holds(j, concerns) for j in compat.sub_jaxprs(eqn))
         return compat.map_sub_jaxprs(eqn, replaced) if inside else eqn
 
-    def replaced(inner: Any) -> Any:
+    def replaced(inner: compat.Jaxpr) -> compat.Jaxpr:
         if id(inner) not in done:
             done[id(inner)] = inner, compat.replace_eqns(inner, [changed(e) for e in inner.eqns], inner.outvars)
         return done[id(inner)][1]
@@ -62,12 +62,12 @@ def rewritten(
     return replaced(inner) if jaxpr is inner else jaxpr.replace(jaxpr=replaced(inner))
 
 
-def is_shard_map(eqn: Any, axes: Mapping[str, int]) -> bool:
+def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     """Whether an equation maps over shards along one of `axes`."""
     return eqn.primitive.name == "shard_map" and any(a in axes for a in eqn.params["mesh"].axis_names)
 
 
-def drop_unread(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) -> list[Any]:
     """The equations whose results are read in the end, or that have a real effect, in order."""
     live = {a for a in outs if not isinstance(a, compat.Literal)}
     kept = []

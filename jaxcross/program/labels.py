@@ -32,6 +32,7 @@ from itertools import combinations, islice, product
 from typing import Any
 
 from jaxcross import _jax_compat as compat
+from jaxcross._pytree import TreeDef
 from jaxcross.program.graph import exchanges_of
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.program.provenance import Mark, Scope, hash_of_text, leaf_hashes, marked, mixed
@@ -104,7 +105,7 @@ def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bo
             yield Mark(), use, False
 
 
-def _is_empty(atom: Any, makers: Mapping[Any, Any]) -> bool:
+def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
     while not isinstance(atom, compat.Literal):
         eqn = makers.get(atom)
         if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -217,6 +218,6 @@ def describe(traced: Traced, member: Member) -> str:
     return f"{part}exchange {member.number}: `{x.exchange.op}` of {origin} for {use}, at {x.exchange.source}"
 
 
-def _listed(leaves: Sequence[int], tree: Any, paths: Sequence[str]) -> str:
+def _listed(leaves: Sequence[int], tree: TreeDef, paths: Sequence[str]) -> str:
     names = [f"`{path}`" for leaf, path in zip(leaf_hashes(tree), paths, strict=True) if leaf in leaves]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

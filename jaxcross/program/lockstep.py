@@ -53,7 +53,7 @@ class Role:
     matters: bool = False
 
 
-def emit(flat: Emitter, eqn: Any, args: list[Any]) -> list[Any]:
+def emit(flat: Emitter, eqn: compat.Equation, args: list[Any]) -> list[Any]:
     """Emits a loop that exchanges, rewritten where ranks may make different numbers of its iterations."""
     equality, known = Equality(flat.axes, flat.wire), flat.known(args)
     equality.results(eqn, known)
@@ -85,7 +85,7 @@ def emit(flat: Emitter, eqn: Any, args: list[Any]) -> list[Any]:
     return outs
 
 
-def ends_on_zeros(eqn: Any, present: Collection[Any]) -> bool:
+def ends_on_zeros(eqn: compat.Equation, present: Collection[Any]) -> bool:
     """Whether an equation ends on a rank whose operands are all zero: it has no loops that a value ends, but those that
     ranks vote on.
 
@@ -104,13 +104,13 @@ def ends_on_zeros(eqn: Any, present: Collection[Any]) -> bool:
     return True
 
 
-def _holds_while(eqn: Any) -> bool:
+def _holds_while(eqn: compat.Equation) -> bool:
     return eqn.primitive.name == "while" or any(
         _holds_while(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns
     )
 
 
-def _calls_back(eqn: Any) -> bool:
+def _calls_back(eqn: compat.Equation) -> bool:
     """Whether an equation, or one inside it, does more than compute, exchange and write to a mutable array."""
     if eqn.primitive.name.endswith("_mpi") or any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         return False
@@ -138,7 +138,7 @@ class _Rewriter:
         stopped, self._stopped = self._stopped, []
         return functools.reduce(lax.max, stopped, jnp.int32(0))
 
-    def _inside(self, jaxpr: Any, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
+    def _inside(self, jaxpr: compat.Jaxpr, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
         """The results of what is traced inside of an equation, and `stopped` of it."""
         outer, self._stopped = self._stopped, []
         outs = self.jaxpr(jaxpr, args, known, role)
@@ -150,7 +150,7 @@ class _Rewriter:
         self._stopped.append(outs[-1])
         return [*outs[:-1]]
 
-    def jaxpr(self, jaxpr: Any, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
+    def jaxpr(self, jaxpr: compat.Jaxpr, args: Sequence[Any], known: Sequence[Known], role: Role) -> list[Any]:
         inner, consts = compat.open_jaxpr(jaxpr)
         env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=False))
         rest = [*inner.constvars[len(consts) :], *inner.invars]
@@ -165,7 +165,7 @@ class _Rewriter:
             facts.update(zip(eqn.outvars, self.equality.results(eqn, about), strict=True))
         return [a.val if isinstance(a, compat.Literal) else env[a] for a in inner.outvars]
 
-    def _exchanged(self, inner: Any, role: Role) -> set[Any]:
+    def _exchanged(self, inner: compat.Jaxpr, role: Role) -> set[Any]:
         """The variables of a jaxpr of which something is exchanged, where this rank's results are not kept."""
         if role.active is None:
             return set()
@@ -175,7 +175,7 @@ class _Rewriter:
                 found.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
         return found
 
-    def equation(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
+    def equation(self, eqn: compat.Equation, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         name, inside = eqn.primitive.name, list(compat.sub_jaxprs(eqn))
         calls_back = role.active is not None and _calls_back(eqn)
         exchanges = any(holds_exchange(j, self.equality.sizes, self.equality.wire) for j in inside)
@@ -195,7 +195,7 @@ class _Rewriter:
                 return _guarded(eqn, values, role)
         return compat.bind_equation(eqn, values, eqn.params)
 
-    def _while(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
+    def _while(self, eqn: compat.Equation, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         params, equality = eqn.params, self.equality
         n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carried, more = equality.carried(eqn, known)
@@ -247,18 +247,18 @@ class _Rewriter:
         self._stopped.append(stopped)
         return carry
 
-    def _vote(self, eqn: Any, going: Any, role: Role) -> Any:
+    def _vote(self, eqn: compat.Equation, going: Any, role: Role) -> Any:
         """Whether any rank goes on; none does where one takes no part in the step, which fails on all of them then."""
         going = lax.convert_element_type(going, jnp.int32)
         if role.present is not None:
             going = lax.select(lax.eq(role.present, jnp.int32(1)), going, jnp.int32(2))
         return lax.eq(self._max(eqn, going), jnp.int32(1))
 
-    def _max(self, eqn: Any, value: Any) -> Any:
+    def _max(self, eqn: compat.Equation, value: Any) -> Any:
         axes, groups = self.over(eqn)
         return lax.pmax(value, axes, axis_index_groups=groups)
 
-    def over(self, eqn: Any) -> tuple[tuple[str, ...], Any]:
+    def over(self, eqn: compat.Equation) -> tuple[tuple[str, ...], Any]:
         """The axes, and the groups along them, of the ranks that exchange with one another in `eqn`."""
         needed = self.equality.needed(eqn)
         made = [x for x in self.equality.exchanges(eqn) if x.axes]
@@ -268,7 +268,7 @@ class _Rewriter:
         named = {a for x in made for a in x.axes}
         return tuple(a for a in self.equality.sizes if a in (needed or named)), None
 
-    def _scan(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
+    def _scan(self, eqn: compat.Equation, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         params, (n_consts, n_carry) = eqn.params, compat.scan_counts(eqn)
         carried, _ = self.equality.repeated(eqn, known)
         facts = [*known[:n_consts], *carried, *known[n_consts + n_carry :]]
@@ -286,14 +286,14 @@ class _Rewriter:
         self._stopped.append(stopped)
         return [*carry, *ys]
 
-    def _cond(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
+    def _cond(self, eqn: compat.Equation, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         branches = [self._branch(b, known, role) for b in eqn.params["branches"]]
         return self._outside(lax.switch(_index(eqn, values), branches, *values[1:]))
 
-    def _branch(self, branch: Any, known: Sequence[Known], role: Role) -> Callable[..., list[Any]]:
+    def _branch(self, branch: compat.Jaxpr, known: Sequence[Known], role: Role) -> Callable[..., list[Any]]:
         return lambda *operands: self._inside(branch, operands, known[1:], role)
 
-    def _parted(self, eqn: Any, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
+    def _parted(self, eqn: compat.Equation, values: list[Any], known: Sequence[Known], role: Role) -> Sequence[Any]:
         """A conditional at which ranks may part: each branch that exchanges is run by all of them if any takes it, as
         under `vmap`, where all branches are. Ranks agree on that by another maximum.
         """
@@ -319,7 +319,7 @@ class _Rewriter:
         return outs
 
 
-def _check_no_refs(eqn: Any) -> None:
+def _check_no_refs(eqn: compat.Equation) -> None:
     if any(isinstance(a.aval, AbstractRef) for a in eqn.invars):
         raise CutError(
             f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of it, and may make"
@@ -328,7 +328,7 @@ def _check_no_refs(eqn: Any) -> None:
         )
 
 
-def _index(eqn: Any, values: Sequence[Any]) -> Any:
+def _index(eqn: compat.Equation, values: Sequence[Any]) -> Any:
     last = len(eqn.params["branches"]) - 1
     return lax.clamp(jnp.int32(0), lax.convert_element_type(values[0], jnp.int32), jnp.int32(last))
 
@@ -349,7 +349,7 @@ def _like(x: Any, mask: Any) -> Any:
     return lax.broadcast_in_dim(mask, jnp.shape(x), tuple(range(jnp.ndim(mask))))
 
 
-def _guarded(eqn: Any, values: list[Any], role: Role) -> Sequence[Any]:
+def _guarded(eqn: compat.Equation, values: list[Any], role: Role) -> Sequence[Any]:
     """A callback, made where this rank's results are kept alone."""
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(
@@ -358,6 +358,6 @@ def _guarded(eqn: Any, values: list[Any], role: Role) -> Sequence[Any]:
             " back. Move the callback out of the loop, or let all ranks make as many iterations, as by"
             " `jax.lax.pmax(n, axis)`."
         )
-    zeros = lambda *_: [lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars]  # noqa: E731
+    zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in map(compat.array_type, eqn.outvars)]  # noqa: E731
     called = lambda *args: compat.bind_equation(eqn, args, eqn.params)  # noqa: E731
     return lax.cond(role.active, called, zeros, *values)

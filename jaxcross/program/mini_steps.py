@@ -18,7 +18,7 @@ _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
 
 
 def repeated_exchanges(
-    jaxpr: Any, axes: Mapping[str, int], wire: Wire, outer: Sequence[Any] = ()
+    jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, outer: Sequence[Any] = ()
 ) -> Iterator[str]:  # fmt: skip
     """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one mini-step.
 
@@ -38,7 +38,7 @@ def repeated_exchanges(
             yield next((line for line in stack if not _LIBRARIES.search(line)), stack[0])
 
 
-def _is_one_step(branch: Any) -> bool:
+def _is_one_step(branch: compat.Jaxpr) -> bool:
     """Whether a branch of `MultiSteps.update` ends its cycle in every mini-step: `mini_step == 0`, for k = 1."""
     return any(
         eqn.primitive.name == "eq"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
+from jaxcross._pytree import TreeDef
 from jaxcross.program.array_parts import picks, ways_by_index, ways_through
 from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
@@ -70,17 +71,17 @@ class Scope:
     """
 
     inputs: Sequence[Any]
-    eqns: Sequence[Any]
+    eqns: Sequence[compat.Equation]
     outputs: Sequence[Any]
     origins: dict[Any, Mark] = field(default_factory=dict)
     uses: dict[Any, Mark] = field(default_factory=dict)
     inside: dict[int, list[tuple[Scope, Sequence[int], bool]]] = field(default_factory=dict)
     makers: dict[Any, Any] = field(default_factory=dict)
 
-    def origin(self, atom: Any) -> Mark:
+    def origin(self, atom: compat.Atom) -> Mark:
         return _CONSTANT if isinstance(atom, compat.Literal) else self.origins.get(atom, _CONSTANT)
 
-    def use(self, var: Any) -> Mark:
+    def use(self, var: compat.Var) -> Mark:
         return self.uses.get(var, _NOTHING)
 
 
@@ -100,14 +101,14 @@ def _mark_of(leaf: int) -> Mark:
     return Mark((leaf,), (), leaf, (leaf,))
 
 
-def leaf_hashes(tree: Any) -> list[int]:
+def leaf_hashes(tree: TreeDef) -> list[int]:
     """A hash of the path to each leaf. An index in a sequence counts with the length of the sequence: in one of
     another length, it need not stand for the same thing.
     """
     return list(_leaf_hashes(tree, 0))
 
 
-def _leaf_hashes(tree: Any, above: int) -> Iterator[int]:
+def _leaf_hashes(tree: TreeDef, above: int) -> Iterator[int]:
     if tree.num_nodes == tree.num_leaves == 1:
         yield above
         return
@@ -132,7 +133,7 @@ def mixed(*parts: Any) -> int:
 _CONSTANT = Mark(exact=hash_of_text("constant"))
 
 
-def _origins(traced: Traced, jaxpr: Any, args: Sequence[Mark]) -> Scope:
+def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope:
     """The jaxpr with the marks of its variables towards the inputs, if its arguments have these."""
     inner, consts = compat.open_jaxpr(jaxpr)
     scope = Scope([*inner.constvars[len(consts) :], *inner.invars], inner.eqns, inner.outvars)
@@ -147,7 +148,7 @@ def _origins(traced: Traced, jaxpr: Any, args: Sequence[Mark]) -> Scope:
     return scope
 
 
-def _inside(eqn: Any) -> Iterator[tuple[Any, Sequence[int], bool]]:
+def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
     """The jaxprs that an equation holds, which of its operands each gets, none if unknown, and whether its results are
     those of the equation.
     """
@@ -168,7 +169,9 @@ def _inside(eqn: Any) -> Iterator[tuple[Any, Sequence[int], bool]]:
         yield sub, given if known else (), returns
 
 
-def _made(traced: Traced, eqn: Any, operands: Sequence[Mark], scope: Scope, inside: Sequence[Any]) -> list[Mark]:
+def _made(
+    traced: Traced, eqn: compat.Equation, operands: Sequence[Mark], scope: Scope, inside: Sequence[Any]
+) -> list[Mark]:
     """The marks of an equation's results towards the inputs."""
     name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
     bodies = [[inner.origin(a) for a in inner.outputs] for inner, _, returns in inside if returns]
@@ -218,7 +221,7 @@ def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...
 def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
     """Adds the marks of the variables towards the results, which have these."""
 
-    def add(atom: Any, mark: Mark) -> None:
+    def add(atom: compat.Atom, mark: Mark) -> None:
         if not isinstance(atom, compat.Literal):
             known = scope.uses.get(atom)
             if known is not None:
@@ -235,7 +238,9 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
             add(atom, mark)
 
 
-def _read(traced: Traced, eqn: Any, scope: Scope, results: Sequence[Mark], inside: Sequence[Any]) -> list[Mark]:
+def _read(
+    traced: Traced, eqn: compat.Equation, scope: Scope, results: Sequence[Mark], inside: Sequence[Any]
+) -> list[Mark]:
     """What an equation adds to the marks of its operands towards the results."""
     name, operands = hash_of_text(eqn.primitive.name), [scope.origin(a) for a in eqn.invars]
     if inside and _is_call(eqn):
@@ -266,12 +271,12 @@ def _read(traced: Traced, eqn: Any, scope: Scope, results: Sequence[Mark], insid
     return read
 
 
-def _is_call(eqn: Any) -> bool:
+def _is_call(eqn: compat.Equation) -> bool:
     """Whether an equation only does what the jaxprs inside do, or one of them."""
     return eqn.primitive.name in INLINED or eqn.primitive.name == "cond"
 
 
-def _is_parallel(traced: Traced, eqn: Any) -> bool:
+def _is_parallel(traced: Traced, eqn: compat.Equation) -> bool:
     """Whether an equation exchanges each operand for a result of its own."""
     found = traced.wire.recognise(eqn, traced.axes)
     return found is not None and len(found) == len(eqn.invars) == len(eqn.outvars)

@@ -264,5 +264,5 @@ def _text(call: Exchange) -> str:
     return f"{said}, at {call.source or 'unknown line'}"
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -48,7 +48,7 @@ def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[s
     return None
 
 
-def is_shard_map(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether a jaxpr is a `shard_map` over ranks, jitted or not, and nothing else."""
     eqns = compat.open_jaxpr(jaxpr)[0].eqns
     if len(eqns) != 1:
@@ -122,7 +122,7 @@ def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
         )
 
 
-def check_nothing_else(jaxpr: Any, name: str) -> None:
+def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
     """Makes sure that a step whose `shard_map` is over ranks does nothing beside it.
 
     Raises:

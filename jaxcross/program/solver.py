@@ -7,7 +7,6 @@ the solver alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Wire
@@ -16,10 +15,10 @@ from jaxcross.program.jaxpr_utils import holds_exchange, rewritten
 _NAME = "custom_linear_solve"
 
 
-def call_solvers(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
+def call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
     """A jaxpr, closed or open, in which plain calls stand in place of linear solvers that exchange, also in loops."""
 
-    def called(eqn: Any) -> Any:
+    def called(eqn: compat.Equation) -> compat.Equation:
         exchanges = any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))
         return compat.call_of_solver(eqn) if exchanges else eqn
 

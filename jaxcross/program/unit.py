@@ -57,7 +57,7 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     return replace(unit, between=frozenset(joined))
 
 
-def _is_heavy(eqn: Any) -> bool:
+def _is_heavy(eqn: compat.Equation) -> bool:
     name = eqn.primitive.name
     return (
         name in _HEAVY
@@ -89,7 +89,7 @@ def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
     return run_calls
 
 
-def _make_calls(jaxpr: Any, traced: Traced) -> None:
+def _make_calls(jaxpr: compat.Jaxpr, traced: Traced) -> None:
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
         if traced.wire.recognise(eqn, traced.axes) is not None:
@@ -102,7 +102,7 @@ def _make_calls(jaxpr: Any, traced: Traced) -> None:
                 _make_calls(j, traced)
 
 
-def _repeat(body: Any, length: int, traced: Traced) -> None:
+def _repeat(body: compat.Jaxpr, length: int, traced: Traced) -> None:
     def iteration(carry: Any, _: Any) -> tuple[Any, None]:
         _make_calls(body, traced)
         return carry, None

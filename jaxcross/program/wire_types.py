@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,14 @@ _SMALL = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
-def convert_wire_types(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
+def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
     """A jaxpr, closed or open, that exchanges such values in another type, also in loops, but not in a `shard_map`.
 
     Raises:
         CutError: It sums random keys.
     """
 
-    def carried(eqn: Any) -> Any:
+    def carried(eqn: compat.Equation) -> compat.Equation:
         exchanges = wire.recognise(eqn, axes)
         return _call(eqn, axes, exchanges[0].op) if exchanges and not is_call(exchanges[0]) else eqn
 
@@ -34,38 +33,38 @@ def convert_wire_types(jaxpr: Any, axes: Mapping[str, int], wire: Wire) -> Any:
     )
 
 
-def _call(eqn: Any, axes: Mapping[str, int], op: str) -> Any:
+def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equation:
     """An exchange as a call that converts, exchanges and converts back."""
-    if op in _SUMS and any(_is_key(a.aval.dtype) for a in eqn.invars):
+    if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
             f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. Let all ranks have"
             " one rank's key by `jax.lax.all_gather(key, axis)[0]`."
         )
 
-    def call(*values: Any) -> list[Any]:
-        results = compat.bind_equation(eqn, list(map(_there, values)), eqn.params)
-        return [_back(r, v) for r, v in zip(results, values, strict=True)]
+    def call(*values: jax.Array) -> list[jax.Array]:
+        results = compat.bind_equation(eqn, list(map(_to_wire, values)), eqn.params)
+        return [_from_wire(r, v) for r, v in zip(results, values, strict=True)]
 
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(compat.array_type, eqn.invars)]
     return compat.call_of(eqn, jax.make_jaxpr(call, axis_env=list(axes.items()))(*types))
 
 
-def _there(value: Any) -> Any:
+def _to_wire(value: jax.Array) -> jax.Array:
     if _is_key(value.dtype):
         return jax.random.key_data(value)
     return value.astype(_SMALL.get(value.dtype.name, value.dtype))
 
 
-def _back(moved: Any, like: Any) -> Any:
+def _from_wire(moved: jax.Array, like: jax.Array) -> jax.Array:
     if _is_key(like.dtype):
         return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(like))
     return moved.astype(like.dtype)
 
 
-def _is_key(dtype: Any) -> bool:
+def _is_key(dtype: jax.typing.DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _is_other(atom: Any) -> bool:
+def _is_other(atom: compat.Atom) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and (getattr(dtype, "name", "") in _SMALL or _is_key(dtype))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,12 +57,12 @@ def _once(exchange: Exchange, sizes: Mapping[str, int]) -> int:
     return math.ceil(_received(_kind(exchange.op), count * item, size))
 
 
-def issued_bytes(jaxpr: Any, size: int) -> int:
+def issued_bytes(jaxpr: compat.Jaxpr, size: int) -> int:
     """Bytes that one run of a lowered jaxpr brings to this rank when every message goes over `size` ranks."""
     return math.ceil(sum((_messages(jaxpr, size)), Fraction(0)))
 
 
-def _messages(jaxpr: Any, size: int) -> list[Fraction]:
+def _messages(jaxpr: compat.Jaxpr, size: int) -> list[Fraction]:
     found: list[Fraction] = []
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         for sub in compat.sub_jaxprs(eqn):

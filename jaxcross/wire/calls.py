@@ -54,10 +54,10 @@ def handle_of(comm: Any) -> int:
     return MPI._handleof(comm)
 
 
-def with_communicators(jaxpr: Any, comms: Mapping[Key, Any]) -> Any:
+def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.Jaxpr:
     """The open jaxpr with mpi4jax's calls over `comms` in place of the user's communicators; inner jaxprs included."""
 
-    def changed(eqn: Any) -> Any:
+    def changed(eqn: compat.Equation) -> compat.Equation:
         found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None
         if found is None:
             return compat.map_sub_jaxprs(eqn, lambda inner: with_communicators(inner, comms))
@@ -68,7 +68,7 @@ def with_communicators(jaxpr: Any, comms: Mapping[Key, Any]) -> Any:
     return compat.replace_eqns(jaxpr, [changed(eqn) for eqn in jaxpr.eqns], jaxpr.outvars)
 
 
-def _comms_in(jaxpr: Any, axes: Mapping[str, int]) -> Iterator[Any]:
+def _comms_in(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Iterator[Any]:
     """The communicator of each exchange, None for those over named axes, in the order of `Segment.exchanges`."""
     for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
         found = recognise(eqn, axes)

@@ -26,7 +26,7 @@ SMALL_BYTES = 4 * 2**20
 MESSAGE_BYTES = 32 * 2**20
 
 
-def groups(eqns: Sequence[Any], axes: Mapping[str, int]) -> Iterator[list[Any]]:
+def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator[list[Any]]:
     """The equations, in an order in which each follows those that it reads; sums of one list may be one message.
 
     What only computes (a shared buffer that is filled or emptied) does not part the sums before it from those behind:
@@ -66,7 +66,7 @@ def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> l
     return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
 
 
-def sum_of(eqn: Any, axes: Mapping[str, int]) -> Exchange | None:
+def sum_of(eqn: compat.Equation, axes: Mapping[str, int]) -> Exchange | None:
     """The equation's exchange, if it is one sum and nothing else."""
     exchanges = recognise(eqn, axes)
     return exchanges[0] if exchanges is not None and [x.op for x in exchanges] == ["psum"] else None

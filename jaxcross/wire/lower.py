@@ -26,7 +26,7 @@ _LOOPS = ("scan", "while", "cond")
 
 
 def lower(
-    jaxpr: Any, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
+    jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect, comms: Mapping[Key, Any] | None = None
 ) -> Callable[..., list[Any]]:
     """A jit-traceable function with the closed jaxpr's arguments and results, its exchanges made over MPI.
 
@@ -51,17 +51,17 @@ def group_of(exchange: Exchange, mesh: RankGrid) -> tuple[tuple[str, ...], Any]:
     return axes, dict(exchange.params).get("groups")
 
 
-def _retrace(jaxpr: Any, mesh: RankGrid, connect: Connect) -> Any:
+def _retrace(jaxpr: compat.Jaxpr, mesh: RankGrid, connect: Connect) -> Any:
     """The closed jaxpr with mpi4jax equations in place of exchanges."""
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
     return jax.make_jaxpr(lambda *args: _evaluate(jaxpr, args, mesh, connect))(*avals)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: RankGrid, connect: Connect) -> list[Any]:
+def _evaluate(jaxpr: compat.Jaxpr, args: Sequence[Any], mesh: RankGrid, connect: Connect) -> list[Any]:
     inner, consts = compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: compat.Atom) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else env[atom]
 
     for eqns in coalesce.groups(inner.eqns, mesh.sizes):
@@ -71,13 +71,13 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], mesh: RankGrid, connect: Connect)
     return [read(v) for v in inner.outvars]
 
 
-def _equation(eqn: Any, values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
+def _equation(eqn: compat.Equation, values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
     name = eqn.primitive.name
     exchanges = recognise(eqn, mesh.sizes)
     if exchanges is not None and not name.endswith("_mpi"):
         results = [_exchange(x, v, mesh, connect) for x, v in zip(exchanges, values, strict=True)]
         # JAX's types may say more of a result than ours do (a weak type), never another element type.
-        return [jnp.asarray(r, dtype=o.aval.dtype) for r, o in zip(results, eqn.outvars, strict=True)]
+        return [jnp.asarray(r, dtype=compat.array_type(o).dtype) for r, o in zip(results, eqn.outvars, strict=True)]
     if name == "axis_index" and names_axis(eqn, mesh.sizes):
         axis = eqn.params["axis_name"]
         return [jnp.int32(mesh.index(axis if isinstance(axis, str) else axis[0]))]
@@ -98,7 +98,7 @@ def _equation(eqn: Any, values: list[Any], mesh: RankGrid, connect: Connect) -> 
     return compat.bind_equation(eqn, values, eqn.params)
 
 
-def _sums(eqns: Sequence[Any], values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
+def _sums(eqns: Sequence[compat.Equation], values: list[Any], mesh: RankGrid, connect: Connect) -> Sequence[Any]:
     """Several sums over the same ranks by one message."""
     exchange = coalesce.sum_of(eqns[0], mesh.sizes)
     assert exchange is not None

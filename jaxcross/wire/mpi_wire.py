@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
 from jaxcross.wire.calls import calls_of
 from jaxcross.wire.job_comms import Key
@@ -35,11 +36,11 @@ class MpiWire:
         self._max_count = max_count
         self._comms = dict(comms or {})
 
-    def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+    def recognise(self, eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         """The equation's exchanges over `axes`, or None. Neither waits nor communicates."""
         return recognise(eqn, axes)
 
-    def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
+    def lower(self, jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
         """A jit-traceable function that computes the closed `jaxpr`, its exchanges made over MPI.
 
         Waits for the other members of each group that has no communicator yet. The function's exchanges run in

@@ -18,21 +18,23 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
+from jaxcross._jax_compat import Jaxpr
+
 region_p = Primitive("exchange_region")
 region_p.multiple_results = True
 
 
-def bind(jaxpr: Any, *args: Any) -> list[Any]:
+def bind(jaxpr: Jaxpr, *args: Any) -> list[Any]:
     """Run the closed `jaxpr`, which holds mpi4jax equations, as one equation without effects."""
     return region_p.bind(*args, jaxpr=jaxpr)
 
 
 @region_p.def_abstract_eval
-def _abstract(*_avals: Any, jaxpr: Any) -> Sequence[Any]:
+def _abstract(*_avals: Any, jaxpr: Jaxpr) -> Sequence[Any]:
     return jaxpr.out_avals
 
 
-def _lower(ctx: Any, *args: Any, jaxpr: Any) -> Any:
+def _lower(ctx: Any, *args: Any, jaxpr: Jaxpr) -> Any:
     tokens = mlir.TokenSet({effect: stablehlo.create_token() for effect in jaxpr.effects})
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx.replace(tokens_in=tokens), *args)
 

@@ -46,7 +46,7 @@ _UNSUPPORTED = {
 LOCAL = frozenset({"pvary", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
 
 
-def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
+def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
     """The exchanges of an equation, one per operand in operand order; None if it is not one over `axes`.
 
     An mpi4jax equation gives exactly one exchange, whatever its operands.
@@ -84,12 +84,12 @@ def recognise(eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         Exchange(
             op=op,
             axes=ours,
-            dtype=str(v.aval.dtype),
-            shape=tuple(n for i, n in enumerate(v.aval.shape) if i not in positions),
+            dtype=str(t.dtype),
+            shape=tuple(n for i, n in enumerate(t.shape) if i not in positions),
             params=params,
             source=source,
         )
-        for v in eqn.invars
+        for t in map(compat.array_type, eqn.invars)
     )
 
 
@@ -114,12 +114,12 @@ def _check_indices(op: str, params: Mapping[str, Any], axes: Sequence[str], size
         )
 
 
-def names_axis(eqn: Any, axes: Mapping[str, int]) -> bool:
+def names_axis(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     """Whether an equation names one of our axes."""
     return any(isinstance(a, str) and a in axes for a in _axes_of(eqn))
 
 
-def involves_axes(eqn: Any, axes: Mapping[str, int]) -> bool:
+def involves_axes(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     """Whether an equation, or one inside of it, is an exchange or says a word about our axes."""
     return (
         eqn.primitive.name.endswith("_mpi")
@@ -128,7 +128,7 @@ def involves_axes(eqn: Any, axes: Mapping[str, int]) -> bool:
     )
 
 
-def names_axis_inside(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+def names_axis_inside(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether an equation inside names one of our axes."""
     return any(
         names_axis(eqn, axes) or any(names_axis_inside(sub, axes) for sub in compat.sub_jaxprs(eqn))
@@ -136,12 +136,12 @@ def names_axis_inside(jaxpr: Any, axes: Mapping[str, int]) -> bool:
     )
 
 
-def involves_axes_inside(jaxpr: Any, axes: Mapping[str, int]) -> bool:
+def involves_axes_inside(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
     """Whether an equation inside exchanges or names one of our axes."""
     return any(involves_axes(eqn, axes) for eqn in compat.open_jaxpr(jaxpr)[0].eqns)
 
 
-def _axes_of(eqn: Any) -> tuple[Any, ...]:
+def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
     value = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     value = tuple(value) if isinstance(value, tuple | list | frozenset | set) else (value,)
     return tuple(a for a in value if isinstance(a, str | int))
@@ -166,7 +166,7 @@ def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
-def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
+def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     """mpi4jax's primitives on the user's communicator; its members, never its handle, go into the signature."""
     params = eqn.params
     if params.get("transpose"):
@@ -188,9 +188,9 @@ def _recognise_mpi(eqn: Any) -> tuple[Exchange, ...] | None:
         found.append(("root", int(params["root"])))
     found += _point_to_point(op, params)
     if op == "sendrecv":
-        got = eqn.outvars[0].aval
+        got = compat.array_type(eqn.outvars[0])
         found += [("recv_dtype", str(got.dtype)), ("recv_shape", tuple(got.shape))]
-    aval = eqn.invars[0].aval if eqn.invars else None
+    aval = compat.array_type(eqn.invars[0]) if eqn.invars else None
     return (
         Exchange(
             op=f"mpi.{op}",
