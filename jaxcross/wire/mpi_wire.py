@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Program
@@ -11,8 +11,17 @@ from jaxcross.wire.calls import calls_of
 from jaxcross.wire.job_comms import Key
 from jaxcross.wire.lower import group_of, lower
 from jaxcross.wire.messages import MAX_COUNT, Channel
+from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.wire.recognise import recognise
-from jaxcross.world.world import World
+
+
+class WireWorld(Protocol):
+    """The ranks and communicators that a wire uses; see `jaxcross.world.World`."""
+
+    def mesh(self, axes: str | Mapping[str, int]) -> RankGrid: ...
+    def communicator(
+        self, mesh: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+    ) -> Any: ...
 
 
 @final
@@ -20,7 +29,7 @@ class MpiWire:
     """`jaxcross.program.ir.Wire` over MPI. Immutable; its communicators belong to one lane.
 
     Args:
-        world: Whose ranks and communicators.
+        world: The ranks and their communicators.
         lane: The exchange lane that will run what is lowered. Two lanes never share a communicator.
         max_count: Elements of the longest message; longer ones are split.
         comms: In place of the communicators that mpi4jax's own calls name.
@@ -29,7 +38,7 @@ class MpiWire:
     __slots__ = ("_comms", "_lane", "_max_count", "_world")
 
     def __init__(
-        self, world: World, *, lane: int = 0, max_count: int = MAX_COUNT, comms: Mapping[Key, Any] | None = None
+        self, world: WireWorld, *, lane: int = 0, max_count: int = MAX_COUNT, comms: Mapping[Key, Any] | None = None
     ) -> None:
         self._world = world
         self._lane = lane

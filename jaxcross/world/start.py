@@ -22,6 +22,8 @@ from jaxcross.health.abort import AbortReason, abort_everywhere, install_hooks, 
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.sigterm import Termination
 from jaxcross.health.watchdog import Watchdog
+from jaxcross.program.compile import ExecutableCache
+from jaxcross.wire.mpi_wire import MpiWire
 from jaxcross.world import malloc, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.launch_env import MPI_SETTINGS, check_launch, read_launch, vendor_of
@@ -72,7 +74,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
             )
         return started
     _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
-    if (worker := world_of_worker(os.environ)) is not None:
+    if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
         return worker
     launch = read_launch(os.environ)
@@ -170,7 +172,7 @@ def _join(mpi: Any, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s:
     watchdog.start()
     on_abort(watchdog.tell)
     atexit.register(watchdog.stop)
-    return World(
+    return _make_world(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -193,7 +195,7 @@ def current() -> World:
     Raises:
         RuntimeError: `initialize` was not called.
     """
-    if not _CURRENT and (worker := world_of_worker(os.environ)) is not None:
+    if not _CURRENT and (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
     if not _CURRENT:
         raise RuntimeError(
@@ -201,6 +203,11 @@ def current() -> World:
             " first step and the first JAX array."
         )
     return _CURRENT[0]
+
+
+def _make_world(**fields: Any) -> World:
+    """Returns a world of these fields, handed what the layers above it provide: its wire and its executables."""
+    return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current, **fields)
 
 
 def load_mpi() -> Any:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, final
@@ -44,10 +44,14 @@ def mark(world: World) -> None:
     os.register_at_fork(after_in_child=lambda: _disarm(world, process))
 
 
-def world_of_worker(environ: Mapping[str, str]) -> World | None:
+def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]) -> World | None:
     """The world of a worker process, None in any other process.
 
     It has the numbers of the rank that started the worker; everything that communicates raises. Does not start MPI.
+
+    Args:
+        environ: The environment of this process.
+        make_world: Makes a `World` of the fields that belong to this process.
 
     Raises:
         ExchangeError: This process was started by a rank, though not by `multiprocessing`, and has the rank's launcher
@@ -61,7 +65,7 @@ def world_of_worker(environ: Mapping[str, str]) -> World | None:
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
         refusal: Any = Refusal(mine["rank"], Place(**mine["process"]), mine["listener"], mine["stall_timeout_s"])
-        return World(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
+        return make_world(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
     if _is_subprocess(environ, text):
         raise ExchangeError(
             "`jaxcross.initialize()` was called in a process that a rank has started: it has the rank's launcher"

@@ -15,7 +15,6 @@ from jaxcross.health.abort import AbortReason, abort_everywhere
 from jaxcross.health.activity import missing
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch, Watchdog
-from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
@@ -24,7 +23,8 @@ from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 if TYPE_CHECKING:
-    from jaxcross.wire import MpiWire
+    from jaxcross.program.compile import ExecutableCache
+    from jaxcross.wire.mpi_wire import MpiWire
 
 _AGREEMENT = "agreement of the ranks that exchange with one another"
 
@@ -50,7 +50,9 @@ class World:
         lanes: Exchange lanes a rank may have.
         pool_size: Threads of XLA's CPU pool, the same on every rank: results depend on it in the last bits.
         control: Small agreements between all ranks, for one thread at a time.
-        executables: What this process has compiled, shared by like jobs.
+        executables: Everything that this process has compiled, shared by like jobs.
+        make_wire: Makes the wire of one lane; see `wire`.
+        unpickle: Returns the world of the process that calls it.
         heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for
             never.
         flight: What this rank is in, and its event file.
@@ -67,7 +69,9 @@ class World:
     heartbeat_timeout_s: float
     control: Control
     flight: FlightRecorder = field(repr=False)
-    executables: ExecutableCache = field(default_factory=ExecutableCache, repr=False)
+    executables: ExecutableCache = field(repr=False)
+    make_wire: Callable[..., MpiWire] = field(repr=False)
+    unpickle: Callable[[], World] = field(repr=False)
     exchanger: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
     )
@@ -80,9 +84,7 @@ class World:
 
     def __reduce__(self) -> tuple[Callable[[], World], tuple[()]]:
         """Pickles as "the world of the process that reads it": what a worker is sent may hold one."""
-        from jaxcross.world.start import current
-
-        return current, ()
+        return self.unpickle, ()
 
     def mesh(self, axes: str | Mapping[str, int]) -> RankGrid:
         """The ranks as a grid with these axes, row-major. Pure.
@@ -132,10 +134,8 @@ class World:
             group.Free()
 
     def wire(self, lane: int = 0) -> MpiWire:
-        """How programs make their exchanges in one lane. Does not communicate."""
-        from jaxcross.wire import MpiWire
-
-        return MpiWire(self, lane=lane)
+        """Returns the wire over which programs exchange in one lane. Does not communicate."""
+        return self.make_wire(self, lane=lane)
 
     def gather_connected(
         self,
