@@ -8,8 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +28,7 @@ from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, repo
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.submissions import Offers
-from jaxcross.jobs.thread import JobThread, runner_active
+from jaxcross.jobs.thread import JobThread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
@@ -38,29 +38,6 @@ from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current
 
 _log = logging.getLogger("jaxcross")
-
-
-_RUNS: dict[int, object] = {}  # by world, until the last word to other ranks is said
-
-
-@contextmanager
-def _only_run(world: World) -> Iterator[None]:
-    """The turn for one run in `world`, from before its first word to other ranks on. Never waits.
-
-    Raises:
-        JobError: Another run has it, or one that broke has left a lane.
-    """
-    run = object()
-    try:
-        if _RUNS.setdefault(id(world), run) is not run or runner_active(world):
-            raise JobError(
-                "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
-                "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
-            )
-        yield
-    finally:
-        if _RUNS.get(id(world)) is run:
-            del _RUNS[id(world)]
 
 
 class Runner:
@@ -168,7 +145,8 @@ class Runner:
             if self._used:
                 driver = self._driver
                 attach = partial(job.attach, resumption=self._resumption(job))
-                seat = None if driver is None else driver.join(name, partial(JobThread, job), attach)
+                thread = partial(JobThread, job, self.world.exchange_owner.job_threads)
+                seat = None if driver is None else driver.join(name, thread, attach)
                 if seat is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
                 if self._session is not None:
@@ -277,7 +255,7 @@ class Runner:
                 `KeyboardInterrupt` on the others.
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
-        with _only_run(self.world):
+        with self.world.exchange_owner.run():
             return self._run()
 
     def _run(self) -> Report:
@@ -298,8 +276,10 @@ class Runner:
             if self._session is not None:
                 self._take_over(self._session)
                 jobs = tuple(self.jobs)
+            living = self.world.exchange_owner.job_threads
+            threads = [(job.name, partial(JobThread, job, living)) for job in jobs]
             driver = self._driver = Driver(
-                world=self.world, jobs=[(job.name, partial(JobThread, job)) for job in jobs], policy=self.policy,
+                world=self.world, jobs=threads, policy=self.policy,
                 depth=self.depth, listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
             )  # fmt: skip
             for number, job in enumerate(jobs):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxcross.errors import JobError
 from jaxcross.runtime.lanes import LaneThread
 
 if TYPE_CHECKING:
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
 class JobThread(LaneThread):
     """Runs one job's function."""
 
-    def __init__(self, job: JobContext) -> None:
-        super().__init__(f"job-{job.name}", job.main)
+    def __init__(self, job: JobContext, living: set[threading.Thread]) -> None:
+        super().__init__(f"job-{job.name}", job.main, living)
         self.job = job
 
 
@@ -24,22 +23,3 @@ def current_job() -> JobContext | None:
     """The job whose thread this is, if any."""
     thread = threading.current_thread()
     return thread.job if isinstance(thread, JobThread) else None
-
-
-def runner_active(world: Any = None) -> bool:
-    """Whether a run is in progress in this process, or in `world` alone."""
-    return any(world is None or lane.serves(world) for lane in tuple(LaneThread.living))
-
-
-def check_not_stray(step: str) -> None:
-    """Refuses a step that is called while a run is in progress, from a thread that is no job's.
-
-    Raises:
-        JobError: Its exchanges would have no place in the order that all ranks agreed on.
-    """
-    if runner_active() and current_job() is None:
-        raise JobError(
-            f"`{step}` was called from thread `{threading.current_thread().name}`, which is no job of the runner that "
-            "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a job's "
-            "own function (`runner.add(name, fn)`), not in a thread started there, or before or after `runner.run()`."
-        )

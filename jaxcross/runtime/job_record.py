@@ -12,6 +12,7 @@ from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.world.exchange_owner import ExchangeOwner
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """What a job does about a step whose exchanged values are not all finite."""
@@ -64,6 +65,8 @@ class RunWorld(Protocol):
     ) -> Watch: ...
     @property
     def flight(self) -> FlightRecorder: ...
+    @property
+    def exchange_owner(self) -> ExchangeOwner: ...
     def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
 
 

@@ -7,8 +7,9 @@ thread runs at once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity
@@ -31,12 +32,20 @@ def backoff_s(level: int) -> float:
 
 
 class LaneThread(threading.Thread):
-    """A thread of a runner. While one lives, a run is in progress in this process."""
+    """A thread of a runner. While one lives, a run is in progress in this process.
 
-    living: ClassVar[set[LaneThread]] = set()
+    Args:
+        name: Of the thread, after `jaxcross-`.
+        work: Its body.
+        living: Holds the thread from its start to its end.
+        driver: Stopped by an exception of `work`; None for a thread that handles its own.
+    """
 
-    def __init__(self, name: str, work: Any, driver: Driver | None = None) -> None:
+    def __init__(
+        self, name: str, work: Callable[[], None], living: set[threading.Thread], driver: Driver | None = None
+    ) -> None:
         super().__init__(name=f"jaxcross-{name}", daemon=True)
+        self.living = living
         self._work, self._driver = work, driver
 
     def start(self) -> None:
@@ -46,10 +55,6 @@ class LaneThread(threading.Thread):
         except BaseException:
             self.living.discard(self)
             raise
-
-    def serves(self, world: Any) -> bool:
-        """Whether this is a lane of a run in `world`."""
-        return self._driver is not None and self._driver.world is world
 
     def run(self) -> None:
         try:
@@ -71,9 +76,10 @@ class ComputeLane:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Dispatch, Call] | None] = driver.queue()
         self._on_device: SimpleQueue[tuple[m.Dispatch, Call, int, int] | None] = driver.queue()
+        living = driver.world.exchange_owner.lane_threads
         self._threads = [
-            LaneThread("compute", self._dispatch_all, driver),
-            LaneThread("compute-wait", self._wait_for_all, driver),
+            LaneThread("compute", self._dispatch_all, living, driver),
+            LaneThread("compute-wait", self._wait_for_all, living, driver),
         ]
 
     def start(self) -> None:
@@ -143,7 +149,7 @@ class ExchangeLane:
         self._driver = driver
         self._todo: SimpleQueue[tuple[m.Instruction, Call | None] | None] = driver.queue()
         self._pause = threading.Event()  # never set: a wait that is not a sleep
-        self._thread = LaneThread("exchange", self._work, driver)
+        self._thread = LaneThread("exchange", self._work, driver.world.exchange_owner.lane_threads, driver)
 
     def start(self) -> None:
         self._thread.start()

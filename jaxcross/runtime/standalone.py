@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import ExchangeError, JobError
+from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import RankStatus, missing
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
@@ -18,56 +17,6 @@ from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
-
-
-class OnlyThread:
-    """Lets one thread at a time make exchanges outside a runner: `with only_thread.calling(step):`. Never waits.
-
-    Attributes:
-        broken: The step, if any, that failed before it had made all of its exchanges: other ranks may be in the rest.
-        unsure: A step failed before its first exchange, perhaps on this rank alone: the ranks must agree on the next.
-    """
-
-    __slots__ = ("_at_work", "_lock", "broken", "unsure")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._at_work, self.broken, self.unsure = (0, ""), "", False
-
-    def calling(self, step: str) -> OnlyThread:
-        """Takes the turn for this thread, until the `with` block ends.
-
-        Raises:
-            ExchangeError: A step has failed halfway on this rank.
-            JobError: Another thread has the turn.
-        """
-        if self.broken:
-            raise ExchangeError(
-                f"`{step}` cannot exchange: `{self.broken}` failed halfway on this rank. Other ranks may be in the rest"
-                " of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
-                " `jaxcross.Runner` that fails leaves on all ranks at once."
-            )
-        if not self._lock.acquire(blocking=False):
-            ident, theirs = self._at_work
-            other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
-            raise JobError(
-                f"`{step}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
-                f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
-                " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
-                " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
-            )
-        self._at_work = (threading.get_ident(), step)
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-# One for the process, as MPI has one world for it.
-ONLY_THREAD = OnlyThread()
 
 
 @final
@@ -121,9 +70,9 @@ class Standalone:
         except BaseException:
             due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
             if ended and sum(ended.values()) < due:
-                ONLY_THREAD.broken = compiled.program.name
+                self.world.exchange_owner.broken_step = compiled.program.name
             elif not ended and due:
-                ONLY_THREAD.unsure = True
+                self.world.exchange_owner.must_agree = True
             raise
 
 

@@ -17,11 +17,10 @@ import optax
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import RankStatus
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.thread import check_not_stray, current_job
+from jaxcross.jobs.thread import current_job
 from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import Stopped
-from jaxcross.runtime.standalone import ONLY_THREAD
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout
@@ -190,8 +189,8 @@ class ParameterServer:
         world, text = self._world, f"staleness {self._staleness}"
         if self._job is not None:
             return self._job.run_on_all_ranks(f"parameter server\n{text}", work)
-        check_not_stray("ParameterServer")
-        with ONLY_THREAD.calling("ParameterServer"):
+        world.exchange_owner.check_not_stray("ParameterServer")
+        with world.exchange_owner.step("ParameterServer"):
             with world.watching(job="", step=0, segment=-1, what="start of a parameter server"):
                 texts = world.control.allgather_text(text)
             if any(other != text for other in texts):

@@ -14,14 +14,14 @@ from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.jobs import thread as job_thread
+from jaxcross.jobs.thread import current_job
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
 from jaxcross.program.ir import Program
 from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import Traced, check_arrays, step_name, trace
-from jaxcross.runtime.standalone import ONLY_THREAD, Standalone
+from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, is_current
 from jaxcross.step.prepare import prepare
@@ -149,7 +149,7 @@ class Step(Generic[P, R]):
         world = current()
         given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, arrays = self._bind_static(given)
-        job = job_thread.current_job()
+        job = current_job()
         if guards := job is not None and job.nonfinite == "skip":
             function, arrays = self._guarded(function, len(given)), (*arrays, go())
         leaves, tree = jax.tree.flatten((arrays, named))
@@ -177,7 +177,7 @@ class Step(Generic[P, R]):
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.run(prepare(variant, job), leaves)
-        job_thread.check_not_stray(self.__name__)
+        world.exchange_owner.check_not_stray(self.__name__)
         return self._run_standalone(variant, world, leaves)
 
     def _run_standalone(self, variant: Variant, world: World, leaves: Sequence[object]) -> PyTree:
@@ -189,14 +189,15 @@ class Step(Generic[P, R]):
         host.calls += 1
         if world.size == 1 or (variant is not self._agreed and not variant.program.has_exchanges):
             return host.run(prepare(variant, host), leaves)
-        with ONLY_THREAD.calling(self.__name__):
+        owner = world.exchange_owner
+        with owner.step(self.__name__):
             self._agree(variant, host)
             try:
                 compiled = prepare(variant, host)
             except BaseException:
                 if variant.tunes_cut:  # other ranks may be in the rest of the search
-                    ONLY_THREAD.broken = self.__name__
-                ONLY_THREAD.unsure = True
+                    owner.broken_step = self.__name__
+                owner.must_agree = True
                 raise
             return host.run(compiled, leaves)
 
@@ -229,17 +230,18 @@ class Step(Generic[P, R]):
         # time. But shapes may change on one rank alone: where its exchanges stay what they are, the other ranks go on
         # and would not come to an agreement.
         signature = None if variant.traced.choices else variant.signature
-        always = signature is None or ONLY_THREAD.unsure
+        owner = host.world.exchange_owner
+        always = signature is None or owner.must_agree
         if variant is self._agreed and not always:
             return
         if always or signature != self._signature or not is_current(variant):
-            ONLY_THREAD.unsure = True  # should this be interrupted
+            owner.must_agree = True  # should this be interrupted
             try:
                 agree_standalone(variant, host)
             except ExchangeError:  # on every rank
-                ONLY_THREAD.unsure = False
+                owner.must_agree = False
                 raise
-            ONLY_THREAD.unsure = False
+            owner.must_agree = False
         self._agreed, self._signature = variant, signature
 
     def _trace(

@@ -2,6 +2,7 @@
 
 start           `initialize`: MPI, the thread pool, the device, the hooks that end all ranks together
 world           `World`: rank, size, communicators, agreements, the watchdog
+exchange_owner  which thread or run may exchange now
 control_plane   small agreements between all ranks, on a communicator of their own
 replicas        makes a pytree equal on all ranks, or checks that it is
 mailbox         flat messages that nobody waits for; `neighbours`: texts of the ranks that exchange with one another

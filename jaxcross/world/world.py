@@ -18,6 +18,7 @@ from jaxcross.health.watchdog import Awaited, Watch, Watchdog
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
+from jaxcross.world.exchange_owner import ExchangeOwner
 from jaxcross.world.mailbox import Mailbox, MpiMailbox
 from jaxcross.world.neighbours import Accepts, Neighbours
 from jaxcross.world.sched_slice import ask_for_short_slices
@@ -53,6 +54,7 @@ class World:
         executables: Everything that this process has compiled, shared by like jobs.
         make_wire: Makes the wire of one lane; see `wire`.
         unpickle: Returns the world of the process that calls it.
+        exchange_owner: Which thread or run may exchange now.
         heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for
             never.
         flight: What this rank is in, and its event file.
@@ -72,6 +74,7 @@ class World:
     executables: ExecutableCache = field(repr=False)
     make_wire: Callable[..., MpiWire] = field(repr=False)
     unpickle: Callable[[], World] = field(repr=False)
+    exchange_owner: ExchangeOwner = field(default_factory=ExchangeOwner, repr=False)
     exchanger: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
     )

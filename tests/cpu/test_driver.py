@@ -256,7 +256,7 @@ def test_a_job_that_hears_that_it_has_left_may_be_gone_before_its_teller_goes_on
 def test_an_internal_error_reaches_the_caller():
     def work(world):
         driver = Driver(
-            world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None)))], policy=RoundRobin()
+            world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None), set()))], policy=RoundRobin()
         )
         with pytest.raises(InternalError, match="the interleaver does not know the event None"):
             driver.run(deque())

@@ -25,7 +25,7 @@ from jaxcross.jobs.context import _examples
 from jaxcross.jobs.outcome import TOLD
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.thread import check_not_stray, current_job, runner_active
+from jaxcross.jobs.thread import current_job
 from jaxcross.report import LiveView
 
 
@@ -384,7 +384,7 @@ def test_a_run_is_refused_in_another_thread_also_where_one_has_no_lanes(at):
         jobs = [runner.add("a", lambda job: 7.0) for runner in runners]
 
         def late(what, value):
-            if not runner_active(world) and (at == "the first word") == (jobs[0].how is None):
+            if not world.exchange_owner.lane_threads and (at == "the first word") == (jobs[0].how is None):
                 begun.set()
                 assert go_on.wait(60)
             return meet(what, value)
@@ -853,22 +853,21 @@ def test_what_waits_for_other_ranks_is_refused_in_another_thread():
 
 
 def test_a_step_in_a_thread_that_is_no_job_is_refused():
-    assert not runner_active()
-    check_not_stray("step")  # no run, no complaint
-
     def work(world):
-        caught = []
+        caught, owner = [], world.exchange_owner
+        assert not owner.in_run
+        owner.check_not_stray("step")  # no run, no complaint
 
         def stray():
-            assert runner_active()
+            assert owner.in_run
             try:
-                check_not_stray("train_step")
+                owner.check_not_stray("train_step")
             except JobError as error:
                 caught.append(str(error))
 
         def fn(job):
             assert current_job() is job
-            check_not_stray("train_step")
+            owner.check_not_stray("train_step")
             thread = threading.Thread(target=stray, name="mine")
             thread.start()
             thread.join()
@@ -876,10 +875,10 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         runner = Runner(world)
         runner.add("a", fn)
         runner.run()
+        assert not owner.in_run
         return caught[0].startswith("`train_step` was called from thread `mine`, which is no job of the runner")
 
     assert run_ranks(1, work) == [True]
-    assert not runner_active()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from script_text import RAISED
 
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
-from jaxcross.runtime.standalone import OnlyThread
 from jaxcross.step.crossover import crossover, positions
+from jaxcross.world.exchange_owner import ExchangeOwner
 
 CHECKS = (
     RAISED
@@ -145,11 +145,11 @@ def test_the_rest_holds(lines: list[str]) -> None:
 
 
 def test_a_second_thread_is_refused_until_the_first_is_through() -> None:
-    only, refused = OnlyThread(), []
+    owner, refused = ExchangeOwner(), []
 
     def other() -> None:
         try:
-            with only.calling("second"):
+            with owner.step("second"):
                 refused.append("no")
         except JobError as error:
             refused.append(str(error))
@@ -159,9 +159,9 @@ def test_a_second_thread_is_refused_until_the_first_is_through() -> None:
         thread.start()
         thread.join()
 
-    with only.calling("first"):
+    with owner.step("first"):
         run()
-    with contextlib.suppress(KeyError), only.calling("first"):
+    with contextlib.suppress(KeyError), owner.step("first"):
         raise KeyError
     run()
     name = threading.current_thread().name

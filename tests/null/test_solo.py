@@ -12,22 +12,20 @@ from typing import Any
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.runtime import standalone
 from jaxcross.runtime.standalone import Standalone
+from jaxcross.world.exchange_owner import ExchangeOwner
 
 
-@pytest.fixture(autouse=True)
-def only(monkeypatch: pytest.MonkeyPatch) -> standalone.OnlyThread:
-    """What a step leaves behind is this test's own."""
-    monkeypatch.setattr(standalone, "ONLY_THREAD", standalone.OnlyThread())
-    return standalone.ONLY_THREAD
+@pytest.fixture
+def owner() -> ExchangeOwner:
+    return ExchangeOwner()
 
 
-def check_goes_on(only: standalone.OnlyThread, *, expected: bool, anew: bool = False) -> None:
+def check_goes_on(owner: ExchangeOwner, *, expected: bool, anew: bool = False) -> None:
     """Whether this rank may still exchange, and if it is to agree with the others first."""
-    assert only.unsure == anew
+    assert owner.must_agree == anew
     refused = pytest.raises(ExchangeError, match="^`next` cannot exchange: `step` failed halfway on this rank.")
-    with nullcontext() if expected else refused, only.calling("next"):
+    with nullcontext() if expected else refused, owner.step("next"):
         pass
 
 
@@ -73,7 +71,7 @@ def overlapped(execution: Execution, *, is_single_rank: bool = False) -> Any:
      (0, -1, [], True), (-1, 1, [], True)],
 )  # fmt: skip
 def test_after_an_error_no_exchange_is_left_under_way(
-    only: standalone.OnlyThread, fails: int, waits: int, ended: list[int], goes_on: bool
+    owner: ExchangeOwner, fails: int, waits: int, ended: list[int], goes_on: bool
 ) -> None:
     """The caller may catch it and go on if all were made: what it exchanges next has the same communicator. If none was
     begun, the ranks agree first. After an exchange that failed none is made: the other ranks are still in that one.
@@ -81,19 +79,19 @@ def test_after_an_error_no_exchange_is_left_under_way(
     execution = Execution(fails, waits)
     compiled = overlapped(execution)
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
+        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(RuntimeError, match="out of memory"):
             Standalone(world, "step").run(compiled, [])
         assert execution.ended == ended
-        check_goes_on(only, expected=goes_on, anew=goes_on and not ended)
+        check_goes_on(owner, expected=goes_on, anew=goes_on and not ended)
 
 
 @pytest.mark.parametrize("fails", range(5))
-def test_who_speaks_to_nobody_goes_on_after_any_error(only: standalone.OnlyThread, fails: int) -> None:
-    world: Any = SimpleNamespace()
+def test_who_speaks_to_nobody_goes_on_after_any_error(owner: ExchangeOwner, fails: int) -> None:
+    world: Any = SimpleNamespace(exchange_owner=owner)
     with pytest.raises(RuntimeError, match="out of memory"):
         Standalone(world, "step").run(overlapped(Execution(fails), is_single_rank=True), [])
-    check_goes_on(only, expected=True)
+    check_goes_on(owner, expected=True)
 
 
 class Interrupted(Execution):
@@ -115,16 +113,16 @@ class Interrupted(Execution):
             self.ended.append(index)
 
 
-def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(only: standalone.OnlyThread) -> None:
+def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(owner: ExchangeOwner) -> None:
     """The caller may catch it and save its state: not beside what was under way. The other ranks have perhaps left the
     step elsewhere.
     """
     execution = Interrupted()
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext())
+        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(KeyboardInterrupt):
             Standalone(world, "step").run(overlapped(execution), [])
         assert execution.ended == [1]
         exchanger.submit(lambda: None).result()
         assert execution.ended == [1]
-        check_goes_on(only, expected=False)
+        check_goes_on(owner, expected=False)

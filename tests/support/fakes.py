@@ -124,7 +124,9 @@ class FakeWorld:
         self.vendor, self.pool_size = "threads", 1
         self.watched: list[tuple[str, int, int, str]] = []
         from jaxcross.health import flight_recorder, process  # the world needs JAX, and much of this kit does not
+        from jaxcross.world.exchange_owner import ExchangeOwner
 
+        self.exchange_owner = ExchangeOwner()
         self.flight = flight_recorder.FlightRecorder([process.here()] * self.size, self.rank)
 
     def mailbox(self) -> FakeMailbox:

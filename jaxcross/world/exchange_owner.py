@@ -1,0 +1,107 @@
+"""The right to exchange with other ranks: one run of jobs has it, or one thread that calls a step outside any run.
+
+Ranks match exchanges by their order alone. Two threads that exchange at once would each be in an order of their own,
+which may differ between ranks, and one step's sums would be mixed with the other's.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import final
+
+from jaxcross.errors import ExchangeError, JobError
+
+
+@final
+class ExchangeOwner:
+    """Whether a thread of this process may exchange now. Nothing in it waits or communicates.
+
+    Attributes:
+        broken_step: The step, if any, that failed outside a run before it had made all of its exchanges: other ranks
+            may be in the rest.
+        must_agree: Whether a step outside a run failed before its first exchange, perhaps on this rank alone: the ranks
+            must agree on the next one.
+        lane_threads: Living threads of the lanes of a run.
+        job_threads: Living threads of jobs.
+    """
+
+    __slots__ = ("_caller", "_run", "_step", "broken_step", "job_threads", "lane_threads", "must_agree")
+
+    def __init__(self) -> None:
+        self._run = threading.Lock()
+        self._step = threading.Lock()
+        self._caller = (0, "")  # the thread that holds `_step`, and the step that it is in
+        self.broken_step = ""
+        self.must_agree = False
+        self.lane_threads: set[threading.Thread] = set()
+        self.job_threads: set[threading.Thread] = set()
+
+    @property
+    def in_run(self) -> bool:
+        """Whether a thread of a run lives in this process."""
+        return bool(self.lane_threads or self.job_threads)
+
+    def run(self) -> ExitStack:
+        """Returns a context in which one run may exchange, from before its first message to its last one.
+
+        Raises:
+            JobError: Another run is in progress, or one that broke has left a lane.
+        """
+        refusal = JobError(
+            "A run is in progress in this process, and two at once would mix up their messages. Add these jobs to "
+            "its runner (`runner.add(name, fn)`, on every rank), or run them after it. A job calls its step itself."
+        )
+        if not self._run.acquire(blocking=False):
+            raise refusal
+        if self.lane_threads:
+            self._run.release()
+            raise refusal
+        return _releasing(self._run)
+
+    def step(self, name: str) -> ExitStack:
+        """Returns a context in which this thread may make the exchanges of a step outside any run.
+
+        Raises:
+            ExchangeError: A step has failed halfway on this rank.
+            JobError: Another thread is in a step.
+        """
+        if self.broken_step:
+            raise ExchangeError(
+                f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. Other ranks may be in the"
+                " rest of its exchanges, and what comes now would be mixed with them. Restart all ranks. A job of a"
+                " `jaxcross.Runner` that fails leaves on all ranks at once."
+            )
+        if not self._step.acquire(blocking=False):
+            ident, theirs = self._caller
+            other = next((t.name for t in threading.enumerate() if t.ident == ident), ident)
+            raise JobError(
+                f"`{name}` was called from thread `{threading.current_thread().name}` while thread `{other}` is in"
+                f" `{theirs}`. Ranks meet in the order of the calls, and which of two threads calls first may differ"
+                " between them: one step's sums would be mixed with the other's. Call steps from one thread, or make"
+                " the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
+            )
+        self._caller = (threading.get_ident(), name)
+        return _releasing(self._step)
+
+    def check_not_stray(self, step: str) -> None:
+        """Refuses a step that is called during a run from a thread other than a job's.
+
+        Raises:
+            JobError: Its exchanges would have no place in the order that all ranks agreed on.
+        """
+        thread = threading.current_thread()
+        if self.in_run and thread not in self.job_threads:
+            raise JobError(
+                f"`{step}` was called from thread `{thread.name}`, which is no job of the runner that "
+                "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a "
+                "job's own function (`runner.add(name, fn)`), not in a thread started there, or before or after "
+                "`runner.run()`."
+            )
+
+
+def _releasing(lock: threading.Lock) -> ExitStack:
+    # The caller holds the lock already: a refusal is raised in its own frame, not in one of `contextlib`.
+    context = ExitStack()
+    context.callback(lock.release)
+    return context
