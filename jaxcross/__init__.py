@@ -27,22 +27,48 @@ if TYPE_CHECKING:
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
-    from jaxcross.world import World, current, initialize
+    from jaxcross.world import World, current_world, initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckReplicas", "Checkpoints", "CutError", "ExchangeError", "InternalError", "Job", "JobError", "ParameterServer",
-    "RoundRobin", "Runner", "Sequential", "Weighted", "World", "crossover", "current", "exchange", "initialize", "plan",
-    "run", "tensor",
-]  # fmt: skip
+    "CheckReplicas",
+    "Checkpoints",
+    "CutError",
+    "ExchangeError",
+    "InternalError",
+    "Job",
+    "JobError",
+    "ParameterServer",
+    "RoundRobin",
+    "Runner",
+    "Sequential",
+    "Weighted",
+    "World",
+    "crossover",
+    "current_world",
+    "exchange",
+    "initialize",
+    "plan",
+    "run",
+    "tensor",
+]
 
 _HOMES = {
-    "CheckReplicas": "jobs.replicas", "Checkpoints": "checkpoint", "Job": "jobs.plain_loop",
-    "ParameterServer": "server", "RoundRobin": "interleave.policy", "Runner": "jobs.runner",
-    "Sequential": "interleave.policy", "Weighted": "interleave.policy", "World": "world",
-    "crossover": "step.crossover", "current": "world", "initialize": "world", "run": "jobs.plain_loop",
-}  # fmt: skip
+    "CheckReplicas": "jobs.replicas",
+    "Checkpoints": "checkpoint",
+    "Job": "jobs.plain_loop",
+    "ParameterServer": "server",
+    "RoundRobin": "interleave.policy",
+    "Runner": "jobs.runner",
+    "Sequential": "interleave.policy",
+    "Weighted": "interleave.policy",
+    "World": "world",
+    "crossover": "step.crossover",
+    "current_world": "world",
+    "initialize": "world",
+    "run": "jobs.plain_loop",
+}
 
 
 if not TYPE_CHECKING:  # a checker would take every misspelt name for one that this function knows

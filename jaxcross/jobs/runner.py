@@ -35,7 +35,7 @@ from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.stall_watch import after_run
-from jaxcross.world import World, current
+from jaxcross.world import World, current_world
 
 _log = logging.getLogger("jaxcross")
 
@@ -93,7 +93,7 @@ class Runner:
         arguments.check_checkpoints(checkpoints)
         if chaos is not None:
             arguments.check_count("`chaos`", chaos, least=-math.inf)
-        self.world = world if world is not None else current()
+        self.world = world if world is not None else current_world()
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints

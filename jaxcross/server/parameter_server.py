@@ -25,7 +25,7 @@ from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
-from jaxcross.world import World, current
+from jaxcross.world import World, current_world
 from jaxcross.world.mailbox import Mailbox
 
 
@@ -86,7 +86,7 @@ class ParameterServer:
             raise ValueError(
                 f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., or is `math.inf`."
             )
-        self._world = world if world is not None else current()
+        self._world = world if world is not None else current_world()
         size = self._world.size
         self._layout = Layout(params, size)
         self._places = [_place_of(leaf) for leaf in jax.tree.leaves(params)]

@@ -29,7 +29,7 @@ from jaxcross.step.skip_nonfinite import go, guarded
 from jaxcross.step.step_record import StepRecord
 from jaxcross.step.variant import Variant
 from jaxcross.wire.rank_grid import axis_sizes
-from jaxcross.world import World, current
+from jaxcross.world import World, current_world
 
 _log = logging.getLogger("jaxcross")
 Axes = str | Mapping[str, int]
@@ -146,7 +146,7 @@ class Step(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step. See `crossover`."""
-        world = current()
+        world = current_world()
         given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, arrays = self._bind_static(given)
         job = current_job()
@@ -218,7 +218,7 @@ class Step(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step traced for these arguments. Does not compile, wait or communicate."""
-        world = current()
+        world = current_world()
         if nnx.holds_objects(args, kwargs):
             return nnx.trace(self, args, kwargs)
         args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
@@ -247,7 +247,7 @@ class Step(Generic[P, R]):
     def _trace(
         self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Traced:
-        mesh = world.mesh(self.axes)
+        mesh = world.rank_grid(self.axes)
         static = [n for n, _, _ in getattr(function, "static", ())]
         guards = getattr(function, "guards", False)  # by its last argument
         count = len(args) + len(static) - guards

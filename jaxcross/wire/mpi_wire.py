@@ -18,9 +18,9 @@ from jaxcross.wire.recognise import recognise
 class WireWorld(Protocol):
     """The ranks and communicators that a wire uses; see `jaxcross.world.World`."""
 
-    def mesh(self, axes: str | Mapping[str, int]) -> RankGrid: ...
+    def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid: ...
     def communicator(
-        self, mesh: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+        self, grid: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
     ) -> Any: ...
 
 
@@ -55,33 +55,33 @@ class MpiWire:
         Waits for the other members of each group that has no communicator yet. The function's exchanges run in
         equation order; a run of it waits for the peers.
         """
-        mesh = self._world.mesh(axes)
+        grid = self._world.rank_grid(axes)
 
         def connect(names: Sequence[str], groups: Any) -> Channel:
-            ranks = mesh.group(names, groups)
-            comm = self._world.communicator(mesh, names, groups, lane=self._lane)
-            return Channel(comm=comm, rank=ranks.index(mesh.rank), size=len(ranks), max_count=self._max_count)
+            ranks = grid.group(names, groups)
+            comm = self._world.communicator(grid, names, groups, lane=self._lane)
+            return Channel(comm=comm, rank=ranks.index(grid.rank), size=len(ranks), max_count=self._max_count)
 
-        return lower(jaxpr, mesh, connect, self._comms)
+        return lower(jaxpr, grid, connect, self._comms)
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
         """Everything that a program exchanges, in order, each with its `ranks`. Neither waits nor communicates."""
-        mesh = self._world.mesh(dict(program.axes))
-        return calls_of(program, lambda exchange: mesh.group(*group_of(exchange, mesh)))
+        grid = self._world.rank_grid(dict(program.axes))
+        return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
         """Makes the communicators that these exchanges need, so that `lower` waits for nobody.
 
         Waits for the other members of each group that has none yet, in the order of `exchanges`.
         """
-        mesh = self._world.mesh(axes)
+        grid = self._world.rank_grid(axes)
         for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring theirs along
-            self._world.communicator(mesh, *group_of(exchange, mesh), lane=self._lane)
+            self._world.communicator(grid, *group_of(exchange, grid), lane=self._lane)
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
         """This rank's index along each axis. Pure."""
-        mesh = self._world.mesh(axes)
-        return dict(zip(mesh.names, mesh.coords, strict=True))
+        grid = self._world.rank_grid(axes)
+        return dict(zip(grid.names, grid.coords, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MpiWire) and self._identity() == other._identity()

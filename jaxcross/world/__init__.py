@@ -13,7 +13,7 @@ malloc          memory that is kept; `xla_pool` and `sched_slice`: threads
 
 from jaxcross.wire.rank_grid import RankGrid
 from jaxcross.world.control_plane import Control
-from jaxcross.world.start import current, initialize
+from jaxcross.world.start import current_world, initialize
 from jaxcross.world.world import World
 
-__all__ = ["Control", "RankGrid", "World", "current", "initialize"]
+__all__ = ["Control", "RankGrid", "World", "current_world", "initialize"]

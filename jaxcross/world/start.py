@@ -189,7 +189,7 @@ def _join(mpi: Any, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s:
     )
 
 
-def current() -> World:
+def current_world() -> World:
     """The world that `initialize` made in this process, or the rank's numbers in its worker. Does not communicate.
 
     Raises:
@@ -207,7 +207,7 @@ def current() -> World:
 
 def _make_world(**fields: Any) -> World:
     """Returns a world of these fields, handed what the layers above it provide: its wire and its executables."""
-    return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current, **fields)
+    return World(executables=ExecutableCache(), make_wire=MpiWire, unpickle=current_world, **fields)
 
 
 def load_mpi() -> Any:

@@ -89,7 +89,7 @@ class World:
         """Pickles as "the world of the process that reads it": what a worker is sent may hold one."""
         return self.unpickle, ()
 
-    def mesh(self, axes: str | Mapping[str, int]) -> RankGrid:
+    def rank_grid(self, axes: str | Mapping[str, int]) -> RankGrid:
         """The ranks as a grid with these axes, row-major. Pure.
 
         Raises:
@@ -98,7 +98,7 @@ class World:
         return make_rank_grid(axes, rank=self.rank, size=self.size)
 
     def communicator(
-        self, mesh: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
+        self, grid: RankGrid, axes: Sequence[str], groups: Sequence[Sequence[int]] | None = None, *, lane: int = 0
     ) -> Any:
         """The mpi4py communicator of this rank's group over `axes`, for one lane; made once, then kept.
 
@@ -112,7 +112,7 @@ class World:
 
         if not 0 <= lane < self.lanes:
             raise ValueError(f"Lane {lane} does not exist: `initialize(lanes={self.lanes})`.")
-        ranks = mesh.group(axes, groups)
+        ranks = grid.group(axes, groups)
         if len(ranks) == 1:
             return MPI.COMM_SELF
         key = (lane, ranks)

@@ -47,7 +47,7 @@ def raises_in_a_thread():
     thread.start()
     thread.join()
 def exchanges():
-    assert jaxcross.initialize() is world and jaxcross.current() is world
+    assert jaxcross.initialize() is world and jaxcross.current_world() is world
     uses = (lambda: world.control.allgather_text(""), lambda: world.abort("no"), lambda: world.exchanger.submit(max))
     for use in uses:
         try:

@@ -122,7 +122,7 @@ def alone(code, **environ):
 
 
 def test_one_process_without_a_launcher_is_a_world():
-    code = START.format(watchdog=300) + "print(world.size, world.rank, world.mesh('batch').shape)"
+    code = START.format(watchdog=300) + "print(world.size, world.rank, world.rank_grid('batch').shape)"
     done = alone(code)
     assert done.stdout.split("\n")[0] == "1 0 (1,)", done.stderr
 

@@ -47,7 +47,7 @@ Trainer().step()  # error
 jaxcross.crossover(plain)  # error
 jaxcross.crosover  # error
 reveal_type(jaxcross.Runner())  # Runner
-reveal_type(jaxcross.current())  # World
+reveal_type(jaxcross.current_world())  # World
 """
 
 MYPY_SETTINGS = """

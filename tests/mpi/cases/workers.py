@@ -33,7 +33,7 @@ def scaled(index):
     here = jaxcross.initialize()
     assert MAIN or (here is world and jax.default_backend() == "cpu")
     assert (here.rank, here.size, here.stall_timeout_s) == (world.rank, world.size, 300)
-    assert here.mesh("batch").shape == (2,)
+    assert here.rank_grid("batch").shape == (2,)
     return np.float32(index * (1 + world.rank))
 
 

@@ -34,7 +34,7 @@ def a_second_call_is_the_same_world():
 
 
 def communicators_are_made_in_any_order_from_several_threads():
-    mesh = world.mesh({"a": 2, "b": -1})
+    mesh = world.rank_grid({"a": 2, "b": -1})
     wanted = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     found, errors = {}, []
 
