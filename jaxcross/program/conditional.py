@@ -13,8 +13,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 from jaxcross.program import decision
 from jaxcross.program.emitter import Emitter
-from jaxcross.program.jaxpr_utils import drop_unread
-from jaxcross.program.lockstep import ends_on_zeros
+from jaxcross.program.jaxpr_utils import drop_unread, ends_on_zeros
 
 # Which branch of a `cond` is taken, or None where the host cannot know. Gets the equations of the predicate.
 Choose = Callable[["Predicate"], int | None]

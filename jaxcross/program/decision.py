@@ -1,5 +1,7 @@
-"""Do ranks take the same branch of a conditional that exchanges, and come to the end of loops inside loops? They count
-it beside the exchange.
+"""Counts, next to an exchange, how many ranks took each branch of a conditional, or left an inner loop early.
+
+A rank that does not take a branch exchanges zeros there, and a rank that leaves a loop early exchanges a value that is
+not the loop's result. Either would go unnoticed, as the exchange succeeds. By the counts every rank fails the step.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.emitter import Emitter
 
 Group = tuple[tuple[str, ...], Any]
-"""Axes, and the groups along them, if an exchange names some."""
+"""The ranks of an exchange: its axes, and the groups along them if it names some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A `cond` or `switch` that only values decide, as the ranks that may exchange in it do.
+    """A `cond` or `switch` that exchanges and whose branch only values on the device decide.
 
     Attributes:
-        axes: Those that it exchanges over.
-        takers: The branches that do. Ranks count who takes each of them, and last who takes another.
+        axes: The axes that it exchanges over.
+        takers: The branches that exchange. There is a count for each, and last one for all other branches together.
         source: The user's line.
     """
 
@@ -34,10 +36,10 @@ class Decision:
     source: str
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """What people are told where the ranks took more than one way.
+        """Returns an error text if ranks took different branches, None if they agree.
 
         Args:
-            counts: How many ranks took each; a rank that has failed took none.
+            counts: How many ranks took each; a rank that has failed counts for none.
         """
         ways = [*(f"branch {n}, which exchanges" for n in self.takers), "one that does not"]
         taken = [f"{n:.0f} took {way}" for n, way in zip(counts, ways, strict=False) if n > 0]
@@ -54,18 +56,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop with inner ones, of whose results a rank that is through with it may have to exchange something.
+    """A loop that a rank may finish before others, with inner loops on whose results an exchange depends.
 
     Attributes:
         source: The user's line.
-        inner: The lines of the inner loops that such a rank may leave before their end. Ranks count who did.
+        inner: The lines of the inner loops that such a rank may leave before their end.
     """
 
     source: str
     inner: tuple[str, ...]
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """What people are told where a rank did; `counts` holds how many."""
+        """Returns an error text if a rank left an inner loop early; `counts` holds how many ranks did."""
         if not counts[0]:
             return None
         return (
@@ -78,9 +80,9 @@ class EarlyExit:
 
 
 def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Sequence[Any]]) -> dict[Group, Any]:
-    """Emits, for each group of ranks that exchange in a conditional, a sum over it of who takes which branch.
+    """Emits, for each group of ranks that exchange in a conditional, a sum that counts the ranks per branch.
 
-    Eight bytes, where one of two branches exchanges. They share the buffer of other small sums.
+    The sum takes eight bytes where one of two branches exchanges. It shares the buffer of other small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -96,10 +98,10 @@ def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Se
                 for way in ways[1:]:
                     other = lax.bitwise_or(other, way)
                 ways.append(lax.bitwise_not(other))
-            # Floats, that they may travel with gradients.
+            # Floats, so that they can share a message with gradients.
             one_hot = lax.concatenate([lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0)
-            # No light work, that it is not done between exchanges: of zeros in place of what a rank has failed to make
-            # it would make a vote.
+            # Behind a barrier the count is not a host op, so it is not computed in the collective segment. There, from
+            # the zeros that a failed rank puts in, it would count that rank for a branch.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
@@ -108,23 +110,30 @@ def count(flat: Emitter, eqn: compat.Equation, index: Any, branches: Sequence[Se
     return counts
 
 
-def count_stopped(
+def count_early_exits(
     flat: Emitter,
     eqn: compat.Equation,
-    stopped: Any,
+    exited: Any,
     counted: Sequence[Any],
     axes: tuple[str, ...],
     inner: tuple[str, ...],
 ) -> None:
-    """Emits a sum over `axes`, those that a loop exchanges over, of `stopped`: 1 on a rank that has left one of the
-    `inner` loops, named by their lines, before its end. It is taken where what is `counted` is needed.
+    """Emits a sum that counts the ranks which left an inner loop early.
+
+    Args:
+        flat: Takes the equations.
+        eqn: The outer loop.
+        exited: 1 on a rank that has left one of the `inner` loops before its end, else 0.
+        counted: Results of the loop's exchanges. The sum is live if one of them is.
+        axes: The axes that the loop exchanges over.
+        inner: The lines of the inner loops.
     """
 
     def summed(x: Any) -> Any:
         one = lax.reshape(lax.convert_element_type(x, jnp.float32), (1,))
         return lax.psum(lax.optimization_barrier(one), axes)  # a barrier and a float, as in `count`
 
-    var = _emit(flat, eqn, summed, stopped)
+    var = _emit(flat, eqn, summed, exited)
     flat.decisions[var] = EarlyExit(source=compat.source_of(eqn), inner=inner)
     for v in counted:
         flat.counters.setdefault(v, set()).add(var)
@@ -137,7 +146,7 @@ def _emit(flat: Emitter, eqn: compat.Equation, function: Callable[..., Any], val
 
 
 def groups_of(flat: Emitter, eqn: compat.Equation) -> Iterator[Group]:
-    """The groups of several ranks that exchange in an equation, one for each exchange."""
+    """Yields the group of each exchange in an equation that goes over several ranks."""
     if (found := flat.wire.recognise(eqn, flat.axes)) is not None:
         yield from ((x.axes, dict(x.params).get("groups")) for x in found if any(flat.axes[a] > 1 for a in x.axes))
         return

@@ -1,8 +1,8 @@
-"""Which values of a step are the same on all ranks, by the equations that make them.
+"""Proves values of a step equal on all ranks, from the equations that make them.
 
-A literal is, and so is the result of a reduction or a gather, along the axes that it goes over. A step's inputs, its
-constants and `axis_index` are not. What is computed of equal values is equal. Used to decide where ranks may make
-different numbers of iterations of a loop that exchanges.
+A literal is equal, and so is the result of a reduction or a gather, along the axes that it goes over. A step's inputs,
+its constants and `axis_index` are not. Results computed from equal values are equal. The proof decides where ranks may
+make different numbers of iterations of a loop that exchanges.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
 from jaxcross.program.ir import Exchange, Wire
 
-_LEVELS = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})  # every rank gets the same
-_OWN = frozenset({"pure_callback", "ffi_call", "rng_uniform", "infeed"})  # may give each rank another result
+_EQUALISING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast"})  # give every rank the same result
+_RANK_LOCAL = frozenset({"pure_callback", "ffi_call", "rng_uniform", "infeed"})  # may give each rank another result
 _PLAIN = (bool, int, float, str, np.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of one value.
+    """What the equations prove about one value.
 
     Attributes:
-        axes: Those along which all ranks hold the same value.
-        how: The numbers and equations in the code that it is made of, as text: a Python number may differ by rank.
+        axes: The axes along which all ranks hold the same value.
+        basis: The literals and equations that the value is made of, as text. The proof assumes that all ranks traced
+            the same ones; a Python number in the code may differ by rank, so ranks compare them.
     """
 
     axes: frozenset[str]
-    how: frozenset[str] = frozenset()
+    basis: frozenset[str] = frozenset()
 
     def meet(self, *others: Known) -> Known:
-        """What is known of a value that is made of several."""
+        """Returns what is known about a value made of several: the meet of a lattice with `UNKNOWN` at the bottom."""
         axes = self.axes.intersection(*(o.axes for o in others))
-        return Known(axes, self.how.union(*(o.how for o in others))) if axes else UNKNOWN
+        return Known(axes, self.basis.union(*(o.basis for o in others))) if axes else UNKNOWN
 
 
 UNKNOWN = Known(frozenset())
@@ -46,36 +47,37 @@ UNKNOWN = Known(frozenset())
 
 @dataclass(slots=True)
 class Equality:
-    """Walks equations forward, and records whether ranks may part at a loop or conditional that exchanges.
+    """A forward walk over equations that records whether ranks may diverge at a loop or conditional that exchanges.
 
     Attributes:
         sizes: Ranks along each axis.
-        apart: Whether one exchanges as often as a value says that is not known to be equal.
-        how: What the number of iterations of all other loops that exchange is made of.
+        wire: Recognises exchanges.
+        diverges: Whether a value that is not proved equal decides how often a loop or conditional exchanges.
+        basis: The basis of the values that decide it everywhere else.
     """
 
     sizes: Mapping[str, int]
     wire: Wire
-    apart: bool = False
-    how: set[str] = field(default_factory=set)
+    diverges: bool = False
+    basis: set[str] = field(default_factory=set)
 
-    def needed(self, eqn: compat.Equation) -> frozenset[str]:
-        """The axes of several ranks that an equation exchanges over. mpi4jax's own calls name none."""
+    def exchange_axes(self, eqn: compat.Equation) -> frozenset[str]:
+        """Returns the axes of several ranks that an equation exchanges over. mpi4jax's own calls name none."""
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
 
-    def together(self, eqn: compat.Equation, decided: Known) -> bool:
-        """Whether all ranks that exchange in an equation, or just all, decide alike how often it does what it holds."""
-        return (self.needed(eqn) or frozenset(self.sizes)) <= decided.axes
+    def decided_together(self, eqn: compat.Equation, decided: Known) -> bool:
+        """Whether the deciding value is equal on all ranks that exchange in an equation, or on all if none do."""
+        return (self.exchange_axes(eqn) or frozenset(self.sizes)) <= decided.axes
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
-        """Everything that an equation or one inside it exchanges."""
+        """Returns everything that an equation, or one inside it, exchanges."""
         if (found := self.wire.recognise(eqn, self.sizes)) is not None:
             return list(found)
         inner = (e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
         return [x for e in inner for x in self.exchanges(e)]
 
     def walk(self, jaxpr: compat.Jaxpr, known: Sequence[Known]) -> list[Known]:
-        """What is known of a jaxpr's results, if so much is known of its arguments."""
+        """Returns what is known about a jaxpr's results, given what is known about its arguments."""
         inner, consts = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars[: len(consts)], UNKNOWN)
         env.update(zip([*inner.constvars[len(consts) :], *inner.invars], known, strict=True))
@@ -84,13 +86,13 @@ class Equality:
         return [self.read(env, a) for a in inner.outvars]
 
     def read(self, env: Mapping[Any, Known], atom: compat.Atom) -> Known:
-        """What is known of an atom; of a variable that is not in `env` nothing."""
+        """Returns what is known about an atom: nothing about a variable that is not in `env`."""
         if not isinstance(atom, compat.Literal):
             return env.get(atom, UNKNOWN)
         return Known(frozenset(self.sizes), frozenset({f"{atom.aval} {np.asarray(atom.val).tolist()}"}))
 
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
-        """What is known of an equation's results."""
+        """Returns what is known about an equation's results."""
         name = eqn.primitive.name
         if (found := self.wire.recognise(eqn, self.sizes)) is not None:
             return self._exchanged(eqn, found, known)
@@ -107,30 +109,33 @@ class Equality:
         inside = list(compat.sub_jaxprs(eqn))
         if name in INLINED and inside:
             return self.walk(inside[0], known)
-        if inside or name in _OWN or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
+        if inside or name in _RANK_LOCAL or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
             return [UNKNOWN] * len(eqn.outvars)
         return [Known(frozenset(self.sizes), frozenset({_text(eqn)})).meet(*known)] * len(eqn.outvars)
 
-    def carried(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], Known]:
-        """What is known of a `while` loop's carry in every iteration, and of its predicate."""
+    def while_carry(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], Known]:
+        """Returns what is known about a `while` loop's carry in every iteration, and about its predicate."""
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        trial = Equality(self.sizes, self.wire)  # records nothing of what turns out not to be equal
+        # A trial of its own: early rounds assume more equality than holds, and must not leave records here.
+        trial = Equality(self.sizes, self.wire)
+        # To the greatest fixed point, from the assumption that the carry stays as equal as it begins. Each round can
+        # only take axes away, so the loop ends.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # Ranks that make another number of iterations end with another value of what changes. Where a loop is cut
-            # short on some (`lockstep.FROZEN`), nothing is known of it.
-            changed = more if self.together(eqn, more) else UNKNOWN
+            # Ranks that make different numbers of iterations end with different values of all that changes. A loop that
+            # some ranks leave early (`lockstep.FROZEN`) leaves nothing known.
+            changed = more if self.decided_together(eqn, more) else UNKNOWN
             after = [c if same else c.meet(o, changed) for c, o, same in zip(carry, outs, constant, strict=True)]
             if after == carry:
                 return carry, more
             carry = after
 
-    def repeated(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], list[Known]]:
-        """What is known of a `scan` loop's carry in every iteration, and of what it stacks."""
+    def scan_carry(self, eqn: compat.Equation, known: Sequence[Known]) -> tuple[list[Known], list[Known]]:
+        """Returns what is known about a `scan` loop's carry in every iteration, and about what it stacks."""
         n_consts, n_carry = compat.scan_counts(eqn)
         consts, carry, xs = known[:n_consts], list(known[n_consts:][:n_carry]), known[n_consts + n_carry :]
         trial = Equality(self.sizes, self.wire)
@@ -142,15 +147,16 @@ class Equality:
             carry = after
 
     def _while(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
-        carry, more = self.carried(eqn, known)
-        self._decides(eqn, more)
+        carry, more = self.while_carry(eqn, known)
+        self._record_decision(eqn, more)
         n, m = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])  # for what is inside
+        # Once more, for the records of loops and conditionals inside.
+        self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
 
     def _scan(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
-        carry, ys = self.repeated(eqn, known)
+        carry, ys = self.scan_carry(eqn, known)
         n_consts, n_carry = compat.scan_counts(eqn)
         self.walk(eqn.params["jaxpr"], [*known[:n_consts], *carry, *known[n_consts + n_carry :]])
         return [*carry, *ys]
@@ -158,13 +164,17 @@ class Equality:
     def _cond(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
         index, *operands = known
         branches = [self.walk(b, operands) for b in eqn.params["branches"]]
-        self._decides(eqn, index)
+        self._record_decision(eqn, index)
         return [index.meet(*outs) for outs in zip(*branches, strict=True)]
 
-    def _decides(self, eqn: compat.Equation, known: Known) -> None:
-        if needed := self.needed(eqn):
-            self.apart |= not needed <= known.axes
-            self.how |= known.how if needed <= known.axes else set()
+    def _record_decision(self, eqn: compat.Equation, known: Known) -> None:
+        axes = self.exchange_axes(eqn)
+        if not axes:
+            return
+        if axes <= known.axes:
+            self.basis |= known.basis
+        else:
+            self.diverges = True
 
     def _exchanged(self, eqn: compat.Equation, found: Sequence[Exchange], known: Sequence[Known]) -> list[Known]:
         if len(found) != len(eqn.outvars) or not all(x.axes for x in found):
@@ -172,20 +182,20 @@ class Equality:
         results = []
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
-            level = x.op in _LEVELS and "groups" not in dict(x.params)
-            # Along its own axes a reduction is equal whatever it is made of.
-            axes = others | set(x.axes) if level else others
-            results.append(Known(axes, before.how if others else frozenset()) if axes else UNKNOWN)
+            equal = x.op in _EQUALISING and "groups" not in dict(x.params)
+            # Along its own axes a reduction is equal whatever its operand is: the basis matters along the others alone.
+            axes = others | set(x.axes) if equal else others
+            results.append(Known(axes, before.basis if others else frozenset()) if axes else UNKNOWN)
         return results
 
 
-def fingerprint(how: set[str]) -> str:
-    """Eight hexadecimal digits that ranks compare."""
-    return hashlib.sha256("\n".join(sorted(how)).encode()).hexdigest()[:8]
+def fingerprint(basis: set[str]) -> str:
+    """Returns eight hexadecimal digits that ranks compare."""
+    return hashlib.sha256("\n".join(sorted(basis)).encode()).hexdigest()[:8]
 
 
 def _text(eqn: compat.Equation) -> str:
-    """An equation without its operands: what of its parameters is a number or a name."""
+    """Returns an equation as text: its name and those parameters that are numbers or names, without its operands."""
 
     def plain(value: Any) -> bool:
         return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(plain, value)))

@@ -18,8 +18,7 @@ from jaxcross._jax_compat import INLINED
 from jaxcross.errors import ExchangeError
 from jaxcross.program.aliasing import find_shared
 from jaxcross.program.ir import Program, Segment
-from jaxcross.program.jaxpr_utils import holds_exchange
-from jaxcross.program.lockstep import ends_on_zeros
+from jaxcross.program.jaxpr_utils import ends_on_zeros, holds_exchange
 from jaxcross.program.nonfinite import nonfinite
 from jaxcross.program.trace import Traced
 from jaxcross.program.unit import zero_calls

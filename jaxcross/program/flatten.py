@@ -139,7 +139,7 @@ class Flattener(Emitter):
                     " one `shard_map`, with nothing before or after it."
                 )
 
-    def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> list[Any]:
+    def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:
         """The branch that the host takes; where it cannot know, the `cond` split, or as it is if it calls mpi4jax."""
         index, *operands = args
         branches = list(eqn.params["branches"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxcross import _jax_compat as compat
@@ -77,3 +77,22 @@ def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) ->
             kept.append(eqn)
             live.update(a for a in eqn.invars if not isinstance(a, compat.Literal))
     return kept[::-1]
+
+
+def ends_on_zeros(eqn: compat.Equation, present: Collection[compat.Atom]) -> bool:
+    """Whether an equation ends on a rank whose operands are all zero: each loop inside has a fixed length or a vote.
+
+    Args:
+        eqn: Of a flat jaxpr. Its loops with a vote are those that `jaxcross.program.lockstep` has rewritten.
+        present: Variables that are zero then and 1 elsewhere, an operand of each vote.
+    """
+    here = [n for n, a in enumerate(eqn.invars) if not isinstance(a, compat.Literal) and a in present]
+    if eqn.primitive.name == "while":
+        return bool(here)
+    for jaxpr in compat.sub_jaxprs(eqn):
+        inner, _ = compat.open_jaxpr(jaxpr)
+        # Only a `scan` hands its operands to the body in their order.
+        handed = {inner.invars[n] for n in here} if eqn.primitive.name == "scan" else ()
+        if not all(ends_on_zeros(e, handed) for e in inner.eqns):
+            return False
+    return True

@@ -19,7 +19,7 @@ from jaxcross.program import lockstep
 from jaxcross.program.ir import Program
 from jaxcross.program.lockstep import FROZEN
 from jaxcross.program.text import parse
-from jaxcross.step.variant import _advise
+from jaxcross.step.advice import advise
 from jaxcross.testing import over_ranks, run_program
 
 X = jnp.ones(3)
@@ -313,7 +313,8 @@ def test_loop_in_a_shard_map_equals_vmap(check: bool) -> None:
 )  # fmt: skip
 def test_notice_tells_of_the_vote(step: Any, votes: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "jaxcross"):
-        _advise(cut(step, jnp.float32(0), jnp.int32(0), jnp.float32(0)), set())
+        program = cut(step, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+        advise(program.traced, program, set())
     (record,) = caplog.records
     text = record.getMessage()
     assert "exchanges inside a while at" in text and "test_program_loops.py" in text and "correct" not in text

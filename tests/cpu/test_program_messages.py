@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from jaxcross.errors import CutError
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
-from jaxcross.step.variant import _advise
+from jaxcross.step.advice import advise
 from jaxcross.testing import LocalRanks
 
 AXES = {"batch": 2}
@@ -164,8 +164,9 @@ def test_step_without_exchange_is_warned_of() -> None:
     def evaluate(x):
         return x + 1
 
+    program = traced(evaluate, X).cut()
     with pytest.warns(UserWarning, match="^`evaluate` has no exchange over `batch`: every rank computes alone"):
-        _advise(traced(evaluate, X).cut(), set())
+        advise(program.traced, program, set())
 
 
 def test_step_that_exchanges_at_other_times_is_not(recwarn: pytest.WarningsRecorder) -> None:
@@ -176,7 +177,7 @@ def test_step_that_exchanges_at_other_times_is_not(recwarn: pytest.WarningsRecor
     programs = [undecided.decide(branch).cut() for branch in (0, 1)]
     assert [len(program.exchanges) for program in programs] == [0, 1]
     for program in programs:
-        _advise(program, set())
+        advise(program.traced, program, set())
     assert not recwarn.list
 
 
@@ -191,7 +192,8 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, "jaxcross"):
         told: set[str] = set()
         for cut in ("whole", 2):  # compiled twice
-            _advise(traced(ring, X).cut(cut), told)
+            program = traced(ring, X).cut(cut)
+            advise(program.traced, program, told)
     lines = [r.getMessage() for r in caplog.records]
     assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
     assert len(lines) == 1, "one loop, one notice"
@@ -203,7 +205,7 @@ def test_calls_around_an_exchange_in_a_loop_are_not_loops(caplog: pytest.LogCapt
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
         program = traced(ring, jax.random.key(0), 3).cut()  # a random key travels as its words, by a call
-        _advise(program, set())
+        advise(program.traced, program, set())
     assert [dict(x.params).get("loop") for x in program.exchanges] == ["while ?"] * 2  # and its vote
     assert "exchanges inside a while at" in caplog.text
     assert "closed_call" not in program.exchange_signature()
