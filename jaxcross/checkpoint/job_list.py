@@ -1,6 +1,6 @@
-"""Which jobs a set of checkpoints has: those that a command adds, and what joined during a run.
+"""The list of the jobs in a set of checkpoints: those that a command adds, and those that joined during a run.
 
-jobs.json     the set, as data from a stranger: jobs, added, submitted, and what else a person may want to know
+Its file is `jobs.json`, parsed as data from a stranger: jobs, added, submitted, and facts for people.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
+class JobList:
     """The jobs of a set that are not known to have ended.
 
     Attributes:
         jobs: All their names.
-        added: Of those that joined during a run.
-        submitted: Of those that rank 0 submitted, by name: the text by which it did.
+        added: Names of those that joined during a run.
+        submitted: Texts by which rank 0 submitted jobs, by the job's name.
     """
 
     jobs: tuple[str, ...] = ()
@@ -31,39 +31,39 @@ class Members:
     submitted: Mapping[str, str]
 
 
-def read(file: Path) -> Members:
-    """What the file of a set says; nothing if there is none.
+def read(file: Path) -> JobList:
+    """Reads the file of a set; the list is empty if there is none.
 
     Raises:
-        UnusableError: It is no such file.
-        OSError: It cannot be read.
+        UnusableError: The file is something else.
+        OSError: The file cannot be read.
     """
     try:
         about = file.lstat()
     except FileNotFoundError:
-        return Members(submitted={})
+        return JobList(submitted={})
     if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
-        raise UnusableError("is no list of jobs")
+        raise UnusableError("is not a list of jobs")
     return parse(file.read_bytes())
 
 
-def parse(content: bytes) -> Members:
-    """The set in the text of its file.
+def parse(content: bytes) -> JobList:
+    """Parses the text of a set's file.
 
     Raises:
-        UnusableError: It says no such thing.
+        UnusableError: The text is something else.
     """
     try:
-        said = json.loads(content)
-        jobs, added, submitted = said["jobs"], said.get("added", []), said.get("submitted", {})
+        body = json.loads(content)
+        jobs, added, submitted = body["jobs"], body.get("added", []), body.get("submitted", {})
         names, texts = [*jobs, *added, *submitted], submitted.values()
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise UnusableError(f"is no list of jobs ({type(error).__name__})") from None
+        raise UnusableError(f"is not a list of jobs ({type(error).__name__})") from None
     if not type(jobs) is type(added) is list or not all(type(text) is str for text in (*names, *texts)):
-        raise UnusableError("is no list of jobs")
+        raise UnusableError("is not a list of jobs")
     if not all(name and name.isprintable() for name in names):
         raise UnusableError("has names that no job can have")
-    return Members(
+    return JobList(
         jobs=tuple(dict.fromkeys(names)),
         added=tuple(dict.fromkeys([*added, *submitted])),
         submitted=dict(submitted),

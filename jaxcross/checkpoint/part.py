@@ -1,4 +1,4 @@
-"""What one rank says of one checkpoint, as JSON that is parsed like data from a stranger: no field is believed."""
+"""One rank's description of one checkpoint, as JSON that is parsed like data from a stranger: no field is trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
 
 
 class UnusableError(Exception):
-    """A checkpoint is not there in full, or not as it was written: the one before it is to be used."""
+    """A checkpoint is incomplete, or not as it was written: the one before it is to be used."""
 
 
 class AbsentError(UnusableError):
@@ -29,11 +29,11 @@ class AbsentError(UnusableError):
 
 
 class UnknownFormatError(Exception):
-    """A checkpoint is whole, but written by another version of jaxcross."""
+    """A checkpoint is intact, but written by another version of jaxcross."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedLeaf:
     """A leaf of a checkpoint: its form, its digest, and whether all ranks had the same (rank 0 holds it for all)."""
 
     form: Form
@@ -48,20 +48,20 @@ class Part:
     Attributes:
         job: The job's name.
         step: Its steps when it was saved.
-        rank: Whose part.
-        ranks: Of how many.
-        leaves: By path: all leaves of this rank's state.
-        files: By path in the part's folder: size in bytes and digest of each file that holds arrays.
-        places: Where this rank's data stood; see `jaxcross.jobs.data_position`.
-        cuts: Which cut was found fastest for which program.
-        environment: What else decides the last bits of results: versions, device, threads.
+        rank: The rank that wrote it.
+        ranks: Number of ranks in that run.
+        leaves: All leaves of this rank's state, by path.
+        files: Size in bytes and digest of each file that holds arrays, by path in the part's folder.
+        places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
+        cuts: The cut that was found fastest, by program.
+        environment: Everything else that decides the last bits of results: versions, device, threads.
     """
 
     job: str
     step: int
     rank: int
     ranks: int
-    leaves: Mapping[str, Saved]
+    leaves: Mapping[str, SavedLeaf]
     files: Mapping[str, tuple[int, str]]
     places: tuple[tuple[int, str | None], ...]
     cuts: Mapping[str, int]
@@ -72,30 +72,30 @@ class Part:
         return {path: saved.form for path, saved in self.leaves.items()}
 
     @property
-    def apart(self) -> list[str]:
+    def rank_local(self) -> list[str]:
         """Paths of the leaves that differed between ranks."""
         return [path for path, saved in self.leaves.items() if not saved.common]
 
 
 def to_text(part: Part) -> str:
-    """The part as JSON, with its own digest."""
+    """Returns the part as JSON, with its own digest."""
     body = {"format": FORMAT, **asdict(part)}
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
 def parse(text: str) -> Part:
-    """The part that `to_text` wrote.
+    """Parses a part that `to_text` wrote.
 
     Raises:
-        UnusableError: It is anything else.
-        UnknownFormatError: It is whole, and of another version.
+        UnusableError: The text is anything else.
+        UnknownFormatError: The part is intact, and of another version.
     """
     try:
         body = json.loads(text)
         claimed = body.pop("digest")
         whole = claimed == _digest(body)
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise UnusableError(f"is no such text ({type(error).__name__}: {error})") from None
+        raise UnusableError(f"cannot be parsed ({type(error).__name__}: {error})") from None
     if not whole:
         raise UnusableError("does not have the digest that it had when it was written")
     if body.pop("format", None) != FORMAT:
@@ -106,7 +106,7 @@ def parse(text: str) -> Part:
         raise UnusableError(f"makes no sense ({type(error).__name__}: {error})") from None
 
 
-def _digest(body: Any) -> str:
+def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -129,11 +129,11 @@ def _part(body: dict[str, Any]) -> Part:
     )
 
 
-def _saved(*, form: Any, digest: Any, common: Any) -> Saved:
-    return Saved(form=_form(**form), digest=_text(digest), common=_flag(common))
+def _saved(*, form: dict[str, Any], digest: object, common: object) -> SavedLeaf:
+    return SavedLeaf(form=_form(**form), digest=_text(digest), common=_flag(common))
 
 
-def _form(*, kind: Any, dtype: Any, shape: Any, weak: Any, impl: Any) -> Form:
+def _form(*, kind: str, dtype: str, shape: list[object], weak: object, impl: object) -> Form:
     if kind not in KINDS or not _TYPE.fullmatch(dtype) or not numeric(np.dtype(dtype)):
         raise ValueError(f"a leaf of kind {kind!r} and type {dtype!r}")
     sizes = tuple(_count(size) for size in shape)
@@ -142,19 +142,19 @@ def _form(*, kind: Any, dtype: Any, shape: Any, weak: Any, impl: Any) -> Form:
     return Form(kind=kind, dtype=dtype, shape=sizes, weak=_flag(weak), impl=_text(impl))
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a text")
     return value
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if type(value) is not bool:
         raise ValueError(f"{value!r} is neither true nor false")
     return value

@@ -1,7 +1,8 @@
-"""What is said about one job's checkpoints: to the other ranks, to a person, to the caller."""
+"""Texts about one job's checkpoints: to the log and the person who watches the run, and between the ranks."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +11,16 @@ from typing import Any
 from jaxcross.errors import JobError, clause
 
 _log = logging.getLogger("jaxcross")
-Together = Callable[[str, Callable[[Any], Any]], Any]
-"""`(label, work)` -> `work(control)`, run on all ranks at the same place in the order of exchanges."""
+RunOnAllRanks = Callable[[str, Callable[[Any], Any]], Any]
+"""`(label, work)` -> `work(control)`, run on all ranks in the same slot of the exchange lane."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankGather:
-    """One job's voice. `note` shows a line where the run is watched."""
+class JobLog:
+    """Warnings and errors about one job. `note` shows a line where the run is watched."""
 
     job: str
     note: Callable[[str], None]
-
-    def gather(self, together: Together, what: str, text: str) -> list[str]:
-        """Every rank's text, by rank. Waits for all ranks."""
-        return together(f"checkpoint: {what}", lambda control: control.allgather_text(text))
 
     def warn(self, text: str) -> None:
         """Logs a warning, and notes it."""
@@ -31,15 +28,34 @@ class RankGather:
         self.note(text)
 
     def error(self, text: str) -> JobError:
-        """What to raise."""
+        """Makes the error to raise."""
         return JobError(f"Job `{self.job}` {text}")
 
-    def check(self, what: str, troubles: Sequence[str], cause: Exception | None = None) -> None:
-        """Raises if a rank has said what is wrong.
+
+@dataclass(frozen=True, slots=True)
+class RankGather:
+    """The exchange of texts that one operation on a job's checkpoints makes with the other ranks.
+
+    Every method but `check` waits for all ranks, and must be called on all of them in the same order.
+    """
+
+    log: JobLog
+    run_on_all_ranks: RunOnAllRanks
+
+    def gather_text(self, what: str, text: str) -> list[str]:
+        """Returns every rank's text, by rank."""
+        return self.run_on_all_ranks(f"checkpoint: {what}", lambda control: control.allgather_text(text))
+
+    def gather(self, what: str, value: object) -> list[Any]:
+        """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists."""
+        return [json.loads(text) for text in self.gather_text(what, json.dumps(value))]
+
+    def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
+        """Raises if the text of a rank is not empty.
 
         Raises:
-            JobError: With the first such text.
+            JobError: With the text of the first such rank.
         """
-        for rank, trouble in enumerate(troubles):
-            if trouble:
-                raise self.error(f"{what}, on rank {rank}: {trouble}") from cause
+        for rank, text in enumerate(errors):
+            if text:
+                raise self.log.error(f"{what}, on rank {rank}: {text}") from cause

@@ -59,7 +59,7 @@ _STATISTICS = "batch_stats"
 """The name that Flax gives to the statistics of normalisation layers."""
 
 
-def own_leaves(state: Any) -> list[str]:
+def rank_local_leaves(state: Any) -> list[str]:
     """Paths of the leaves that an exchange keeps for its rank."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     strategies = _strategies(state, paths)

@@ -1,8 +1,7 @@
-"""Finds the newest checkpoint of a job that is whole on all ranks, and reads it."""
+"""Finds the newest checkpoint of a job that is complete on all ranks, and reads it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxcross._pytree import Form, digest, narrowed, snapshot, unlike
+from jaxcross._pytree import Form, PyTree, digest, narrowed, snapshot, unlike
 from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import ABSENT, Folders
 from jaxcross.checkpoint.part import AbsentError, Part, UnknownFormatError, UnusableError, parse, to_text
-from jaxcross.checkpoint.rank_gather import RankGather, Together
-from jaxcross.checkpoint.rank_local import own_leaves
-from jaxcross.checkpoint.select import choose, to_offer
+from jaxcross.checkpoint.rank_gather import JobLog, RankGather
+from jaxcross.checkpoint.rank_local import rank_local_leaves
+from jaxcross.checkpoint.select import select, to_offer
 from jaxcross.errors import JobError, clause, first_line
 
 UNREADABLE = (
@@ -27,7 +26,7 @@ UNREADABLE = (
 
 
 class CheckpointerFlight(Protocol):
-    """Where a rank says what it is in."""
+    """The part of a rank's flight recorder that writing a checkpoint needs."""
 
     def during(self, what: str, *, job: str, step: int) -> AbstractContextManager[None]: ...
 
@@ -39,7 +38,7 @@ class CheckpointerWatch(AbstractContextManager[None], Protocol):
 
 
 class CheckpointerWorld(Protocol):
-    """What the checkpoints of a job need of the world."""
+    """The part of the world that the checkpoints of a job need."""
 
     @property
     def rank(self) -> int: ...
@@ -50,7 +49,7 @@ class CheckpointerWorld(Protocol):
     def watching(
         self, *, job: str, step: int, segment: int, what: str, awaited: Any = None, own: bool = False
     ) -> CheckpointerWatch: ...
-    def broadcast_or_check(self, state: Any, *, mode: str = "check") -> Any: ...
+    def broadcast_or_check(self, state: PyTree, *, mode: str = "check") -> PyTree: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +58,26 @@ class Found:
 
     Attributes:
         name: Its name.
-        part: What it is on this rank; of another rank's part, if this one had none.
+        part: This rank's part; rank 0's, if this one had none.
         arrays: All leaves, by path.
-        whole: Names of the checkpoints that are there in full, oldest first; it is the last of them.
+        complete: Names of the checkpoints that are complete on all ranks, oldest first; this is the last of them.
     """
 
     name: str
     part: Part
     arrays: dict[str, np.ndarray]
-    whole: list[str]
+    complete: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one rank found on its disk.
+    """The parts on one rank's disk.
 
     Attributes:
-        parts: Its parts that say what they are, by checkpoint.
-        faults: Of other checkpoints: why this rank has no such part.
-        absent: Of those, where nothing is in the part's place.
-        marked: A checkpoint that was once complete on all ranks, if this rank noted one.
+        parts: Its readable parts, by checkpoint.
+        faults: Why this rank has no usable part, for each other checkpoint.
+        absent: Those of `faults` of which this rank has no part at all.
+        marked: Name of a checkpoint that was once complete on all ranks, if this rank has a mark of one.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -88,133 +87,162 @@ class _Survey:
 
 
 def find(
-    state: Any,
+    state: PyTree,
     wanted: Mapping[str, Form],
     *,
     world: CheckpointerWorld,
     folders: Folders,
-    talk: RankGather,
-    together: Together,
+    ranks: RankGather,
     local: bool,
 ) -> Found | None:
-    """The newest checkpoint that is whole on all ranks; None if none was ever finished. Waits for all ranks.
+    """Returns the newest checkpoint that is complete on all ranks; None if none was ever finished. Waits for all ranks.
 
-    Files are read in the caller's thread; texts, and the leaves that rank 0 holds for all, pass through `together`.
+    Files are read in the caller's thread; texts, and the leaves that rank 0 holds for all, pass through `ranks`.
 
     Args:
-        state: What the job would begin with.
+        state: The state with which the job would begin.
         wanted: The forms of its leaves.
         world: Rank, size, and a broadcast.
-        folders: Where the parts lie.
-        talk: The job's voice.
-        together: Runs what communicates.
-        local: Ranks mean each their own `state`.
+        folders: The places of the parts on this rank's disk.
+        ranks: Gathers texts of all ranks.
+        local: Whether ranks have different `state`s on purpose.
 
     Raises:
         JobError: On every rank: the newest one does not fit `wanted` or this number of ranks, or is of another version;
             a rank cannot read; or there are some, and all are damaged.
     """
-    seen = _survey(folders, talk, together)
+    seen = _survey(folders, ranks)
     parts = seen.parts
-    choice = choose(talk.gather(together, "what is there", to_offer(parts)))
-    for name, why in seen.faults.items():
-        if name not in seen.absent or name not in {*choice.whole, *choice.foreign}:  # else its part is not needed
-            talk.warn(f"checkpoint `{name}` is not whole: {why}")
+    selection = select(ranks.gather("what is there", to_offer(parts)))
+    for name, fault in seen.faults.items():
+        # Where rank 0 holds everything, or the checkpoint is not used at all, an absent part is not needed.
+        if name not in seen.absent or name not in {*selection.complete, *selection.foreign}:
+            ranks.log.warn(f"checkpoint `{name}` is not whole: {fault}")
     damaged: dict[str, str] = {}
-    whole = choice.whole
-    while whole and choice.refused is None:
-        name = whole[-1]
-        first = parse(talk.gather(together, "its leaves", to_text(parts[name]) if world.rank == 0 else "")[0])
+    complete = selection.complete
+    # From the newest to the oldest: a checkpoint whose files turn out to be damaged gives way to the one before. Every
+    # decision in this loop follows from gathered texts, so that all ranks make it alike.
+    while complete and selection.refused is None:
+        name = complete[-1]
+        # All ranks take rank 0's description: where leaves are equal on all ranks, it alone is sure to be there.
+        first = parse(ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0])
         part = _part_here(first, parts.get(name), world)
-        differs = unlike(wanted, part.forms) or narrowed(part.forms) or ""
-        talk.check(
-            _other_shapes(f"{folders.path / name}", saved_on=first.ranks, ranks=world.size),
-            talk.gather(together, "its shapes", differs),
-        )
-        if first.ranks == 1 < world.size:
-            _refuse_copies(
-                talk, talk.gather(together, "whose they are", _fresh(state, local=local)), f"{folders.path / name}"
-            )
+        _check_fit(first, part, state, wanted, ranks, world, folders.path / name, local=local)
         held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
-        said = json.dumps([damage, _said(error, folders.arrays_path(name))])
-        heard = [json.loads(text) for text in talk.gather(together, "read", said)]
-        talk.check(UNREADABLE, [trouble for _, trouble in heard], error)
-        if not any(text for text, _ in heard):
-            return Found(name, part, held | _common(part, held, world, together), whole)
-        damaged[name] = "; ".join(f"on rank {rank}, {text}" for rank, (text, _) in enumerate(heard) if text)
-        talk.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
-        whole.pop()
-    if choice.refused is not None:
-        name = choice.refused
-        apart = ", ".join(f"`{path}`" for path in parts[name].apart[:3]) if world.rank == 0 else ""
-        apart = talk.gather(together, "which leaves", apart)[0]
-        raise _refusal(talk, f"{folders.path / name}", apart, saved_on=choice.foreign[name], ranks=world.size)
-    said = {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked}
-    heard = [json.loads(t) for t in talk.gather(together, "whose parts are where", json.dumps(said))]
-    _refuse_astray(talk, [each["holders"] for each in heard], world.size)
-    _refuse_lost(talk, heard, damaged, f"{folders.path}")
+        gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
+        # A disk that cannot be read now is no reason to pass over a checkpoint, which may be in perfect order.
+        ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
+        if not any(damage for damage, _ in gathered):
+            return Found(name, part, held | _common(part, held, world, ranks), complete)
+        damaged[name] = "; ".join(f"on rank {rank}, {text}" for rank, (text, _) in enumerate(gathered) if text)
+        ranks.log.warn(f"checkpoint `{name}` is damaged, and passed over: {damaged[name]}")
+        complete.pop()
+    if selection.refused is not None:
+        name = selection.refused
+        leaves = ", ".join(f"`{path}`" for path in parts[name].rank_local[:3]) if world.rank == 0 else ""
+        leaves = ranks.gather_text("which leaves", leaves)[0]
+        raise _refusal(ranks.log, f"{folders.path / name}", leaves, saved_on=selection.foreign[name], ranks=world.size)
+    # There is nothing to resume from. Beginning again would hide a loss, so that has to be ruled out first.
+    found = ranks.gather(
+        "whose parts are where", {"holders": folders.holders(), "faults": seen.faults, "marked": seen.marked}
+    )
+    _refuse_misplaced(ranks.log, [each["holders"] for each in found], world.size)
+    _refuse_lost(ranks.log, found, damaged, f"{folders.path}")
     return None
 
 
-def _refuse_astray(talk: RankGather, told: Sequence[Mapping[str, Sequence[int]]], ranks: int) -> None:
-    """Nothing is whole: but is a checkpoint whole on other ranks' disks?
+def _check_fit(
+    first: Part,
+    part: Part,
+    state: PyTree,
+    wanted: Mapping[str, Form],
+    ranks: RankGather,
+    world: CheckpointerWorld,
+    path: Path,
+    *,
+    local: bool,
+) -> None:
+    """Makes sure that the job and this number of ranks can resume from the checkpoint. Waits for all ranks.
+
+    Raises:
+        JobError: On every rank: they cannot.
+    """
+    differs = unlike(wanted, part.forms) or narrowed(part.forms) or ""
+    ranks.check(
+        _other_shapes(f"{path}", saved_on=first.ranks, ranks=world.size), ranks.gather_text("its shapes", differs)
+    )
+    if first.ranks == 1 < world.size:
+        # A single rank has nothing to compare its leaves with, so that its part calls all of them common.
+        _refuse_copies(ranks.log, ranks.gather("whose they are", _initial(state, local=local)), f"{path}")
+
+
+def _refuse_misplaced(log: JobLog, holders: Sequence[Mapping[str, Sequence[int]]], ranks: int) -> None:
+    """Refuses to begin again if all parts of a checkpoint are there, but on the disks of other ranks.
 
     Raises:
         JobError: On every rank.
     """
-    for name in sorted({name for each in told for name in each}, reverse=True):
+    for name in sorted({name for each in holders for name in each}, reverse=True):
+        # The parts that their own ranks do not find, and the rank on whose disk each of them is.
         where = {
-            r: here for here, each in enumerate(told) for r in each.get(name, ()) if r not in told[r].get(name, ())
+            r: here
+            for here, each in enumerate(holders)
+            for r in each.get(name, ())
+            if r not in holders[r].get(name, ())
         }
-        if where and {r for each in told for r in each.get(name, ())} == set(range(ranks)):
-            astray = ", ".join(f"that of rank {r} on rank {here}'s disk" for r, here in sorted(where.items()))
-            raise talk.error(
-                f"has a checkpoint `{name}` whose parts lie where other ranks look for theirs: {astray}. Start each "
+        if where and {r for each in holders for r in each.get(name, ())} == set(range(ranks)):
+            misplaced = ", ".join(f"that of rank {r} on rank {here}'s disk" for r, here in sorted(where.items()))
+            raise log.error(
+                f"has a checkpoint `{name}` whose parts lie where other ranks look for theirs: {misplaced}. Start each "
                 "rank on the node on which it was, copy the parts, or name another directory."
             )
 
 
-def _refuse_lost(talk: RankGather, heard: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str) -> None:
-    """Nothing is whole: but was anything ever? A kill during the first write leaves no rank's mark, and no checkpoint
-    of which every rank has a part.
+def _refuse_lost(log: JobLog, found: Sequence[Mapping[str, Any]], damaged: Mapping[str, str], path: str) -> None:
+    """Refuses to begin again if there was a complete checkpoint once.
+
+    A kill during the first write leaves no rank's mark, and no checkpoint of which every rank has a part: then nothing
+    is lost.
 
     Raises:
         JobError: On every rank.
     """
-    holders = [each["holders"] for each in heard]
+    holders = [each["holders"] for each in found]
     names = sorted({name for each in holders for name in each}, reverse=True)
     complete = any(all(rank in each.get(name, ()) for rank, each in enumerate(holders)) for name in names)
-    if not names or not (damaged or complete or any(each["marked"] for each in heard)):
+    if not names or not (damaged or complete or any(each["marked"] for each in found)):
         return
     reasons = {
         name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
         for name in names
-        for rank, each in reversed([*enumerate(heard)])  # the first one's stays
+        for rank, each in reversed([*enumerate(found)])  # the lowest rank comes last, and its reason stays
         if name in each["faults"] or name not in holders[rank]
     }
     listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
-    raise talk.error(
-        f"has checkpoints in `{path}`, and none of them is whole any more. It does not begin anew by itself, and "
-        f"nothing was deleted. Bring back what is missing or, to begin anew, move `{path}` away, on every node. In "
+    raise log.error(
+        f"has checkpoints in `{path}`, and none of them is whole any more. It does not begin again by itself, and "
+        f"nothing was deleted. Bring back what is missing or, to begin again, move `{path}` away, on every node. In "
         f"detail: {listed}."
     )
 
 
-def _survey(folders: Folders, talk: RankGather, together: Together) -> _Survey:
-    """What lies on this rank's disk.
+def _survey(folders: Folders, ranks: RankGather) -> _Survey:
+    """Looks at the parts on this rank's disk, without their arrays. Waits for all ranks.
 
     Raises:
         JobError: On every rank: one cannot read, or a checkpoint is of another version.
     """
     seen = _Survey()
-    unknown, trouble, path = "", None, folders.path
+    unknown = ""
+    failure: Exception | None = None
+    path = folders.path  # the one that an error is about
     try:
         seen = _Survey(marked=folders.marked("whole"))
         for name in folders.names():
             path = folders.part_path(name)
             try:
                 part = folders.read(name)
-                if part.job != talk.job:
+                if part.job != ranks.log.job:
                     raise UnusableError(f"`{path}` is of a job `{part.job}`")
                 seen.parts[name] = part
             except UnknownFormatError:
@@ -223,22 +251,27 @@ def _survey(folders: Folders, talk: RankGather, together: Together) -> _Survey:
                 seen.faults[name] = str(error)
                 seen.absent.update([name] if isinstance(error, AbsentError) else ())
     except (OSError, MemoryError) as error:
-        trouble = error
-    heard = [json.loads(t) for t in talk.gather(together, "versions", json.dumps([unknown, _said(trouble, path)]))]
-    talk.check(UNREADABLE, [text for _, text in heard], trouble)
-    talk.check(
+        failure = error
+    # No rank may go on alone: the others would wait for it in the next gathering.
+    gathered = ranks.gather("versions", [unknown, _error_text(failure, path)])
+    ranks.check(UNREADABLE, [text for _, text in gathered], failure)
+    ranks.check(
         "has a checkpoint that another version of jaxcross wrote. Resume with that version, or name another directory. "
-        "It is", [text for text, _ in heard],
-    )  # fmt: skip
+        "It is",
+        [text for text, _ in gathered],
+    )
     return seen
 
 
-def _said(error: Exception | None, path: Path) -> str:
+def _error_text(error: Exception | None, path: Path) -> str:
     return "" if error is None else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
 def _part_here(first: Part, own: Part | None, world: CheckpointerWorld) -> Part:
-    """What this rank resumes from: its own part or, where it has none, rank 0's without that rank's iterators."""
+    """Returns the part that this rank resumes from.
+
+    That is its own or, where it has none, rank 0's without the states of that rank's iterators.
+    """
     if own is not None and own.ranks == world.size:
         return own
     return replace(first, rank=world.rank, files={}, places=tuple((taken, None) for taken, _ in first.places))
@@ -247,7 +280,11 @@ def _part_here(first: Part, own: Part | None, world: CheckpointerWorld) -> Part:
 def _read(
     folders: Folders, name: str, part: Part, *, all_leaves: bool
 ) -> tuple[dict[str, np.ndarray], str, Exception | None]:
-    """The arrays that this rank holds; else how they are damaged, or what kept this rank from reading them."""
+    """Reads the arrays that this rank holds.
+
+    Returns:
+        The arrays by path, the damage if there is any, and the error that kept this rank from reading them.
+    """
     folder = folders.arrays_path(name)
     try:
         if part.files:
@@ -265,42 +302,43 @@ def _read(
 
 
 def _common(
-    part: Part, held: dict[str, np.ndarray], world: CheckpointerWorld, together: Together
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """The leaves that rank 0 holds for all: sent, as each node may have a disk of its own."""
+    part: Part, held: Mapping[str, np.ndarray], world: CheckpointerWorld, ranks: RankGather
+) -> dict[str, np.ndarray]:
+    """Returns the leaves that rank 0 holds for all. They are sent, as each node may have a disk of its own."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
     if world.size == 1 or not forms:
         return {}
     sent = {path: held[path] if path in held else np.zeros(f.shape, np.dtype(f.dtype)) for path, f in forms.items()}
-    return together("checkpoint: values", lambda _: world.broadcast_or_check(sent, mode="broadcast"))
+    return ranks.run_on_all_ranks("checkpoint: values", lambda _: world.broadcast_or_check(sent, mode="broadcast"))
 
 
-def _fresh(state: Any, *, local: bool) -> str:
-    """Of the state that a rank would begin with: leaves that are its own for certain, and digests of those that may be.
+def _initial(state: PyTree, *, local: bool) -> tuple[list[str], dict[str, str]]:
+    """Describes the state with which a rank would begin: paths of its rank-local leaves, and digests of all leaves.
 
-    Unless they are meant to be, unlike values mean nothing: rank 0's would be taken.
+    Digests are empty unless ranks have different states on purpose: otherwise rank 0's values would be taken anyway.
     """
     digests = {path: leaf.digest if local else "" for path, leaf in snapshot(state).items()}
-    return json.dumps([own_leaves(state), digests])
+    return rank_local_leaves(state), digests
 
 
-def _refuse_copies(talk: RankGather, texts: Sequence[str], path: str) -> None:
-    """One rank wrote the checkpoint, so that all leaves look equal: are there any of which each rank needs its own?
+def _refuse_copies(log: JobLog, initial: Sequence[tuple[list[str], dict[str, str]]], path: str) -> None:
+    """Refuses a checkpoint of a single rank if it has leaves of which each rank needs its own value.
 
     Raises:
         JobError: On every rank.
     """
-    heard = [json.loads(text) for text in texts]
-    _, first = heard[0]
-    own = [leaf for leaf in first if any(leaf in kept or leaf not in d or d[leaf] != first[leaf] for kept, d in heard)]
+    _, first = initial[0]
+    own = [
+        leaf for leaf in first if any(leaf in local or leaf not in d or d[leaf] != first[leaf] for local, d in initial)
+    ]
     if own:
-        raise _refusal(talk, path, ", ".join(f"`{leaf}`" for leaf in own[:3]), saved_on=1, ranks=len(heard))
+        raise _refusal(log, path, ", ".join(f"`{leaf}`" for leaf in own[:3]), saved_on=1, ranks=len(initial))
 
 
-def _refusal(talk: RankGather, path: str, apart: str, *, saved_on: int, ranks: int) -> JobError:
-    return talk.error(
+def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) -> JobError:
+    return log.error(
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each rank has its own values "
-        f"of {apart}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "
+        f"of {leaves}. What they are, residuals of an exchange or parts of a model, belongs to that number of ranks. "
         f"Start {_ranks(saved_on)}, or name another directory."
     )
 

@@ -11,14 +11,14 @@ _LOOK_S = 0.2
 
 
 class Writer:
-    """One thread for all jobs: what it takes of the cores and of the disk, the jobs lose."""
+    """One thread for all jobs: cores and disk that it uses are lost to them."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "jaxcross-checkpoint")
-        self._done = 0  # parts that it is through with: changes while a disk is slow, not while it hangs
+        self._done = 0  # pieces of work: grows while a disk is slow, not while it hangs
 
     def submit(self, write: Callable[[], None]) -> Future[None]:
-        """Runs it after what was submitted before."""
+        """Runs `write` after everything that was submitted before. Does not wait."""
 
         def run() -> None:
             try:
@@ -28,11 +28,12 @@ class Writer:
 
         return self._pool.submit(run)
 
-    def wait_for(self, written: Future[None], world: CheckpointerWorld, *, job: str, step: int, lacks: str) -> None:
-        """Waits until it is through with that, and raises what writing raised. The watchdog tells of a disk that hangs,
-        and of what it `lacks`; while others' parts get written before, it is only slow.
+    def wait_for(self, written: Future[None], world: CheckpointerWorld, *, job: str, step: int, missing: str) -> None:
+        """Waits until `written` is done, and raises what writing raised.
+
+        The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done, it is only slow.
         """
-        late = {world.rank: f"its disk has not taken {lacks}"}
+        late = {world.rank: f"its disk has not taken {missing}"}
         watch = world.watching(job=job, step=step, segment=-1, what="checkpoint", own=True, awaited=lambda _: late)
         with watch:
             done = self._done
@@ -43,5 +44,5 @@ class Writer:
             written.result()
 
     def close(self) -> None:
-        """Ends the thread, after what it has begun. Waits."""
+        """Ends the thread, once its work is done. Waits."""
         self._pool.shutdown()

@@ -197,7 +197,7 @@ class JobContext(JobLifecycle):
         """The state, unless an earlier run has stopped the job for good. If it rested there, it rests before its first
         step.
         """
-        stopped, paused = resumption.standing(self.run_on_all_ranks)
+        stopped, paused = resumption.markers(self.run_on_all_ranks)
         if stopped:
             self.stop()
             while True:  # until the vote says so
@@ -220,7 +220,9 @@ class JobContext(JobLifecycle):
         """
         self.state = state
         if self._resumption is not None:
-            every = self._resumption.save(state, self.step, self.run_on_all_ranks, unfit=self._unfit())
+            every = self._resumption.save(
+                state, self.step, self.run_on_all_ranks, unsavable_reason=self._unsavable_reason()
+            )
             self.replicas.saved(self.step, every)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 import numpy as np
 
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_gather import Together
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
 from jaxcross.interleave.messages import FinalStatus
@@ -229,7 +229,7 @@ class JobLifecycle:
         seat.abandon = self.abandon
         if resumption is not None:
             # Before any job saves what it did with this knowledge.
-            seat.tell_left, seat.tell_paused = self._tell_left, resumption.paused
+            seat.tell_left, seat.tell_paused = self._tell_left, resumption.mark_paused
 
     def main(self) -> None:
         """The body of the job's thread. Whatever the function raises becomes the job's failure on all ranks.
@@ -285,7 +285,7 @@ class JobLifecycle:
     def _tell_left(self, how: FinalStatus, asked: bool) -> None:
         how = self._really(how)
         if self._resumption is not None and (how != "stopped" or asked):
-            self._resumption.left(how)
+            self._resumption.mark_done(how)
 
     def _really(self, how: FinalStatus) -> FinalStatus:
         # One that a `ParameterServer` has stopped has come to its end as far as the vote knows.
@@ -324,7 +324,7 @@ class JobLifecycle:
         if thread is None or not thread.is_alive():
             self.close()
 
-    def _unfit(self) -> str:
+    def _unsavable_reason(self) -> str:
         """Why the state cannot be resumed from, if so."""
         if self.steps_made and self._calls.training is None:
             return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
@@ -335,11 +335,11 @@ class JobLifecycle:
                 "its function changes what its step returns before the next one, and has not said what it makes of the "
                 "latest: assign that to `job.state` in each step"
             )
-        return "" if self._resumption is None else self._resumption.unfit
+        return "" if self._resumption is None else self._resumption.unsavable_reason
 
-    def _save_last(self, together: Together) -> None:
+    def _save_last(self, together: RunOnAllRanks) -> None:
         if self._resumption is not None:
-            self._resumption.save_last(self._kept.state, self.step, together, unfit=self._unfit())
+            self._resumption.save_last(self._kept.state, self.step, together, unsavable_reason=self._unsavable_reason())
 
     def save_left(self) -> None:
         """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._pytree import digests, on_host
-from jaxcross.checkpoint.rank_gather import Together
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
 from jaxcross.jobs.latest_state import LatestState, deleted
@@ -51,7 +51,7 @@ class ReplicaChecks:
         self._looked = False  # whether its first batch has led to an exchange
         self._warned = False  # that replicas differ, or that there is nothing to compare
 
-    def begin(self, state: Any, step: int, *, local: bool, resumed: bool, together: Together) -> None:
+    def begin(self, state: Any, step: int, *, local: bool, resumed: bool, together: RunOnAllRanks) -> None:
         """Notes which leaves of a restored state are common to all ranks. Waits for all ranks if it is `local`.
 
         A state that is not `local` is meant to be the same on every rank. Local states may be parts of one model: only
@@ -85,7 +85,7 @@ class ReplicaChecks:
         self._exchanged = self._serves = True
         self._start = None
 
-    def stepped(self, step: int, *, local: bool, together: Together) -> None:
+    def stepped(self, step: int, *, local: bool, together: RunOnAllRanks) -> None:
         """Compares replicas after a committed step if that is due, and then waits for all ranks.
 
         Args:
@@ -100,7 +100,7 @@ class ReplicaChecks:
         if self._due(step) and not local:
             self._compare(step, together)
 
-    def next_batch(self, together: Together) -> None:
+    def next_batch(self, together: RunOnAllRanks) -> None:
         """Warns once of a job that has not exchanged anything, before its next batch. Compares its replicas if that is
         due, and then waits for all ranks. Batches count as its steps.
 
@@ -162,7 +162,7 @@ class ReplicaChecks:
             )
         return self._restored
 
-    def _compare(self, count: int, together: Together) -> None:
+    def _compare(self, count: int, together: RunOnAllRanks) -> None:
         self._compared = count
         mine = self._report(count)
         (every,) = together("replicas", lambda control: exchange(control, [mine]))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
-from jaxcross.checkpoint.rank_gather import Together
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.data_position import START, Place
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Prefetcher
@@ -19,7 +19,7 @@ class Resumption:
     but not yet trained on is taken again.
 
     Args:
-        keeper: Reads and writes the checkpoints.
+        checkpointer: Reads and writes the checkpoints.
         cuts: What `cut="auto"` found, shared with the job.
         every: After how many steps the plain loop is to save, if at all.
 
@@ -27,8 +27,8 @@ class Resumption:
         first_step: How many steps earlier runs made.
     """
 
-    def __init__(self, keeper: JobCheckpointer, cuts: dict[str, int], every: int | None) -> None:
-        self._keeper, self._cuts, self.every = keeper, cuts, every
+    def __init__(self, checkpointer: JobCheckpointer, cuts: dict[str, int], every: int | None) -> None:
+        self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
         self.first_step = 0
         self._ahead: list[Place] = []  # where the next loops begin
         self._places: tuple[Place, ...] = ()
@@ -38,9 +38,9 @@ class Resumption:
         self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
         self._uncounted = ""  # what is wrong with another function that trains
 
-    def restore(self, target: Any, together: Together, *, local: bool = False) -> Any:
+    def restore(self, target: Any, together: RunOnAllRanks, *, local: bool = False) -> Any:
         """The state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
-        found = self._keeper.restore(target, together, local=local)
+        found = self._checkpointer.restore(target, together, local=local)
         if found is None:
             return None
         state, progress = found
@@ -50,17 +50,17 @@ class Resumption:
         self._cuts.update(progress.cuts)
         return state
 
-    def standing(self, together: Together) -> tuple[bool, bool]:
+    def markers(self, together: RunOnAllRanks) -> tuple[bool, bool]:
         """Whether an earlier run left the job stopped, or paused. Waits for all ranks."""
-        return self._keeper.standing(together)
+        return self._checkpointer.markers(together)
 
-    def left(self, how: str) -> None:
+    def mark_done(self, status: str) -> None:
         """The job is over, and not because the run is."""
-        self._keeper.left(how)
+        self._checkpointer.mark_done(status)
 
-    def paused(self, paused: bool) -> None:
+    def mark_paused(self, paused: bool) -> None:
         """The job rests, or goes on."""
-        self._keeper.paused(paused)
+        self._checkpointer.mark_paused(paused)
 
     def next_place(self) -> Place:
         """Where the job's next loop over batches begins."""
@@ -102,7 +102,7 @@ class Resumption:
             )
 
     @property
-    def unfit(self) -> str:
+    def unsavable_reason(self) -> str:
         """Why a restart would not know where to go on in the data, if so."""
         if self._several:
             return (
@@ -111,15 +111,17 @@ class Resumption:
             )
         return self._uncounted
 
-    def save(self, state: Any, step: int, together: Together, *, unfit: str) -> list[dict[str, str]] | None:
+    def save(
+        self, state: Any, step: int, together: RunOnAllRanks, *, unsavable_reason: str
+    ) -> list[dict[str, str]] | None:
         """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `JobCheckpointer.save`."""
-        return self._keeper.save(state, self._progress(step), together, unfit=unfit)
+        return self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason)
 
-    def save_last(self, state: Any, step: int, together: Together, *, unfit: str) -> None:
+    def save_last(self, state: Any, step: int, together: RunOnAllRanks, *, unsavable_reason: str) -> None:
         """The job is over: makes sure that its state survives, unless it never began. Waits for all ranks and disks."""
-        if self._keeper.begun:  # on one rank perhaps after its first step, on another before it
-            self._keeper.save(state, self._progress(step), together, unfit=unfit, last=True)
-            self._keeper.settle(together)
+        if self._checkpointer.begun:  # on one rank perhaps after its first step, on another before it
+            self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True)
+            self._checkpointer.wait_until_complete(together)
 
     def _progress(self, step: int) -> Progress:
         cuts: Mapping[str, int] = dict(self._cuts)

@@ -219,7 +219,7 @@ class Runner:
         """Adds the jobs that an earlier run was given by `submit`, and that have not ended. Tells of those that it was
         given otherwise, and that this one lacks.
         """
-        for listed, text in session.again.items():  # the same on all ranks, whatever it is
+        for listed, text in session.resubmit.items():  # the same on all ranks, whatever it is
             try:
                 name, fn, arguments = self._offers.resolve(text, self.world.rank)
                 if name != listed:  # a name that is listed is one that a job can have, and its folder is known
@@ -356,7 +356,7 @@ class Runner:
         def note(text: str) -> None:
             self._listeners.note(job=job.name, kind="status", value=text)
 
-        return Resumption(session.keeper(job.name, note), job.cuts, session.every)
+        return Resumption(session.checkpointer(job.name, note), job.cuts, session.every)
 
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""

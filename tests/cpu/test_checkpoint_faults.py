@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxcross import _pytree
 from jaxcross.checkpoint import Checkpoints, Session, arrays
 from jaxcross.checkpoint.layout import Folders, folder_name
-from jaxcross.checkpoint.part import Part, Saved, UnknownFormatError, UnusableError, parse, to_text
+from jaxcross.checkpoint.part import Part, SavedLeaf, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
 
@@ -74,8 +74,8 @@ def restored(folder, ranks=2, job="a"):
 
     def work(world):
         session = Session(Checkpoints(folder), world, jobs=["a", "b"], policy="")
-        keeper = session.keeper(job, note=lambda text: None)
-        found = keeper.restore(init(world, own=True), lambda label, work: work(world.control))
+        checkpointer = session.checkpointer(job, note=lambda text: None)
+        found = checkpointer.restore(init(world, own=True), lambda label, work: work(world.control))
         session.close()
         return found and (found[0], found[1].step)
 
@@ -398,7 +398,7 @@ def test_settings_may_be_numpys():
 
 FORM = _pytree.Form(kind="numpy", dtype="float32", shape=(2, 3))
 PART_0 = Part(
-    job="a", step=3, rank=0, ranks=2, leaves={"['w']": Saved(form=FORM, digest="d", common=True)},
+    job="a", step=3, rank=0, ranks=2, leaves={"['w']": SavedLeaf(form=FORM, digest="d", common=True)},
     files={"manifest.ocdbt": (3, "d")}, places=((3, None), (2, '{"value": 1}')), cuts={"x": 4},
     environment={"jax": "0"},
 )  # fmt: skip

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 from jaxcross import _pytree, exchange
 from jaxcross.checkpoint import arrays
-from jaxcross.checkpoint.rank_local import own_leaves
+from jaxcross.checkpoint.rank_local import rank_local_leaves
 
 
 def train_state():
@@ -108,24 +108,26 @@ def test_what_an_exchange_keeps_for_a_rank_is_known(make):
     tx = optax.chain(optax.clip(1.0), make(), optax.adam(0.1))
     params = {"residual": jnp.zeros((64, 64)), "queue": jnp.zeros((200, 100))}
     # Meant is the exchange's own field, not what the user called so.
-    found = own_leaves({"params": params, "opt": tx.init(params)})
+    found = rank_local_leaves({"params": params, "opt": tx.init(params)})
     assert found and all(re.match(r"\['opt'\]\[1\]\.(\w*residual|queue)\b", path) for path in found), found
     nnx_tree = nnx.split(nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))[1]
-    assert own_leaves(nnx_tree) and all(path.startswith("['opt_state'][1]") for path in own_leaves(nnx_tree))
+    assert rank_local_leaves(nnx_tree) and all(
+        path.startswith("['opt_state'][1]") for path in rank_local_leaves(nnx_tree)
+    )
 
 
 def test_plain_states_hold_nothing_of_one_rank_s_own():
     for make in STATES.values():
-        assert own_leaves(make()) == []
-    assert own_leaves({"residual": jnp.zeros(3), "dense": jnp.zeros(3)}) == []
+        assert rank_local_leaves(make()) == []
+    assert rank_local_leaves({"residual": jnp.zeros(3), "dense": jnp.zeros(3)}) == []
 
 
 @pytest.mark.parametrize("name", ["residual", "queue", "worker_residual", "server_residual"])
 def test_a_user_s_only_parameter_may_be_called_as_an_exchange_calls_its_own(name):
     params = {name: {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}}
-    assert own_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
+    assert rank_local_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
     model = nnx.Dict(**{name: nnx.Linear(3, 2, rngs=nnx.Rngs(0))})
-    assert own_leaves(nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]) == []
+    assert rank_local_leaves(nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]) == []
 
 
 def test_every_exchange_that_keeps_residuals_is_known():
@@ -138,7 +140,7 @@ def test_every_exchange_that_keeps_residuals_is_known():
     assert len(kinds) > 5
     for kind in kinds:
         state = kind(*[jnp.zeros(3)] * len(kind._fields))
-        found = {path[1:] for path in own_leaves(state)}
+        found = {path[1:] for path in rank_local_leaves(state)}
         assert found == {name for name in kind._fields if "residual" in name or name in ("queue", "late")}, kind
 
 

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.checkpoint.job_list import Members, parse, read
+from jaxcross.checkpoint.job_list import JobList, parse, read
 from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
@@ -185,9 +185,9 @@ def test_any_text_is_a_set_or_refused(content):
 
 def test_a_set_that_is_no_file_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "jobs.json"
-    assert read(file) == Members(submitted={})
+    assert read(file) == JobList(submitted={})
     file.write_text('{"jobs": ["a"], "added": ["b"]}')
-    assert read(file) == Members(jobs=("a", "b"), added=("b",), submitted={})
+    assert read(file) == JobList(jobs=("a", "b"), added=("b",), submitted={})
     monkeypatch.setattr("jaxcross.checkpoint.job_list.MAX_BYTES", 5)
     with pytest.raises(UnusableError):
         read(file)

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import jaxcross
 from jaxcross import exchange
 from jaxcross._pytree import digests
-from jaxcross.checkpoint.rank_local import common_leaves, own_leaves
+from jaxcross.checkpoint.rank_local import common_leaves, rank_local_leaves
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
@@ -61,7 +61,7 @@ def test_common_leaves_of_each_strategy(make, params, fields):
     inside = [path.removeprefix("['opt']") for path in found if path.startswith("['opt']")]
     assert {path.lstrip("[01].").partition("[")[0].partition(".")[0] for path in inside} == fields
     assert "['step']" in found
-    assert not set(found) & set(own_leaves(state))
+    assert not set(found) & set(rank_local_leaves(state))
 
 
 def test_all_leaves_of_a_plain_optimizer_are_common():
@@ -94,7 +94,7 @@ OWN = ({"round": 1}, {"since": 1}, {"inner": {"w": jnp.ones(2)}, "round": 1}, Cl
 def test_names_of_a_users_leaves_mean_nothing(own):
     state = {"params": PARAMS, "progress": own}
     assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-    assert own_leaves(state) == []
+    assert rank_local_leaves(state) == []
 
 
 def test_names_of_a_users_nnx_variables_mean_nothing():
@@ -117,7 +117,7 @@ def test_states_of_strategies_in_one_another_and_in_nnx_are_known():
     for made, params in ((state, "['params']"), (nnx_state, "[0]"), (pure, "[0]")):
         found = common_leaves(made)
         assert found and not any(path.startswith(params) for path in found)
-        assert own_leaves(made) and all("residual" in path for path in own_leaves(made))
+        assert rank_local_leaves(made) and all("residual" in path for path in rank_local_leaves(made))
 
 
 def test_batch_statistics_of_linen_are_left_out():
