@@ -26,6 +26,7 @@ from jax.extend.core import jaxpr_as_fun
 from workloads import Workload, in_turn, mlp, parser, resnet, spread, transformer, write_json
 
 import jaxcross
+from jaxcross.program import stages
 from jaxcross.world import malloc
 
 AXIS = "batch"
@@ -39,8 +40,8 @@ def plain_and_cut(work: Workload, cut: Any = "whole") -> tuple[Any, Any]:
 
 def by_hand(step: Any, state: Any, batch: Any) -> Callable[..., Any]:
     """The computing parts of a cut step, each under `jax.jit`. The exchange is left out: there is one rank."""
-    program = step.trace(state, batch).cut()
-    compiled = program.compile()
+    program = stages.cut(step.trace(state, batch))
+    compiled = stages.compile(program)
     parts = []
     for segment, may in zip(program.segments, program.donates(), strict=True):
         positions = tuple(n for n, v in enumerate(segment.inputs) if v in may)
@@ -77,7 +78,7 @@ def host_time_us(work: Workload, *, repeats: int) -> dict[str, float]:
     """CPU time of the calling thread in a call that only dispatches, divided by the program's segments."""
     _, step = plain_and_cut(work)
     state, batch = work.state(0), work.batch(0)
-    segments = len(step.trace(state, batch).cut().segments)
+    segments = len(stages.cut(step.trace(state, batch)).segments)
     raw = []
     for _ in range(repeats):
         jax.block_until_ready(state)
@@ -100,8 +101,8 @@ def memory(work: Workload, cuts: tuple[Any, ...]) -> dict[str, float]:
     fused += stats.temp_size_in_bytes
     result = {"fused_bytes": float(fused)}
     for cut in cuts:
-        program = step.trace(state, batch).cut(cut)
-        peak = program.compile().peak_live_bytes()
+        program = stages.cut(step.trace(state, batch), cut)
+        peak = stages.compile(program).peak_live_bytes()
         received = sum(x.nbytes for s in program.segments[: program.last_collective] for x in s.exchanges)
         result[f"cut_{cut}_over_fused"] = peak / fused
         result[f"cut_{cut}_over_fused_without_exchange_buffers"] = (peak - received) / fused

@@ -27,6 +27,7 @@ from jaxcross.interleave.messages import Event
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Simulation, Step
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.program import stages
 
 JOBS = (1, 2, 4, 8, 16, 32, 64)
 SEGMENTS = (3, 10, 30, 100, 300, 1000)
@@ -95,7 +96,7 @@ def run_here(jobs: int, segments: int, steps: int, repeats: int) -> dict[str, An
 
     step = jaxcross.crossover(tiny, axes="batch")
     first, batch = jnp.ones((8, 8)), jnp.eye(8)
-    made = len(step.trace(first, batch).cut().segments)
+    made = len(stages.cut(step.trace(first, batch)).segments)
     if made != segments:
         raise AssertionError(f"the step was to have {segments} segments and has {made}")
 

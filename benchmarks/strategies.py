@@ -13,7 +13,7 @@ import optax
 
 from jaxcross import exchange
 from jaxcross.plan.compression import trace_update
-from jaxcross.program.cut import cut
+from jaxcross.program.stages import cut
 from jaxcross.testing import decide
 from jaxcross.wire.bytes import wire_bytes
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
+from jaxcross.program import stages
 from jaxcross.step.cut_tuner import PIECES
 from jaxcross.world.sched_slice import ask_for_short_slices
 
@@ -104,8 +105,8 @@ class Jobs:
         if (spec, wire) not in self.collectives:
             step = self.step(spec, wire)
             arguments = self.states[number], self.batches[number]
-            program = step.trace(*arguments).cut()
-            compiled = program.compile(jax.tree.leaves(arguments), cache=world.executables)
+            program = stages.cut(step.trace(*arguments))
+            compiled = stages.compile(program, jax.tree.leaves(arguments), cache=world.executables)
             self.collectives[spec, wire] = Collectives(compiled)
         return self.collectives[spec, wire]
 
@@ -122,8 +123,8 @@ class Jobs:
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
         if self.finest is None:
-            program = self.step(spec).trace(*arguments).cut(cut=max(PIECES))
-            self.finest = program.compile(jax.tree.leaves(arguments), cache=world.executables)
+            program = stages.cut(self.step(spec).trace(*arguments), cut=max(PIECES))
+            self.finest = stages.compile(program, jax.tree.leaves(arguments), cache=world.executables)
         compiled = self.finest
         raw = []
         for _ in range(4):

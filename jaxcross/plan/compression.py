@@ -20,8 +20,8 @@ from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.top_k import top_k
 from jaxcross.exchange.validation import whole_number
-from jaxcross.program.cut import cut
 from jaxcross.program.ir import Exchange
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
 from jaxcross.wire.bytes import wire_bytes
 from jaxcross.wire.recognise import recognise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program import buffers
-from jaxcross.program.graph import Graph, Group, by_place, exchanges_of, variables
+from jaxcross.program.graph import Graph, Group, Placement, by_place, exchanges_of, variables
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
@@ -20,86 +20,103 @@ from jaxcross.program.nonfinite import masked_by
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
 
 
-def assemble(
-    graph: Graph, groups: Sequence[Group], place: Mapping[int, int], copies: Mapping[int, set[int]], bucket_bytes: int
-) -> Program:
-    """Builds the program. Unverified."""
+def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
+    """Builds the program, unverified.
+
+    Args:
+        graph: The equations of the traced step.
+        placement: The segment of each equation.
+        bucket_bytes: Smaller exchanges share flat buffers up to this size.
+    """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
-    tail = 2 * len(groups)
-    bodies: list[list[Any]] = []  # equations of each place
-    parts: dict[Any, str] = {}  # flat buffer -> what lies in it
-    placed = by_place(place)
-    for here in range(tail + 1):
-        members = sorted({*placed.get(here, ()), *copies.get(here, ())})
-        if here % 2:
-            bodies.append(_collective_body(graph, groups[here // 2], bucket_bytes, parts))
-        else:
-            bodies.append([graph.eqns[i] for i in members])
-
-    results = {a for a in inner.outvars if not isinstance(a, compat.Literal)}
-    owner = {v: place[i] for v, i in graph.maker.items()}
-    reads = [_reads(body) for body in bodies]
-    wanted = set(results)
-    for here in range(tail, -1, -1):  # what a place must hand on, and what of its equations is still needed for that
-        body = drop_unread(
-            bodies[here], [v for e in bodies[here] for v in e.outvars if v in wanted and owner.get(v) == here]
-        )
-        bodies[here] = bodies[here] if here % 2 else body
-        reads[here] = _reads(bodies[here])
-        wanted |= set(reads[here])
-
-    ids: dict[Any, int] = {}
+    results = set(variables(inner.outvars))
+    owner = {v: placement.position[i] for v, i in graph.maker.items()}
+    parts: dict[Any, str] = {}
+    bodies = _bodies(graph, placement, bucket_bytes, parts)
+    reads = _prune(bodies, owner, results)
+    last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
 
-    def new_value(aval: Any) -> int:
-        dtype = aval.dtype
-        values.append(
-            Aval(shape=tuple(aval.shape), dtype=str(dtype), weak_type=bool(getattr(aval, "weak_type", False)))
-        )
+    def new_value(atom: Any) -> int:
+        weak = bool(getattr(atom.aval, "weak_type", False))
+        values.append(Aval(shape=tuple(atom.aval.shape), dtype=str(atom.aval.dtype), weak_type=weak))
         return len(values) - 1
 
-    for var in inner.invars:
-        ids[var] = new_value(var.aval)
-    last_read = {v: here for here in range(tail + 1) for v in reads[here]}
+    ids = {v: new_value(v) for v in inner.invars}
     segments: list[Segment] = []
-    literal_results = [a for a in inner.outvars if isinstance(a, compat.Literal)]
     literal_ids: list[int] = []
-    for here, body in enumerate(bodies):
-        made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        outs = [
-            v for v in dict.fromkeys(made) if owner.get(v) == here and (last_read.get(v, -1) > here or v in results)
-        ]
-        literals = literal_results if here == tail else []
+    for at, body in enumerate(bodies):
+        # No equation makes a result that is a literal: the tail returns it.
+        literals = [a for a in inner.outvars if isinstance(a, compat.Literal)] if at == len(bodies) - 1 else []
         if not body and not literals:
             continue
-        for v in outs:
-            ids[v] = new_value(v.aval)
-        literal_ids += [new_value(a.aval) for a in literals]
-        dies = [v for v in reads[here] if last_read[v] == here and v not in results]
-        masked = masked_by(graph, groups[here // 2], body, outs) if here % 2 else []
+        made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
+        # A recomputed value is for this segment alone; the segment that owns the equation hands it on.
+        outs = [v for v in dict.fromkeys(made) if owner.get(v) == at and (last_read.get(v, -1) > at or v in results)]
+        ids.update({v: new_value(v) for v in outs})
+        literal_ids += [new_value(a) for a in literals]
+        collective = at % 2 == 1
+        masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
         counts = [v for v in made if v in traced.decisions]
-        jaxpr = compat.make_jaxpr_of(reads[here], [*outs, *literals, *masked, *counts], body, traced.jaxpr)
-        segments.append(Segment(
-            index=len(segments), kind="collective" if here % 2 else "compute",
-            inputs=tuple(ids[v] for v in reads[here]),
-            outputs=(*(ids[v] for v in outs), *literal_ids) if literals else tuple(ids[v] for v in outs),
-            dies=tuple(ids[v] for v in dies),
-            exchanges=_exchanges(body, graph, parts) if here % 2 else (),
-            decisions=tuple(traced.decisions[v] for v in counts), jaxpr=jaxpr,
-        ))  # fmt: skip
+        jaxpr = compat.make_jaxpr_of(reads[at], [*outs, *literals, *masked, *counts], body, traced.jaxpr)
+        segments.append(
+            Segment(
+                index=len(segments),
+                kind="collective" if collective else "compute",
+                inputs=tuple(ids[v] for v in reads[at]),
+                outputs=(*(ids[v] for v in outs), *literal_ids),
+                dies=tuple(ids[v] for v in reads[at] if last_read[v] == at and v not in results),
+                exchanges=_exchanges(body, graph, parts) if collective else (),
+                decisions=tuple(traced.decisions[v] for v in counts),
+                jaxpr=jaxpr,
+            )
+        )
 
     remaining = iter(literal_ids)
-    outputs = tuple(next(remaining) if isinstance(a, compat.Literal) else ids[a] for a in inner.outvars)
-    constants = len(traced.consts)
-    donated = frozenset(ids[inner.invars[constants + p]] for p in traced.donated)
+    arguments = [ids[v] for v in inner.invars[len(traced.consts) :]]
     read = {v for s in segments for v in s.inputs}
-    late = frozenset(v for p in traced.late if (v := ids[inner.invars[constants + p]]) in read)
     return Program(
-        name=traced.name, axes=tuple(traced.axes.items()), values=tuple(values),
-        inputs=tuple(ids[v] for v in inner.invars), outputs=outputs, segments=tuple(segments), constants=constants,
-        donated=donated, late=late, traced=traced,
-    )  # fmt: skip
+        name=traced.name,
+        axes=tuple(traced.axes.items()),
+        values=tuple(values),
+        inputs=tuple(ids[v] for v in inner.invars),
+        outputs=tuple(next(remaining) if isinstance(a, compat.Literal) else ids[a] for a in inner.outvars),
+        segments=tuple(segments),
+        constants=len(traced.consts),
+        donated=frozenset(arguments[p] for p in traced.donated),
+        late=frozenset(arguments[p] for p in traced.late) & read,
+        traced=traced,
+    )
+
+
+def _bodies(graph: Graph, placement: Placement, bucket_bytes: int, parts: dict[Any, str]) -> list[list[Any]]:
+    """Returns the equations of each position, the tail last. Adds the contents of shared buffers to `parts`."""
+    placed, bodies = by_place(placement.position), []
+    for at in range(2 * len(placement.groups) + 1):
+        if at % 2:
+            bodies.append(_collective_body(graph, placement.groups[at // 2], bucket_bytes, parts))
+        else:
+            members = {*placed.get(at, ()), *placement.recomputed.get(at, ())}
+            bodies.append([graph.eqns[i] for i in sorted(members)])
+    return bodies
+
+
+def _prune(bodies: list[list[Any]], owner: Mapping[Any, int], results: Collection[Any]) -> list[list[Any]]:
+    """Drops compute equations that no later position needs; returns what each position then reads.
+
+    Backwards, because what a position must hand on follows from what the later ones read. A collective body keeps all
+    its equations: an exchange must be made even if this rank has no use for its result.
+    """
+    reads: list[list[Any]] = [[] for _ in bodies]
+    wanted = set(results)
+    for at in reversed(range(len(bodies))):
+        if at % 2 == 0:
+            handed_on = [v for e in bodies[at] for v in e.outvars if v in wanted and owner.get(v) == at]
+            bodies[at] = drop_unread(bodies[at], handed_on)
+        reads[at] = _reads(bodies[at])
+        wanted.update(reads[at])
+    return reads
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,4 @@
-"""A program -> XLA executables, and one step of them in flight.
-
-Knows neither MPI nor threads: `Execution` offers what a driver needs (dispatch, wait, zero-fill) and nothing decides
-here when.
-"""
+"""The segments of a program -> XLA executables, which equal segments of all jobs share."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.digest import segment_key
-from jaxcross.program.execution import Compiled, Runnable
+from jaxcross.program.execution import Runnable
 from jaxcross.program.ir import Program, Segment, Wire
 
 MAX_IDLE_EXECUTABLES = 64  # executables that nobody uses any more, for the next job that is like one that has gone
@@ -92,55 +88,54 @@ class ExecutableCache(SingleFlightCache):
             self._latest.popitem(last=False)
 
 
-def compile_program(
+def compile_segments(
     program: Program,
+    inputs: Sequence[object],
     *,
-    inputs: Sequence[Any],
-    cache: ExecutableCache | None = None,
-    host_device: Any = None,
-    notify: Callable[[Segment], None] | None = None,
-) -> Compiled:
-    """Compiles every segment. Waits for XLA; communicates only where the wire must make a communicator.
-
-    All communicators are made before anything is compiled, so that a rank whose compiler fails leaves nobody waiting.
-
-    Args:
-        program: A verified program that was cut from a traced step.
-        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding.
-        cache: Shared by everything that may be alike; a fresh one if None.
-        host_device: CPU device of collective segments; the first one if None.
-        notify: Told of each segment before it is compiled.
-    """
-    traced, cache = program.traced, ExecutableCache() if cache is None else cache
+    cache: ExecutableCache,
+    host: Any,
+    notify: Callable[[Segment], None] | None,
+) -> tuple[Runnable, ...]:
+    """Compiles every segment, or takes its executable from the cache. The arguments are those of `stages.compile`."""
+    traced = program.traced
     wire, coords = traced.wire, dict(traced.wire.coords(traced.axes))
-    host = host_device or jax.local_devices(backend="cpu")[0]
-    sharding: dict[int, Any] = dict(
-        zip(program.inputs[: program.constants], map(_sharding, traced.consts), strict=True)
-    )
-    sharding.update(zip(program.inputs[program.constants :], map(_sharding, inputs), strict=True))
+    given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
+    shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
+    # All communicators are created before anything is compiled: creating one waits for the other ranks, which a rank
+    # whose compiler has failed would never reach.
     functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     runnables = []
-    for segment, may in zip(program.segments, program.donates(), strict=True):
+    for segment, may_donate in zip(program.segments, program.donates(), strict=True):
         if notify is not None:
             notify(segment)
-        places = tuple(sharding[v] for v in segment.inputs)
+        sources = tuple(shardings[v] for v in segment.inputs)
+        donated = _aliasable(program, segment, may_donate)
+        # Everything that decides what XLA makes of a segment, and nothing else: names of values and of the step may
+        # differ between jobs that share an executable.
+        key = (
+            segment_key(segment),
+            _avals(program, segment.inputs),
+            sources,
+            donated,
+            _owned(program, segment),
+            tuple(coords.items()),
+            host,
+            wire,
+            compat.trace_context(),
+            program.axes if segment.kind == "collective" else (),
+        )
         releases = tuple(v for v in segment.inputs if v not in returned)
-        donate = _aliasable(program, segment, may)
-        key = (segment_key(segment), _avals(program, segment.inputs), places, donate, _owned(program, segment),
-               tuple(coords.items()), host, wire, compat.trace_context(),
-               program.axes if segment.kind == "collective" else ())  # fmt: skip
         if segment.kind == "compute":
-            make = _compute_maker(program, segment, places, donate, coords)
-            call = cache.get(key, make)
-            outs: Sequence[Any] = [None] * len(segment.outputs)
-            if any(p is not None for p in places):
-                outs = list(call.output_shardings)[: len(segment.outputs)]
+            call = cache.get(key, _compute_maker(program, segment, sources, donated, coords))
+            # XLA chooses the shardings of a segment's results, and the next segment is compiled for what it chose.
+            chosen = any(s is not None for s in sources)
+            results = list(call.output_shardings)[: len(segment.outputs)] if chosen else [None] * len(segment.outputs)
             runnables.append(Runnable(segment=segment, releases=releases, call=call))
         else:
             call = cache.get(key, _collective_maker(program, segment, functions[segment.index], host))
-            outs = _return_shardings(program, segment, sharding, host)
-            back = tuple(outs) if any(o is not None for o in outs) else None
+            results = _return_shardings(program, segment, shardings, host)
+            moves = any(s is not None for s in results)
             runnables.append(
                 Runnable(
                     segment=segment,
@@ -148,27 +143,31 @@ def compile_program(
                     call=call,
                     device=host,
                     is_single_rank=program.is_single_rank(segment),
-                    moves=back is not None,
-                    shardings=back,
+                    moves=moves,
+                    shardings=tuple(results) if moves else None,
                 )
             )
-        sharding.update(zip(segment.outputs, outs, strict=True))
-    shared = {v: len(readers) for v, readers in program.readers().items() if len(readers) > 1}
+        shardings.update(zip(segment.outputs, results, strict=True))
+    return tuple(runnables)
+
+
+def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Returns the collective segments that each segment waits for, and whether any computation can hide an exchange.
+
+    A segment waits for those that it depends on, or that the commit puts before it, unless an earlier compute segment
+    has waited for them: compute segments run in the order of the list.
+    """
     collectives = [s.index for s in program.collectives]
-    after, seen, spoken, awaited, overlaps = program.after(), 0, 0, [], False
-    for segment, bits in zip(program.segments, after, strict=True):
-        # In the order of the list, who comes later need not wait for it again.
-        awaited.append(tuple(n for n in collectives if (bits & ~seen) >> n & 1))
+    waited_for = in_flight = 0  # sets of segments, as bits
+    awaited, overlaps = [], False
+    for segment, before in zip(program.segments, program.after(), strict=True):
+        awaited.append(tuple(n for n in collectives if (before & ~waited_for) >> n & 1))
         if segment.kind == "compute":
-            seen |= bits
-            overlaps = overlaps or bool(spoken & ~bits)
+            waited_for |= before
+            overlaps = overlaps or bool(in_flight & ~before)
         elif not program.is_single_rank(segment):
-            spoken |= 1 << segment.index
-    return Compiled(
-        program=program, runnables=tuple(runnables), forwards=program.forwards(), shared=shared, awaited=tuple(awaited),
-        overlaps=overlaps, constants=traced.own_consts(),
-        out_tree=traced.out_tree,
-    )  # fmt: skip
+            in_flight |= 1 << segment.index
+    return tuple(awaited), overlaps
 
 
 def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:

@@ -14,11 +14,8 @@ import jax
 
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
-from jaxcross.program.assemble import assemble
-from jaxcross.program.graph import Graph, Group, nbytes, variables
-from jaxcross.program.ir import Program
+from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
 from jaxcross.program.op_cost import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
-from jaxcross.program.trace import Traced
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
@@ -26,33 +23,25 @@ BUCKET_BYTES = 1 << 20  # below, an exchange's latency costs more than copying i
 AUTO_BYTES = 25_000_000  # bytes of gradients per segment under cut="auto"; four segments for ResNet-50
 
 
-def cut(traced: Traced, *, cut: Cut = "whole", bucket_bytes: int = BUCKET_BYTES) -> Program:
-    """Cuts a traced step into a verified program. Does not wait, does not communicate; the same on every rank.
+def place_equations(graph: Graph, cut: Cut) -> Placement:
+    """Chooses the segment of every equation. The result is the same on every rank.
 
     Args:
-        traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
-        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
-            into that many collective segments, in the order in which their operands become ready. `"auto"`: one
-            segment per 25 MB of gradients, 8 at most. Of no effect on a step that calls mpi4jax.
-        bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
-
-    Raises:
-        ValueError: `cut` is none of these, or `bucket_bytes` is no number of bytes.
+        graph: A step whose `cond`s the host has decided.
+        cut: See `stages.cut`.
     """
-    cut, bucket_bytes = checked_cut(cut), checked_bytes(bucket_bytes)
-    graph = Graph(traced)
     unit = calls_mpi4jax(graph)
-    pieces = 1 if unit else _pieces(cut, graph)
+    n_segments = 1 if unit else _n_segments(cut, graph)
     groups = [unit_of(graph)] if unit else _merge_light(graph, _levels(graph))
-    if pieces > 1:
+    if n_segments > 1:
         depth = _depths(graph)
-        groups = [part for group in groups for part in _split(graph, group, pieces, depth)]
-    place = _places(graph, groups)
+        groups = [part for group in groups for part in _split(graph, group, n_segments, depth)]
+    position = _places(graph, groups)
     if unit and jax.default_backend() == "cpu":
-        groups[0] = with_host_ops(graph, groups[0], place)
-        place.update(dict.fromkeys(groups[0].between, 1))
-    copies = recompute(graph, place, exact=pieces == 1)
-    return assemble(graph, groups, place, copies, bucket_bytes).verify()
+        groups[0] = with_host_ops(graph, groups[0], position)
+        position.update(dict.fromkeys(groups[0].between, 1))
+    recomputed = recompute(graph, position, exact=n_segments == 1)
+    return Placement(groups=groups, position=position, recomputed=recomputed)
 
 
 def checked_cut(value: Any) -> Cut:
@@ -82,7 +71,7 @@ def checked_bytes(value: Any) -> int:
     return int(value)
 
 
-def _pieces(cut: Cut, graph: Graph) -> int:
+def _n_segments(cut: Cut, graph: Graph) -> int:
     total = sum(x.nbytes for found in graph.wires.values() for x in found)
     if cut == "whole":
         return 1

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxcross import _jax_compat as compat
-from jaxcross.program.ir import Segment
+from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -43,6 +43,11 @@ def segment_key(segment: Segment) -> tuple[Any, ...]:
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
     text = hashlib.sha256(_ADDRESS.sub("0x", body).encode()).digest()
     return text, *(() if segment.jaxpr is None else _unprinted(segment.jaxpr))
+
+
+def program_digest(program: Program) -> str:
+    """Hashes structure, shapes, literals and equations on this rank: equal digests share executables."""
+    return hashlib.sha256("\n".join([program.text(), *map(segment_digest, program.segments)]).encode()).hexdigest()
 
 
 def segment_digest(segment: Segment) -> str:

@@ -31,6 +31,22 @@ class Group:
         return tuple(i for level in self.levels for i in level)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The segment of every equation, as the cut rules choose it.
+
+    Attributes:
+        groups: The exchanges of each collective segment.
+        position: Equation -> its segment: `2 * g` computes before group `g`, `2 * g + 1` is that group, the last is the
+            tail.
+        recomputed: Position -> equations of earlier positions that it runs a second time.
+    """
+
+    groups: Sequence[Group]
+    position: Mapping[int, int]
+    recomputed: Mapping[int, set[int]]
+
+
 @dataclass(slots=True)
 class Graph:
     """Who makes and who reads each variable, by equation index.

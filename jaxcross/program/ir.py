@@ -1,8 +1,8 @@
 """The IR: a program is a list of segments and the values that flow between them.
 
-It prints (`str(program)`), parses (`jaxcross.program.text.parse`), checks itself (`Program.verify`) and hashes itself
-twice: `digest` keys the executable cache of one rank, `exchange_signature` is what all ranks must agree on before the
-first step.
+It prints (`str(program)`), parses (`text.parse`), can be checked (`verify.verify`) and has two hashes:
+`digest.program_digest` tells whether two programs of one rank share executables, `exchange_signature` is what all ranks
+must agree on before the first step. This file is plain data and knows none of the passes.
 """
 
 from __future__ import annotations
@@ -185,22 +185,6 @@ class Program:
         """Whether nothing is exchanged because the host chose a branch: another one exchanges."""
         return not self.exchanges and self.traced is not None and bool(self.traced.choices)
 
-    def compile(self, inputs: Sequence[Any] | None = None, **options: Any) -> Any:
-        """The program as executables: `jaxcross.program.compile.Compiled`. Waits for XLA.
-
-        Args:
-            inputs: Flat arguments, for their shardings; the traced types if None.
-            **options: `cache`, `host_device`, `notify` of `compile_program`.
-
-        Raises:
-            ValueError: The program was parsed, so that its equations are unknown.
-        """
-        from jaxcross.program.compile import compile_program
-
-        if self.traced is None:
-            raise ValueError(f"program `{self.name}` was read from text and has no equations to compile")
-        return compile_program(self, inputs=self.traced.in_avals if inputs is None else inputs, **options)
-
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything that it puts on the wire, in order."""
@@ -291,17 +275,6 @@ class Program:
             taken.add(v)
         return tuple(found)
 
-    def verify(self) -> Program:
-        """Checks every hand-over; returns itself.
-
-        Raises:
-            InternalError: With the offending segment marked among its neighbours.
-        """
-        from jaxcross.program.verify import verify
-
-        verify(self)
-        return self
-
     def _lines(self) -> list[str]:
         lines = []
         for segment, needs in zip(self.segments, self.needs(), strict=True):
@@ -348,12 +321,6 @@ class Program:
     def exchange_hash(self) -> int:
         """`exchange_signature` as 62 bits, so that it survives negation in an all-reduce of int64."""
         return hash_62(self.exchange_signature())
-
-    def digest(self) -> str:
-        """Hash of structure, shapes, literals and equations on this rank: equal digests share executables."""
-        from jaxcross.program.digest import segment_digest
-
-        return hashlib.sha256("\n".join([self.text(), *map(segment_digest, self.segments)]).encode()).hexdigest()
 
 
 def hash_62(text: str) -> int:

@@ -64,7 +64,16 @@ class Labelled:
 
 
 def labelled(traced: Traced) -> dict[int, list[Labelled]]:
-    """The arrays that each equation of a traced step exchanges, by equation. Does not wait or communicate."""
+    """Returns the arrays that each equation of a traced step exchanges, by equation. Computed once.
+
+    Does not wait or communicate.
+    """
+    if "labelled" not in traced.memo:
+        traced.memo["labelled"] = _labelled(traced)
+    return traced.memo["labelled"]
+
+
+def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
     scope, found = marked(traced), {}
     for i, eqn in enumerate(scope.eqns):
         if exchanges := exchanges_of(eqn, traced):
@@ -149,7 +158,7 @@ def order_of(program: Program) -> list[Member]:
 
 def _travelling(program: Program) -> Iterator[Labelled]:
     """A shared buffer has an equation of its own. Its parts are found by their results, which keep their names."""
-    known, eqns = program.traced.labelled, compat.open_jaxpr(program.traced.jaxpr)[0].eqns
+    known, eqns = labelled(program.traced), compat.open_jaxpr(program.traced.jaxpr)[0].eqns
     by_equation = {id(eqns[i]): i for i in known}
     by_result = {v: i for i in known for v in eqns[i].outvars}
     for segment in program.collectives:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,12 @@ from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.flatten import Flattener
-from jaxcross.program.ir import Program, RankDecision, Wire
+from jaxcross.program.ir import RankDecision, Wire
 from jaxcross.program.jaxpr_utils import holds_shard_map
 from jaxcross.program.shard_map import check_nothing_else, is_shard_map, trace_shards
 from jaxcross.program.solver import call_solvers
 from jaxcross.program.step_checks import copy_signature, explain_failed_trace
 from jaxcross.program.wire_types import convert_wire_types
-
-if TYPE_CHECKING:
-    from jaxcross.program.labels import Labelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +45,7 @@ class Traced:
         until: What decides how often a loop exchanges that ranks do not vote on, as a hash, by its first result.
         whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
         paths: Of the flat arguments and of the flat results, for messages.
+        memo: Results of passes that are computed once, such as `labels.labelled`.
     """
 
     name: str
@@ -69,6 +66,7 @@ class Traced:
     whole: Any = field(default=None, repr=False)
     paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
     _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # of all variants
+    memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def decide(self, choice: int) -> Traced:
         """The variant of the step in which the first undecided `cond` takes branch `choice`."""
@@ -84,25 +82,6 @@ class Traced:
             if id(x) not in self._own:
                 self._own[id(x)] = x, jnp.array(x)
         return jax.block_until_ready(tuple(self._own[id(x)][1] for x in self.consts))
-
-    def cut(self, cut: Any = "whole", **options: Any) -> Program:
-        """The step as a program; see `jaxcross.program.cut.cut`.
-
-        Raises:
-            CutError: The host is to decide a `cond` first, or `cut` cannot be had.
-        """
-        if self.undecided is not None:
-            raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
-        from jaxcross.program.cut import cut as cut_traced
-
-        return cut_traced(self, cut=cut, **options)
-
-    @cached_property
-    def labelled(self) -> dict[int, list[Labelled]]:
-        """The arrays that it exchanges, by equation; see `jaxcross.program.labels`."""
-        from jaxcross.program.labels import labelled
-
-        return labelled(self)
 
     def __str__(self) -> str:
         return str(self.jaxpr)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from jaxcross.errors import InternalError
+from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import holds_exchange
 
-if TYPE_CHECKING:
-    from jaxcross.program.ir import Program, Segment
 
-
-def verify(program: Program) -> None:
-    """Checks every hand-over. Does not wait or communicate.
+def verify(program: Program) -> Program:
+    """Checks every hand-over; returns the program. Does not wait or communicate.
 
     Raises:
         InternalError: With the offending segment marked among its neighbours.
@@ -59,6 +55,7 @@ def verify(program: Program) -> None:
         raise InternalError(
             f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never freed"
         )
+    return program
 
 
 def _holds_exchange(program: Program, segment: Segment) -> bool:

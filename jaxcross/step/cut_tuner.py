@@ -21,6 +21,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross._jax_compat import compilation_cache_dir
+from jaxcross.program.digest import program_digest
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
@@ -63,7 +64,7 @@ class CutHint:
 
 def key_of(program: Program, world: World) -> str:
     """What tells this rank's step, its machine and its neighbours from others, also in later runs."""
-    return f"{program.digest()} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
+    return f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
 
 
 def recall(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import StepHost
@@ -33,7 +34,7 @@ def _with_own_communicators(variant: Variant, host: StepHost) -> Compiled:
     """Compiles a program that calls mpi4jax over communicators of the job's own."""
     program = variant.record.units.agree_in_run(host, variant.world, variant.default, variant.cache_key)
     with host.compiling(program.name):
-        return program.compile(variant.arg_types, cache=variant.world.executables)
+        return stages.compile(program, variant.arg_types, cache=variant.world.executables)
 
 
 def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
@@ -96,7 +97,7 @@ def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hi
     def build(program: Program) -> Compiled:
         agree_once(variant, host, program, candidate=True)
         with host.compiling(program.name):
-            return program.compile(variant.arg_types, cache=variant.world.executables)
+            return stages.compile(program, variant.arg_types, cache=variant.world.executables)
 
     n_segments, compiled = search(
         variant.traced,
@@ -114,6 +115,6 @@ def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program
     with host.compiling(program.name), variant.lock:
         compiled = variant.compiled.get(n_segments)
         if compiled is None:
-            compiled = program.compile(variant.arg_types, cache=variant.world.executables)
+            compiled = stages.compile(program, variant.arg_types, cache=variant.world.executables)
             variant.compiled[n_segments] = compiled
     return compiled

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from jaxcross.program import stages
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.execution import Compiled
@@ -72,7 +73,7 @@ class Variant:
         if self.traced.undecided is not None:
             self.branch_of = _on_host(self.traced.undecided)
             return
-        program = self.traced.cut(self.record.cut, bucket_bytes=self.record.bucket_bytes)
+        program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
         self.program = self.default = program
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
@@ -105,7 +106,7 @@ class Variant:
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)
-        return known.program if known else self.traced.cut(n_segments, bucket_bytes=self.record.bucket_bytes)
+        return known.program if known else stages.cut(self.traced, n_segments, bucket_bytes=self.record.bucket_bytes)
 
 
 def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fakes import run_ranks
 
 from jaxcross.errors import ExchangeError
+from jaxcross.program import stages
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.step.exchange_order import agree_on_order, order_hash
@@ -24,7 +25,7 @@ def program_of(
     step: Callable[..., Any], *args: Any, axes: Any = None, cut: Any = "whole", bucket_bytes: int = 1 << 20
 ) -> Program:
     traced = trace(step, args, axes=axes or {"x": 2}, wire=LocalRanks())
-    return decide(traced, jax.tree.leaves((args, {}))).cut(cut, bucket_bytes=bucket_bytes)
+    return stages.cut(decide(traced, jax.tree.leaves((args, {}))), cut, bucket_bytes=bucket_bytes)
 
 
 def verdict(programs: Sequence[Program]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxcross.program import stages
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
@@ -44,7 +45,7 @@ class Row:
 
 def cut(step: Any, *args: Any, axes: Any = None) -> Program:
     traced = trace(step, args, axes=axes or {"batch": 2}, wire=LocalRanks())
-    return decide(traced, jax.tree.leaves(args)).cut().verify()
+    return stages.cut(decide(traced, jax.tree.leaves(args)))
 
 
 def votes(program: Program) -> list[str]:

@@ -22,6 +22,7 @@ from fakes import run_ranks
 from layers import step
 
 from jaxcross._jax_compat import compilation_cache_dir
+from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
@@ -47,7 +48,7 @@ def out_of_memory() -> NoReturn:
 
 def compile_for(world: Any, program: Program, fails: Fails) -> Compiled:
     """Its exchanges wait for the other rank; a computation that `fails` raises on rank 1."""
-    compiled = program.compile(LEAVES)
+    compiled = stages.compile(program, LEAVES)
 
     def broken(runnable: Any) -> Any:
         segment, pieces = runnable.segment, len(program.collectives)
@@ -83,7 +84,7 @@ def found(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
             with ThreadPoolExecutor(1) as world.exchanger:
                 pieces, compiled = search(
-                    traced(), LEAVES, world=world, cut=lambda n: traced().cut(n, bucket_bytes=0), build=build,
+                    traced(), LEAVES, world=world, cut=lambda n: stages.cut(traced(), n, bucket_bytes=0), build=build,
                     together=together, recalled=CutHint(key="", ran=None, before=None, first=True, kept=kept),
                 )  # fmt: skip
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2

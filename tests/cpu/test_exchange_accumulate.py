@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from jaxcross.exchange import accumulate, local_sgd, mean, one_bit_adam, top_k
+from jaxcross.program import stages
 from jaxcross.program.mini_steps import repeated_exchanges
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
@@ -159,7 +160,7 @@ def exchanges_of(tx: Any, steps: int) -> list[int]:
     for _ in range(steps):
         args = PARAMS, state, PARAMS
         traced = decide(trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args))
-        found.append(sum(len(s.exchanges) for s in traced.cut().segments))
+        found.append(sum(len(s.exchanges) for s in stages.cut(traced).segments))
         one = jax.tree.map(lambda x: jnp.asarray(x)[None], args)
         state = jax.tree.map(lambda x: x[0], jax.vmap(step, axis_name="batch")(*one)[1])
     return found

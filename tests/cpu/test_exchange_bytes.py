@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxcross import exchange
-from jaxcross.program.cut import cut
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 from jaxcross.wire.bytes import wire_bytes

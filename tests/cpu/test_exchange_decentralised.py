@@ -14,6 +14,7 @@ from jaxcross.exchange.federated_average import _shares, federated_average
 from jaxcross.exchange.gossip import gossip, mixing_matrix
 from jaxcross.exchange.gossip import rounds as rounds_of
 from jaxcross.exchange.local_sgd import local_sgd
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 
@@ -123,7 +124,7 @@ def test_between_exchanges_nothing_is_sent(tx):
     for _ in range(4):
         args = (params, state, params)
         traced = decide(trace(step, args, axes={"batch": 1}, wire=LocalRanks()), jax.tree.leaves(args))
-        program = traced.cut()
+        program = stages.cut(traced)
         sent.append(sum(len(s.exchanges) for s in program.segments))
         params, state = jax.vmap(step, axis_name="batch")(*jax.tree.map(lambda x: x[None], args))
         params, state = jax.tree.map(lambda x: x[0], (params, state))

@@ -12,8 +12,9 @@ import optax
 import pytest
 
 from jaxcross import exchange
-from jaxcross.program.cut import cut
+from jaxcross.program import stages
 from jaxcross.program.op_cost import LIGHT
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
 
@@ -67,6 +68,6 @@ def test_what_a_mean_hands_from_hop_to_hop_stays_inside(pattern, wire_dtype):
     """What is not finite there is not finite at the end, so that `nonfinite` need not look at it."""
     axes, names = ({"node": 2, "local": 2}, ("node", "local")) if pattern == "hierarchical" else ({"batch": 4}, "batch")
     tx = exchange.mean(names, pattern=pattern, wire_dtype=wire_dtype)
-    program = trace(lambda g: tx.update(g, optax.EmptyState())[0], (PARAMS,), axes=axes, wire=LocalRanks()).cut()
+    program = stages.cut(trace(lambda g: tx.update(g, optax.EmptyState())[0], (PARAMS,), axes=axes, wire=LocalRanks()))
     assert program.collectives
     assert [len(s.jaxpr.jaxpr.outvars) for s in program.segments] == [len(s.outputs) for s in program.segments]

@@ -16,8 +16,8 @@ from exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step
 
 from jaxcross import exchange
 from jaxcross.errors import CutError
-from jaxcross.program.cut import cut
 from jaxcross.program.nonfinite import is_finite
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program, vmapped
 from jaxcross.wire.bytes import wire_bytes

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from jaxcross.jobs.runner import Runner
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
 from jaxcross.world.replicas import broadcast
@@ -112,7 +113,7 @@ def test_zeros_have_the_types_that_the_exchange_was_compiled_for() -> None:
 
     with jax.enable_x64(True):
         args = [jnp.ones(3), jnp.arange(2), jax.random.key(1)]
-        done = trace(step, args, axes={"batch": 2}, wire=LocalRanks()).cut(bucket_bytes=0).compile(args)
+        done = stages.compile(stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), bucket_bytes=0), args)
         execution = done.execution(args)
 
     def work() -> Any:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcross import CutError
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
@@ -64,7 +65,7 @@ def test_equals_vmap(step: Callable[..., Any]) -> None:
     axes = {"x": 2}
     args = [[jax.random.key(r), jnp.arange(4, dtype=jnp.float32) + 3 * r] for r in range(2)]
     wanted = [jax.tree.leaves(r) for r in vmap_oracle(step, axes, args)]
-    got = run_program(trace(step, args[0], axes=axes, wire=LocalRanks()).cut(), args)
+    got = run_program(stages.cut(trace(step, args[0], axes=axes, wire=LocalRanks())), args)
     for mine, theirs in zip(got, wanted, strict=True):
         for g, w in zip(mine, theirs, strict=True):
             assert g.dtype == w.dtype
@@ -72,7 +73,7 @@ def test_equals_vmap(step: Callable[..., Any]) -> None:
 
 
 def test_exchange_says_what_travels() -> None:
-    program = trace(gathered, [jax.random.key(0), jnp.ones(4)], axes={"x": 2}, wire=LocalRanks()).cut()
+    program = stages.cut(trace(gathered, [jax.random.key(0), jnp.ones(4)], axes={"x": 2}, wire=LocalRanks()))
     assert [(e.op, e.dtype, e.shape) for e in program.exchanges][:2] == [
         ("all_gather", "uint32", (2,)), ("all_gather", "uint32", (3, 2)),
     ]  # fmt: skip
@@ -85,7 +86,7 @@ def test_keys_in_a_shard_map() -> None:
         mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P()),
     )  # fmt: skip
     args = [[jax.random.split(jax.random.key(r), 1), jnp.ones(4)] for r in range(2)]
-    got = run_program(trace(body, args[0], axes={"x": 2}, wire=LocalRanks()).cut(), args)
+    got = run_program(stages.cut(trace(body, args[0], axes={"x": 2}, wire=LocalRanks())), args)
     for keys, _ in got:
         np.testing.assert_array_equal(plain(keys), np.concatenate([plain(k) for k, _ in args]))
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from jaxcross.errors import CutError
+from jaxcross.program import stages
 from jaxcross.program.decision import Decision
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -15,7 +16,7 @@ X = jnp.ones((4, 2))
 
 
 def cut(step, *args, axes):
-    return trace(step, args, axes=axes, wire=LocalRanks()).cut(bucket_bytes=0)
+    return stages.cut(trace(step, args, axes=axes, wire=LocalRanks()), bucket_bytes=0)
 
 
 def decisions(program):
@@ -44,7 +45,7 @@ def test_none_where_there_is_nothing_to_decide() -> None:
         return lax.cond(n % 2 == 0, lambda v: lax.psum(v, "batch"), lambda v: v, x)
 
     traced = trace(by_counter, (jnp.int32(0), X), axes={"batch": 2}, wire=LocalRanks())
-    assert not any(decisions(traced.decide(branch).cut()) for branch in (0, 1))
+    assert not any(decisions(stages.cut(traced.decide(branch))) for branch in (0, 1))
 
     def outside(x):
         return lax.cond(x.sum() > 0, lambda v: v + 1, lambda v: v, lax.psum(x, "batch"))
@@ -126,4 +127,4 @@ def test_what_the_host_is_to_decide_is_not_cut():
 
     traced = trace(by_counter, (jnp.int32(0), X), axes={"batch": 2}, wire=LocalRanks())
     with pytest.raises(CutError, match="the host decides a conditional at each step"):
-        traced.cut()
+        stages.cut(traced)

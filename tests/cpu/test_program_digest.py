@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
-from jaxcross.program.digest import _Same, segment_key
+from jaxcross.program import stages
+from jaxcross.program.digest import _Same, program_digest, segment_key
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -59,7 +60,7 @@ def keys(callback: Any, call: Any = jax.pure_callback) -> list[Any]:
     def step(x: Any) -> Any:
         return call(callback, jax.ShapeDtypeStruct((2,), jnp.float32), lax.pmean(x, "batch"))
 
-    program = trace(step, (X,), axes={"batch": 2}, wire=LocalRanks()).cut()
+    program = stages.cut(trace(step, (X,), axes={"batch": 2}, wire=LocalRanks()))
     return [segment_key(s) for s in program.segments]
 
 
@@ -108,7 +109,7 @@ def noisy(impl: Any = None) -> Program:
         key = words if impl is None else jax.random.wrap_key_data(words, impl=impl)
         return lax.pmean(x + jax.random.normal(key, x.shape), "batch")
 
-    return trace(step, (jax.random.PRNGKey(0), X), axes={"batch": 2}, wire=LocalRanks()).cut()
+    return stages.cut(trace(step, (jax.random.PRNGKey(0), X), axes={"batch": 2}, wire=LocalRanks()))
 
 
 def rematerialised(by: float = 1.0) -> Program:
@@ -123,7 +124,7 @@ def rematerialised(by: float = 1.0) -> Program:
 
     outer = jax.checkpoint(lambda w: jnp.cos(inner(w)), policy=jax.checkpoint_policies.save_only_these_names("y"))
     grad = jax.grad(lambda w: outer(w).sum())
-    return trace(lambda w: lax.pmean(grad(w), "batch"), (X,), axes={"batch": 2}, wire=LocalRanks()).cut()
+    return stages.cut(trace(lambda w: lax.pmean(grad(w), "batch"), (X,), axes={"batch": 2}, wire=LocalRanks()))
 
 
 STEPS = (noisy, rematerialised)
@@ -134,15 +135,15 @@ def test_what_jax_makes_of_functions_is_known_by_what_it_computes(make: Any) -> 
     program = make()
     assert any(f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")), "it is there"
     assert not any(isinstance(part, _Same) for s in program.segments for part in segment_key(s))
-    assert make().digest() == program.digest(), "with functions of its own"
+    assert program_digest(make()) == program_digest(program), "with functions of its own"
 
 
 def test_what_a_checkpoint_recomputes_counts() -> None:
-    assert rematerialised(1.0).digest() != rematerialised(2.0).digest()
+    assert program_digest(rematerialised(1.0)) != program_digest(rematerialised(2.0))
 
 
 def test_steps_are_known_again_in_other_processes() -> None:
-    script = "import test_program_digest as t; print(*(make().digest() for make in t.STEPS))"
+    script = "import test_program_digest as t; print(*(t.program_digest(make()) for make in t.STEPS))"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     others = [
         subprocess.Popen(
@@ -169,10 +170,10 @@ def test_contexts_count(loop: bool) -> None:
                 return lax.pmean(lax.scan(lambda c, _: (c + noise(key), None), x, None, length=2)[0], "batch")
             return lax.pmean(x + noise(key), "batch")
 
-        return trace(step, (jax.random.key(0), X), axes={"batch": 2}, wire=LocalRanks()).cut()
+        return stages.cut(trace(step, (jax.random.key(0), X), axes={"batch": 2}, wire=LocalRanks()))
 
-    assert make(True).digest() != make(False).digest()
-    assert make(True).digest() == make(True).digest()
+    assert program_digest(make(True)) != program_digest(make(False))
+    assert program_digest(make(True)) == program_digest(make(True))
 
 
 def test_generators_that_are_called_alike_share_nothing() -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxcross.program import buffers
+from jaxcross.program import buffers, stages
 from jaxcross.program.bound_arguments import compile_with_arguments
+from jaxcross.program.digest import program_digest
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
+from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 from jaxcross.wire import offsets
 
@@ -69,7 +71,9 @@ def conditionals_in_one(state: Any, x: Any) -> Any:
 
 
 def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
-    return trace(step, (leaves(count), jnp.float32(1)), axes=AXES, wire=LocalRanks(), donate_argnums=(0,)).cut(cut)
+    return stages.cut(
+        trace(step, (leaves(count), jnp.float32(1)), axes=AXES, wire=LocalRanks(), donate_argnums=(0,)), cut
+    )
 
 
 def calls(work: Callable[[], Any]) -> int:
@@ -98,7 +102,7 @@ def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
 
     def work() -> None:
         program = made(step, count, cut)
-        program.verify(), program.digest(), program.text(), program.exchange_hash()
+        verify(program), program_digest(program), program.text(), program.exchange_hash()
 
     count = 8
     work()  # what is done once in a process
@@ -125,7 +129,7 @@ def of_two_levels(x: Any) -> Any:
 
 def test_exchanges_of_a_conditional_go_level_by_level() -> None:
     traced = trace(of_two_levels, (jnp.ones(4),), axes=AXES, wire=LocalRanks())
-    program = traced.cut(bucket_bytes=0)
+    program = stages.cut(traced, bucket_bytes=0)
     assert [sum(x.shape == (4,) for x in s.exchanges) for s in program.collectives] == [2, 1]
     args = [(np.arange(1, 5, dtype=np.float32),), (np.arange(2, 6, dtype=np.float32),)]
     got = run_program(program, args)

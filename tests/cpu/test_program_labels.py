@@ -23,6 +23,7 @@ from random_steps import RECIPES, Op, Recipe, arguments, build
 from zoo import ZOO
 
 from jaxcross import _jax_compat as compat
+from jaxcross.program import stages
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.ir import Program
 from jaxcross.program.labels import labelled, order_of
@@ -249,7 +250,7 @@ def travelling(program: Program) -> list[Any]:
     eqns = program.traced.jaxpr.jaxpr.eqns
     made = {
         id(x): (tuple(map(id, eqns[i].outvars)), n)
-        for i, several in program.traced.labelled.items()
+        for i, several in labelled(program.traced).items()
         for n, x in enumerate(several)
     }
     return [made[id(member.labelled)] for member in order_of(program)]
@@ -257,7 +258,7 @@ def travelling(program: Program) -> list[Any]:
 
 def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) -> bool:
     """Whether the two orders of equations make the exchanges travel in two orders, which then must be found."""
-    one, other = (t.cut(cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng)))
+    one, other = (stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng)))
     ranks = math.prod(traced.axes.values())
     assert verdict([one] * ranks) == ""
     if one.exchange_signature() != other.exchange_signature():

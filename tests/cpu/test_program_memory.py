@@ -18,6 +18,7 @@ from jax import lax
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
 from jaxcross.errors import ExchangeError
+from jaxcross.program import stages
 from jaxcross.program.compile import MAX_IDLE_EXECUTABLES, ExecutableCache
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.flatten import UNROLLED
@@ -53,7 +54,7 @@ def compiled(
         jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / N,
     )
     traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=donate)
-    return traced.cut(cut).compile(jax.tree.leaves((args, {}))), args
+    return stages.compile(stages.cut(traced, cut), jax.tree.leaves((args, {}))), args
 
 
 def alive(execution: Execution) -> set[int]:
@@ -110,7 +111,7 @@ def test_an_exchanged_input_is_still_the_users(size: int) -> None:
 
     params = jnp.arange(8.0)
     traced = trace(step, (params,), axes={"batch": size}, wire=LocalRanks())
-    done = traced.cut().compile([params])
+    done = stages.compile(stages.cut(traced), [params])
     for _ in range(2):
         execution = done.execution([params])
         for segment in done.program.segments:
@@ -194,8 +195,8 @@ def test_executables_of_one_mesh_do_not_serve_another() -> None:
     cache, x, found = ExecutableCache(), jnp.ones(3), []
     for axes in ({"a": 2, "b": 1}, {"a": 1, "b": 2}):
         traced = trace(lambda x: lax.psum(2 * x, "a"), (x,), axes=axes, wire=LocalRanks())
-        execution = traced.cut("whole").compile([x], cache=cache).execution([x])
-        for segment in range(len(traced.cut("whole").segments)):
+        execution = stages.compile(stages.cut(traced, "whole"), [x], cache=cache).execution([x])
+        for segment in range(len(stages.cut(traced, "whole").segments)):
             execution.run(segment)
         found.append(float(execution.outputs()[0]))
     assert found == [4, 2]
@@ -276,7 +277,7 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
 
     args = (jnp.ones((3,)), jax.random.key(3))
     traced = trace(step, args, axes=AXES, wire=LocalRanks())
-    done = traced.cut(bucket_bytes=0).compile(jax.tree.leaves((args, {})))
+    done = stages.compile(stages.cut(traced, bucket_bytes=0), jax.tree.leaves((args, {})))
     execution = done.execution([*args])
     for segment in done.program.segments:
         if segment.kind == "collective":
@@ -292,7 +293,7 @@ def test_zeros_stay_where_a_late_segment_puts_what_it_made() -> None:
     def step(x: Any) -> Any:
         return lax.psum(jnp.sin(x), "batch")
 
-    done = trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks()).cut().compile([jnp.ones(3)])
+    done = stages.compile(stages.cut(trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks())), [jnp.ones(3)])
     (exchange,) = done.program.collectives
     execution = done.execution([jnp.ones(3)])
     execution.zero_inputs(exchange.index)
@@ -314,8 +315,8 @@ def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
     x, cache = jnp.ones(5), ExecutableCache()
 
     def result(step: Any) -> np.ndarray:
-        program = trace(step, (x,), axes=AXES, wire=LocalRanks()).cut()
-        execution = program.compile([x], cache=cache).execution([x])
+        program = stages.cut(trace(step, (x,), axes=AXES, wire=LocalRanks()))
+        execution = stages.compile(program, [x], cache=cache).execution([x])
         for segment in program.segments:
             execution.run(segment.index)
         return np.asarray(execution.outputs())
@@ -422,5 +423,5 @@ def test_cutting_keeps_what_a_large_model_saves(sizes: dict[str, int], remat: bo
         return jax.value_and_grad(loss_fn)(params)
 
     traced = trace(loss_and_gradients, (params, tokens), axes=mesh.axes, wire=LocalRanks())
-    program = traced.cut("whole")
+    program = stages.cut(traced, "whole")
     assert program_peak_bytes(program) < 1.05 * written_peak_bytes(traced)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxcross.errors import CutError
+from jaxcross.program import stages
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.advice import advise
@@ -157,14 +158,14 @@ def test_mutable_array_inside_a_jit_or_a_loop() -> None:
 def test_cut_that_is_none(cut) -> None:
     wanted = '^cut must be "whole", "auto" or a positive number of exchange segments, not '
     with pytest.raises(ValueError, match=wanted):
-        traced(lambda x: lax.psum(x, "batch"), X).cut(cut)
+        stages.cut(traced(lambda x: lax.psum(x, "batch"), X), cut)
 
 
 def test_step_without_exchange_is_warned_of() -> None:
     def evaluate(x):
         return x + 1
 
-    program = traced(evaluate, X).cut()
+    program = stages.cut(traced(evaluate, X))
     with pytest.warns(UserWarning, match="^`evaluate` has no exchange over `batch`: every rank computes alone"):
         advise(program.traced, program, set())
 
@@ -174,7 +175,7 @@ def test_step_that_exchanges_at_other_times_is_not(recwarn: pytest.WarningsRecor
         return lax.cond(step % 8 == 7, lambda: lax.pmean(x, "batch"), lambda: x)
 
     undecided = traced(every_eighth, jnp.int32(0), X)
-    programs = [undecided.decide(branch).cut() for branch in (0, 1)]
+    programs = [stages.cut(undecided.decide(branch)) for branch in (0, 1)]
     assert [len(program.exchanges) for program in programs] == [0, 1]
     for program in programs:
         advise(program.traced, program, set())
@@ -192,7 +193,7 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, "jaxcross"):
         told: set[str] = set()
         for cut in ("whole", 2):  # compiled twice
-            program = traced(ring, X).cut(cut)
+            program = stages.cut(traced(ring, X), cut)
             advise(program.traced, program, told)
     lines = [r.getMessage() for r in caplog.records]
     assert all(line.startswith("`ring` exchanges inside a scan at ") for line in lines)
@@ -204,7 +205,7 @@ def test_calls_around_an_exchange_in_a_loop_are_not_loops(caplog: pytest.LogCapt
         return lax.fori_loop(0, n, lambda _, k: jax.jit(lambda k: lax.all_gather(k, "batch"))(k)[0], key)
 
     with caplog.at_level(logging.WARNING, "jaxcross"):
-        program = traced(ring, jax.random.key(0), 3).cut()  # a random key travels as its words, by a call
+        program = stages.cut(traced(ring, jax.random.key(0), 3))  # a random key travels as its words, by a call
         advise(program.traced, program, set())
     assert [dict(x.params).get("loop") for x in program.exchanges] == ["while ?"] * 2  # and its vote
     assert "exchanges inside a while at" in caplog.text

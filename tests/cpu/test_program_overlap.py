@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from jaxcross import exchange
+from jaxcross.program import stages
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, decide
@@ -56,7 +57,7 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     params = layers()
-    return flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)).cut(pieces, bucket_bytes=0)
+    return stages.cut(flat(step, (params, tx.init(params)), jnp.ones((4, WIDTH)), donate=(0,)), pieces, bucket_bytes=0)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
@@ -89,7 +90,7 @@ def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -
         second = lax.pmean(jnp.tanh(first @ first), "batch")
         return second, (first @ first.T).sum()
 
-    cut = flat(step, jnp.ones((WIDTH, WIDTH))).cut("whole", bucket_bytes=0)
+    cut = stages.cut(flat(step, jnp.ones((WIDTH, WIDTH))), "whole", bucket_bytes=0)
     middle = cut.segments[cut.collectives[0].index + 1]
     assert any(eqn.primitive.name == "reduce_sum" for eqn in middle.jaxpr.jaxpr.eqns)
 
@@ -101,7 +102,7 @@ def test_an_exchange_of_what_was_exchanged_does_not_hold_the_gradients_back() ->
         grads = lax.pmean(gradients(params, x), "batch")
         return grads, lax.pmean(optax.tree.norm(grads), "batch")
 
-    cut = flat(step, layers(), jnp.ones((4, WIDTH))).cut(4, bucket_bytes=0)
+    cut = stages.cut(flat(step, layers(), jnp.ones((4, WIDTH))), 4, bucket_bytes=0)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) == 4, "the norm travels with the last gradients"
     assert all(3 <= len(s.exchanges) <= 6 for s in cut.collectives)
@@ -117,7 +118,7 @@ def test_pieces_of_a_hierarchical_mean_are_chains_of_their_own() -> None:
     def step(params: Any, x: Any) -> Any:
         return jax.tree.map(mean, gradients(params, x))
 
-    cut = flat(step, layers(), jnp.ones((4, WIDTH)), axes={"node": 2, "local": 2}).cut(4, bucket_bytes=0)
+    cut = stages.cut(flat(step, layers(), jnp.ones((4, WIDTH)), axes={"node": 2, "local": 2}), 4, bucket_bytes=0)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) == 4
     for segment in cut.collectives:
@@ -130,7 +131,9 @@ def test_pieces_of_a_hierarchical_mean_are_chains_of_their_own() -> None:
 def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) -> None:
     """JAX leaves out what one row does not need. A rank whose last batch is short exchanges what the others do."""
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
-    cuts = [flat(step, layers(), jnp.ones((rows, WIDTH))).cut(pieces, bucket_bytes=bucket_bytes) for rows in (1, 4)]
+    cuts = [
+        stages.cut(flat(step, layers(), jnp.ones((rows, WIDTH))), pieces, bucket_bytes=bucket_bytes) for rows in (1, 4)
+    ]
     assert cuts[0].exchange_signature() == cuts[1].exchange_signature()
 
 
@@ -147,7 +150,7 @@ def test_where_segments_part_does_not_depend_on_the_batch(rows: int) -> None:
         return mean, lax.pmean((jnp.broadcast_to(mean, x.shape) ** 2).sum(0), "batch")
 
     for step in (moments, of_the_mean_alone):
-        cut = flat(step, jnp.ones((rows, 8))).cut("whole")
+        cut = stages.cut(flat(step, jnp.ones((rows, 8))), "whole")
         assert [len(s.exchanges) for s in cut.collectives] == [1, 1]
 
 
@@ -155,12 +158,12 @@ def test_what_only_exchanges_make_stays_between_them() -> None:
     def again(x: Any) -> Any:
         return lax.psum(2 * lax.pmean(x, "batch") - x, "batch")
 
-    assert [len(s.exchanges) for s in flat(again, jnp.ones(8)).cut("whole").collectives] == [2]
+    assert [len(s.exchanges) for s in stages.cut(flat(again, jnp.ones(8)), "whole").collectives] == [2]
 
 
 def test_a_leaf_without_elements_is_cut_like_the_others() -> None:
     step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
-    cut = flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)).cut("whole")
+    cut = stages.cut(flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)), "whole")
     assert [x.shape for x in cut.exchanges] == [(3,)]
 
 
@@ -170,10 +173,10 @@ def test_ranks_compare_what_lies_in_a_shared_buffer_and_where_segments_part() ->
         [(layer["kernel"], layer["bias"]) for layer in gradients(params, x)], "batch"
     )
     one, other = (flat(each, layers(), jnp.ones((4, WIDTH))) for each in (step, swapped))
-    first, second = one.cut("whole"), other.cut("whole")
+    first, second = stages.cut(one, "whole"), stages.cut(other, "whole")
     assert [x.shape for x in first.exchanges] == [x.shape for x in second.exchanges]
     assert first.exchange_signature() != second.exchange_signature()
-    halves, quarters = (one.cut(pieces, bucket_bytes=0).exchange_signature().splitlines() for pieces in (2, 4))
+    halves, quarters = (stages.cut(one, pieces, bucket_bytes=0).exchange_signature().splitlines() for pieces in (2, 4))
     assert halves[-1].startswith("exchanges of each segment: ")
     assert halves[-1].count(",") == 1
     assert quarters[-1].count(",") == 3

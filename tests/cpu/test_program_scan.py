@@ -13,6 +13,7 @@ from jax import lax
 from zoo import assert_close
 
 from jaxcross import tensor
+from jaxcross.program import stages
 from jaxcross.program.digest import segment_key
 from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.ir import Program
@@ -69,7 +70,7 @@ def gradients(length: int, *, remat: bool = False) -> tuple[Any, Any, list[Any]]
 
 
 def cut(step: Any, args: Any, axes: Any) -> Program:
-    return trace(step, args, axes=axes, wire=LocalRanks()).cut().verify()
+    return stages.cut(trace(step, args, axes=axes, wire=LocalRanks()))
 
 
 def received(program: Program) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from solvers import RTOL, STEPS, rows, weights
 
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
@@ -24,7 +25,7 @@ def close(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_solver_that_exchanges_equals_vmap(name: str) -> None:
     args = [(weights(), rows(rank)) for rank in range(RANKS)]
-    program = trace(STEPS[name], args[0], axes=AXES, wire=LocalRanks()).cut().verify()
+    program = stages.cut(trace(STEPS[name], args[0], axes=AXES, wire=LocalRanks()))
     got = run_program(program, args)
     want = vmap_oracle(STEPS[name], AXES, args)
     for mine, theirs in zip(got, want, strict=True):
@@ -50,6 +51,6 @@ def custom_vmap(function: Any) -> Any:
 @pytest.mark.parametrize("wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")])
 def test_other_calls_of_a_function_that_exchanges_are_inlined(wrap: Any) -> None:
     call = wrap(lambda x: jax.lax.psum(2 * x, "batch"))
-    program = trace(lambda x: call(x) + 1, (weights(),), axes=AXES, wire=LocalRanks()).cut().verify()
+    program = stages.cut(trace(lambda x: call(x) + 1, (weights(),), axes=AXES, wire=LocalRanks()))
     for (got,) in run_program(program, [(weights(),)] * RANKS):
         np.testing.assert_array_equal(got, 2 * RANKS * weights() + 1)

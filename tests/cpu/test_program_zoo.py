@@ -13,8 +13,10 @@ from zoo import ZOO, Row, assert_close
 
 import jaxcross
 from jaxcross.errors import InternalError
+from jaxcross.program import stages
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
+from jaxcross.program.verify import verify
 from jaxcross.testing import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
 
 RANKS = 4
@@ -46,7 +48,7 @@ def test_lock_step_equals_vmap(row: Row) -> None:
             expected = [jax.tree.unflatten(whole.out_tree, x) for x in out]
         for cut, bucket_bytes in (("whole", 1 << 20), (3, 64)):
             if (key := (cut, flat.choices)) not in programs:
-                programs[key] = flat.cut(cut, bucket_bytes=bucket_bytes)
+                programs[key] = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
             results = run_program(programs[key], leaves, compute=compute)
             got = [jax.tree.unflatten(whole.out_tree, x) for x in results]
             assert_close(got, expected, row.rtol, f"{row.name}, step {n}, cut={cut!r}")
@@ -58,7 +60,7 @@ def test_lock_step_equals_vmap(row: Row) -> None:
 def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
     _, state, whole = traced(row, RANKS)
     flat = decide(whole, jax.tree.leaves(((state, row.batch(0, 0)), {})))
-    program = flat.cut(cut).verify()
+    program = stages.cut(flat, cut)
     assert parse(program.text()).text() == program.text()
     assert program.exchanges, "every row exchanges something"
     package = str(Path(jaxcross.__file__).parent)
@@ -67,9 +69,11 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
 
 
 def test_verify_finds_an_exchange_that_is_called_computation() -> None:
-    program = trace(lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks()).cut()
+    program = stages.cut(
+        trace(lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks())
+    )
     (segment,) = [s for s in program.segments if s.exchanges]
     moved = dataclasses.replace(segment, kind="compute", exchanges=())
     segments = (*program.segments[: segment.index], moved, *program.segments[segment.index + 1 :])
     with pytest.raises(InternalError, match="a compute segment holds an exchange"):
-        dataclasses.replace(program, segments=segments).verify()
+        verify(dataclasses.replace(program, segments=segments))

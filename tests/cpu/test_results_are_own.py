@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -22,7 +23,7 @@ TABLE = np.arange(5000, dtype=np.float32)
 
 def compiled(step: Any, args: Any, donate: tuple[int, ...] = ()) -> Compiled:
     traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=donate)
-    return traced.cut().compile(jax.tree.leaves((args, {})))
+    return stages.compile(stages.cut(traced), jax.tree.leaves((args, {})))
 
 
 def run(done: Compiled, args: Any) -> Any:
@@ -90,10 +91,12 @@ def test_all_cuts_and_variants_share_one_copy_of_a_constant() -> None:
 
     args = (jnp.int32(0), jnp.ones(4))
     traced = trace(step, args, axes=AXES, wire=LocalRanks())
-    programs = [traced.decide(choice).cut(cut) for choice in (0, 1) for cut in ("whole", 2)]
-    copies = [program.compile().constants for program in programs]
+    programs = [stages.cut(traced.decide(choice), cut) for choice in (0, 1) for cut in ("whole", 2)]
+    copies = [stages.compile(program).constants for program in programs]
     assert len({place(x) for constants in copies for x in constants} - {place(FIRST)}) == 1
-    assert all(np.array_equal(run(p.compile(), args), done) for p, done in zip(programs, [2 * FIRST] * 4, strict=True))
+    assert all(
+        np.array_equal(run(stages.compile(p), args), done) for p, done in zip(programs, [2 * FIRST] * 4, strict=True)
+    )
 
 
 def test_inputs_that_come_back_are_copies() -> None:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxcross.errors import CutError
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 
@@ -48,7 +49,7 @@ def mapped(step: Callable[..., Any], check_vma: bool, **mesh: Any) -> Any:
 
 def on_ranks(step: Callable[..., Any], rows: Any) -> list[np.ndarray]:
     args = [(W, row) for row in rows]
-    program = trace(step, args[0], axes=AXES, wire=LocalRanks()).cut().verify()
+    program = stages.cut(trace(step, args[0], axes=AXES, wire=LocalRanks()))
     return [np.asarray(out) for (out,) in run_program(program, args)]
 
 

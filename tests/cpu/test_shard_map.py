@@ -16,7 +16,8 @@ from shard_map_table import AXES, ROWS, mapped, parts
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
-from jaxcross.program.cut import cut
+from jaxcross.program import stages
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, run_program
 
@@ -36,7 +37,7 @@ def of_rank(name: str, rank: int = 0) -> tuple[Any, ...]:
 ON_DEVICES = """
 import jax
 from shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
-from jaxcross.program.cut import cut
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program
 
@@ -186,7 +187,7 @@ def test_one_argument_may_be_passed_twice() -> None:
         return lambda x: step(x, x)
 
     told = run_program(
-        traced(products(P("data", None)), jnp.ones((2, 2))).cut(), [[np.full((2, 2), r)] for r in range(4)]
+        stages.cut(traced(products(P("data", None)), jnp.ones((2, 2)))), [[np.full((2, 2), r)] for r in range(4)]
     )
     assert [float(out[0]) for out in told] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
     with pytest.raises(CutError, match=r"takes one argument of the step twice, cut by P\('data',?\) and by P\(\)"):

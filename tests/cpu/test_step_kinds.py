@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxcross
 from jaxcross.errors import CutError
+from jaxcross.program import stages
 from jaxcross.program.step_checks import check_step
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -48,7 +49,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_function_is_the_same_step(kind: str) -> None:
     check_step(KINDS[kind], kind)
-    program = trace(KINDS[kind], (STATE, BATCH), axes={"batch": 2}, wire=LocalRanks()).cut()
+    program = stages.cut(trace(KINDS[kind], (STATE, BATCH), axes={"batch": 2}, wire=LocalRanks()))
     assert [x.op for x in program.exchanges] == ["psum"]
 
 

@@ -12,9 +12,9 @@ import pytest
 from tensor_case import BATCH, GRIDS, LENGTH, LINES, Training, batch
 
 from jaxcross import tensor
-from jaxcross.program.cut import cut
 from jaxcross.program.digest import segment_key
 from jaxcross.program.ir import Exchange
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks

@@ -12,8 +12,8 @@ import pytest
 from tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, batch, transformer
 
 from jaxcross import tensor
-from jaxcross.program.cut import cut
 from jaxcross.program.ir import Exchange
+from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Machine, Mesh
 from jaxcross.testing import LocalRanks

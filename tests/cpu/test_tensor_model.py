@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
 
 from jaxcross import tensor
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, run_program
@@ -218,6 +219,6 @@ def test_a_checked_shard_map_on_ranks_is_the_plain_step() -> None:
     devices = jax.sharding.AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     step = jax.shard_map(training.step, mesh=devices, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=True)
     traced = trace(step, args[0], axes=mesh.axes, wire=LocalRanks())
-    told = run_program(traced.cut(), [jax.tree.leaves(a) for a in args])
+    told = run_program(stages.cut(traced), [jax.tree.leaves(a) for a in args])
     for got, want in zip(told, on_ranks(training.step, mesh, lambda rank: args[rank]), strict=True):
         close(jax.tree.unflatten(traced.out_tree, got), want, 2e-4)

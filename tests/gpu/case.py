@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import jaxcross
 from jaxcross.exchange.select import Selection, select
+from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, vmap_oracle
 
@@ -75,7 +76,7 @@ def placement(world: Any, device: Any, host: Any) -> None:
         args = jax.device_put((work.state(0), work.batch(0)), sharding)
         leaves = jax.tree.leaves((args, {}))
         traced = trace(exchanged(work), args, axes={"batch": 2}, wire=LocalRanks(1))
-        compiled = traced.cut().compile(leaves)
+        compiled = stages.compile(stages.cut(traced), leaves)
         kinds = {r.segment.kind: r for r in compiled.runnables}
         assert kinds["collective"].device == host
         assert host.platform == "cpu"

@@ -212,16 +212,16 @@ ALONE = """
 import jax.numpy as jnp, numpy as np
 from jax import lax
 from jaxcross import Runner, crossover, initialize
-from jaxcross.program.ir import Program
+from jaxcross.program import stages
 world = initialize(stall_timeout_s=30, heartbeat_timeout_s=0)
-compiled = Program.compile
+compiled = stages.compile
 
-def fails(self, *args, **kwargs):
-    if world.rank == 1 and self.name == "unlucky":
+def fails(program, *args, **kwargs):
+    if world.rank == 1 and program.name == "unlucky":
         raise MemoryError("no room")
-    return compiled(self, *args, **kwargs)
+    return compiled(program, *args, **kwargs)
 
-Program.compile = fails
+stages.compile = fails
 
 @crossover(axes="batch")
 def unlucky(w, x):

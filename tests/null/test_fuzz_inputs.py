@@ -13,6 +13,7 @@ from jaxcross.errors import InternalError
 from jaxcross.lab import Lab
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.text import parse
+from jaxcross.program.verify import verify
 from jaxcross.report import Report
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.world import xla_pool
@@ -88,7 +89,7 @@ def test_a_damaged_program_is_refused_or_well_formed_or_found_out(text):
         assert "of the program is not understood" in why or "the program lacks the line(s)" in why
         return
     try:
-        program.verify()
+        verify(program)
     except InternalError:
         return
     again = parse(program.text())

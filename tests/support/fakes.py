@@ -16,6 +16,7 @@ import numpy as np
 from jaxcross.errors import ExchangeError
 from jaxcross.interleave.simulator import Batch, Fail, Prepare, RankResult, Simulation, Step, Sync, Think
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
+from jaxcross.program.verify import verify
 
 __all__ = [
     "Batch", "Fail", "FakeCompiled", "FakeControl", "FakeMailbox", "FakeWorld", "ManualClock", "Prepare", "RankResult",
@@ -211,10 +212,10 @@ def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, .
     reads = (0, value) if exchanges else (0, 1)
     dies = (value,) if exchanges else ()
     segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=dies))
-    return Program(
+    return verify(Program(
         name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
         segments=tuple(segments),
-    ).verify()  # fmt: skip
+    ))  # fmt: skip
 
 
 class FakeCompiled:

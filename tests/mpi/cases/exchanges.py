@@ -18,6 +18,7 @@ from exchange_table import SHAPES, TABLE, gradients, start, step_of
 from mpi4py import MPI
 
 import jaxcross
+from jaxcross.program import stages
 from jaxcross.testing import decide, over_ranks
 from jaxcross.wire.bytes import wire_bytes
 
@@ -64,7 +65,7 @@ def formula(row, step, carry, n):
         return []
     args = (carry, gradients(rank, n))
     traced = decide(step.trace(*args), jax.tree.leaves(args))
-    brought = sum(wire_bytes(x, row.axes(size)) for x in traced.cut(bucket_bytes=0).exchanges)
+    brought = sum(wire_bytes(x, row.axes(size)) for x in stages.cut(traced, bucket_bytes=0).exchanges)
     expected = promised[n](list(SHAPES.values()), size)
     return [] if brought == expected else [f"{row.name}, step {n}: {brought} bytes on the wire, not {expected}"]
 

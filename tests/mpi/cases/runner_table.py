@@ -20,7 +20,7 @@ import pytest
 import jaxcross
 from jaxcross import JobError, RoundRobin, Runner, Sequential
 from jaxcross.plan import JobCost, choose_compression
-from jaxcross.program.ir import Program
+from jaxcross.program import stages
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.step import cut_tuner, timed_trial
 
@@ -258,7 +258,7 @@ def the_cut_is_searched_for():
 def a_short_run_is_not_searched_for():
     """Its uncut step alone is compiled and timed, on all ranks."""
     step = deep_step("auto")
-    with mock.patch.object(Program, "compile", autospec=True, side_effect=Program.compile) as compiled:
+    with mock.patch.objectX as compiled:
         job = jaxcross.Job("one", step, layers(), data(8), steps=8)
         jaxcross.run([job], world=WORLD)
     assert [len(call.args[0].collectives) for call in compiled.call_args_list] == [1]
@@ -335,7 +335,7 @@ def a_trial_that_fails_on_one_rank():
     """Copies, the compiler or a computation, while cuts are tried: no rank waits, and all train uncut."""
     if WORLD.size == 1:
         return
-    compiled_as, expected = Program.compile, by_hand(deep_step(1))
+    compiled_as, expected = stages.compile, by_hand(deep_step(1))
 
     def fail(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -352,8 +352,8 @@ def a_trial_that_fails_on_one_rank():
         return dataclasses.replace(compiled, runnables=tuple(runnables))
 
     for target, name, broken in (
-        (timed_trial, "jnp", SimpleNamespace(copy=fail)), (Program, "compile", compile_uncut),
-        (Program, "compile", break_cut)
+        (timed_trial, "jnp", SimpleNamespace(copy=fail)), (stages, "compile", compile_uncut),
+        (stages, "compile", break_cut)
     ):  # fmt: skip
         for run in (by_hand, in_a_runner):
             with mock.patch.object(target, name, broken) if WORLD.rank == WORLD.size - 1 else nullcontext():

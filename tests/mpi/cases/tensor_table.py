@@ -15,6 +15,7 @@ from tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
 
 import jaxcross
 from jaxcross import tensor
+from jaxcross.program import stages
 from jaxcross.tensor import Mesh
 from jaxcross.wire.bytes import wire_bytes
 
@@ -53,7 +54,9 @@ def received_bytes(program, mesh):
 def check_bytes(step, training, params):
     """The step that ran received what `step_cost` says, and two norms: that of the metrics and that of the clipping."""
     norm = functools.partial(tensor.global_norm, specs=training.specs, mesh=training.mesh)
-    norms = 2 * received_bytes(jaxcross.crossover(norm, axes=training.mesh.axes).trace(params).cut(), training.mesh)
+    norms = 2 * received_bytes(
+        stages.cut(jaxcross.crossover(norm, axes=training.mesh.axes).trace(params)), training.mesh
+    )
     cost = tensor.step_cost(training.model, BATCH, LENGTH)
     assert received_bytes(step.latest_program, training.mesh) == cost.received_bytes + norms, training.mesh
 

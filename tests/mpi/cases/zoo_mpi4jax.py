@@ -7,6 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxcross
+from jaxcross.program import stages
 
 world = jaxcross.initialize(stall_timeout_s=30)
 comm = MPI.COMM_WORLD.Dup()
@@ -25,7 +26,11 @@ w = jnp.ones(6)
 grads = sum(2 * np.ones(6) * (np.arange(6.0) + 10 * r) ** 2 for r in range(size))
 for cut in ("whole", 1, 2, 3):
     step = jaxcross.crossover(train_step, axes="batch", cut=cut, bucket_bytes=0)
-    assert [e.op for e in step.trace(w, x).cut(cut).exchanges] == ["mpi.allreduce", "mpi.allreduce", "mpi.allgather"]
+    assert [e.op for e in stages.cut(step.trace(w, x), cut).exchanges] == [
+        "mpi.allreduce",
+        "mpi.allreduce",
+        "mpi.allgather",
+    ]
     new, norms = step(w, x)
     np.testing.assert_allclose(new, 1 - grads / grads.max(), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(norms, grads.max() + np.arange(size), rtol=1e-6)
@@ -46,8 +51,8 @@ def talk(x):
 
 theirs = jnp.arange(6.0) + 10 * (1 - rank)
 for cut in ("whole", 1, 3):
-    program = jaxcross.crossover(talk, axes="batch").trace(x).cut(cut)
-    execution = program.compile(cache=world.executables).execution([x])
+    program = stages.cut(jaxcross.crossover(talk, axes="batch").trace(x), cut)
+    execution = stages.compile(program, cache=world.executables).execution([x])
     for segment in program.segments:
         execution.run(segment.index)
     first, second = execution.outputs()

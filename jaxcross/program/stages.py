@@ -1,0 +1,89 @@
+"""The stages of a step, as users see them; the only file that knows all passes.
+
+    traced = crossover(step).trace(*args)    a flat jaxpr
+    program = stages.cut(traced, 2)          segments and the values between them, verified
+    compiled = stages.compile(program)       XLA executables
+    compiled.execution(leaves)               one step in flight
+
+Each result is plain data that the next stage reads. Nothing here depends on MPI: the wire came with the traced step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxcross.errors import CutError
+from jaxcross.program.assemble import assemble
+from jaxcross.program.compile import ExecutableCache, collectives_to_await, compile_segments
+from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut, place_equations
+from jaxcross.program.execution import Compiled
+from jaxcross.program.graph import Graph
+from jaxcross.program.ir import Program, Segment
+from jaxcross.program.trace import Traced
+from jaxcross.program.verify import verify
+
+
+def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+    """Cuts a traced step into a verified program. Does not wait or communicate; the result is the same on every rank.
+
+    Args:
+        traced: A step whose `cond`s the host has decided (`Traced.undecided` is None).
+        cut: `"whole"`: before, exchanges, after. A number: also split the exchanges that do not depend on one another
+            into that many collective segments, in the order in which their operands become ready. `"auto"`: one
+            segment per 25 MB of gradients, 8 at most. Has no effect on a step that calls mpi4jax.
+        bucket_bytes: Exchanges smaller than this share flat buffers up to this size.
+
+    Raises:
+        CutError: The host must decide a `cond` first.
+        ValueError: `cut` is none of these, or `bucket_bytes` is not a number of bytes.
+    """
+    if traced.undecided is not None:
+        raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
+    n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
+    graph = Graph(traced)
+    return verify(assemble(graph, place_equations(graph, n_segments), limit))
+
+
+def compile(  # noqa: A001 (the name of this stage in JAX)
+    program: Program,
+    inputs: Sequence[object] | None = None,
+    *,
+    cache: ExecutableCache | None = None,
+    host_device: object = None,
+    notify: Callable[[Segment], None] | None = None,
+) -> Compiled:
+    """Compiles every segment. Waits for XLA; communicates only where the wire must create a communicator.
+
+    Args:
+        program: A verified program that was cut from a traced step.
+        inputs: The flat arguments, or anything with shape, dtype and, where it matters, sharding; the traced types if
+            None.
+        cache: Shared by all programs that may have equal segments; a fresh one if None.
+        host_device: CPU device of collective segments; the first one if None.
+        notify: Called with each segment before it is compiled.
+
+    Raises:
+        ValueError: The program was parsed, so that its equations are unknown.
+    """
+    if program.traced is None:
+        raise ValueError(f"program `{program.name}` was read from text and has no equations to compile")
+    runnables = compile_segments(
+        program,
+        program.traced.in_avals if inputs is None else inputs,
+        cache=ExecutableCache() if cache is None else cache,
+        host=host_device or jax.local_devices(backend="cpu")[0],
+        notify=notify,
+    )
+    awaited, overlaps = collectives_to_await(program)
+    return Compiled(
+        program=program,
+        runnables=runnables,
+        forwards=program.forwards(),
+        shared={v: len(readers) for v, readers in program.readers().items() if len(readers) > 1},
+        awaited=awaited,
+        overlaps=overlaps,
+        constants=program.traced.own_consts(),
+        out_tree=program.traced.out_tree,
+    )
