@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import blocks, collectives, sparse
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.select import Selection, check_selection, select
@@ -28,7 +31,7 @@ class TopKState(NamedTuple):
     """
 
     step: jax.Array
-    residual: Any
+    residual: PyTree
 
 
 def top_k(
@@ -39,7 +42,7 @@ def top_k(
     error_feedback: bool = True,
     skip: sparse.Skip = sparse.bias_or_norm,
     warm_up: Sequence[tuple[int, float]] = (),
-    values_dtype: Any = None,
+    values_dtype: DTypeLike | None = None,
     bucket: bool = False,
     pattern: Pattern = "flat",
     local_size: int | None = None,
@@ -93,35 +96,36 @@ def top_k(
     if values_dtype is not None and not jnp.issubdtype(values_dtype, jnp.floating):
         raise ValueError(f"`values_dtype` is {jnp.dtype(values_dtype).name}: values need a floating-point type.")
     names = collectives.axis_names(axis_name)
-    if pattern not in get_args(Pattern):
-        raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
+    _check_pattern(pattern, axis_name, local_size)
     hierarchical = pattern == "hierarchical"
-    if hierarchical and (len(names) != 2 or local_size is None):
-        raise ValueError(
-            f'`pattern="hierarchical"` with `axis_name={axis_name!r}` and `local_size={local_size}`: residuals are made'
-            ' before any axis is bound, so name two axes and the inner one\'s ranks: `axis_name=("node", "local"),'
-            " local_size=8`."
-        )
-    if not hierarchical and local_size is not None:
-        raise ValueError(
-            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: every rank would send to'
-            ' every other one. Write `pattern="hierarchical"`, or leave `local_size` out.'
-        )
     inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
-    across = names[:1] if hierarchical else names
+    exchange = partial(
+        _exchange,
+        _Settings(
+            names=names,
+            across=names[:1] if hierarchical else names,
+            inner=inner,
+            selection=selection,
+            error_feedback=error_feedback,
+            values_dtype=values_dtype,
+            bucket=bucket,
+        ),
+    )
 
     def init(params: optax.Params) -> TopKState:
         sparse.warn_if_none(params, skip, "`top_k`")
         keep = sparse.residuals(params, skip, lambda size: blocks.width((size,), inner)) if error_feedback else None
         return TopKState(step=jnp.zeros((), jnp.int32), residual=keep)
 
-    def update(updates: Any, state: TopKState, params: optax.Params | None = None) -> tuple[Any, TopKState]:
+    def update(
+        updates: optax.Updates, state: TopKState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, TopKState]:
         del params
         _check_local_size(names, inner if hierarchical else None)
         check_state(state, init, updates, "`top_k`")
         found, treedef = jax.tree.flatten_with_path(updates)
         leaves, chosen = [leaf for _, leaf in found], sparse.compressed_leaves(found, skip)
-        residual: list[Any] = []
+        residual: list[jax.Array] = []
         if error_feedback:
             residual = [r for r, c in zip(treedef.flatten_up_to(state.residual), chosen, strict=True) if c]
         for (path, x), c in zip(found, chosen, strict=True):
@@ -141,55 +145,114 @@ def top_k(
         )
         return jax.tree.unflatten(treedef, out), new
 
-    def exchange(share: float, leaves: list[jax.Array], residual: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-        """The compressed mean of leaves, and what is left of them on this rank."""
-        shapes = [x.shape for x in leaves]
-        vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
-        if inner > 1:
-            rows = collectives.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), names[1])
-            vectors = blocks.columns(rows, shapes, inner)
-        if error_feedback:
-            vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
-        bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
-        groups = [jnp.concatenate(vectors)] if bucket else vectors
-        pairs = [select(x, sparse.slots(share, x.size), selection=selection) for x in groups]
-        # The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
-        types = [x.dtype for x in leaves]
-        if bucket and len(set(types)) > 1:
-            sent = [_saturate_each(*pairs[0], bounds[1:], types, inner)]
-        else:
-            sent = [
-                collectives.saturate(v, dtype, inner) for (v, _), dtype in zip(pairs, types[: len(pairs)], strict=True)
-            ]
-        sent = [v if values_dtype is None else sparse.rounded(v, values_dtype) for v in sent]
-        counts = list(itertools.accumulate(v.size for v in sent))[:-1]
-        every_value = jnp.split(collectives.gather(jnp.concatenate(sent), across), counts, axis=1)
-        every_index = jnp.split(collectives.gather(jnp.concatenate([i for _, i in pairs]), across), counts, axis=1)
-        ranks = jax.lax.psum(1, names)
-        sums = [
-            sparse.sum_of_pairs(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)
-        ]
-        rests = [sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
-        if bucket:
-            sums, rests = ([whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests))
-        if inner > 1:
-            sums = blocks.from_blocks(collectives.gather(jnp.concatenate(sums), names[1]), shapes)
-        # What `values_dtype` has rounded up may be beyond the update's type.
-        sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
-        out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
-        return out, list(rests) if error_feedback else []
-
     return exchange_once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """Settings of the exchange of those leaves that are compressed.
+
+    Attributes:
+        names: All axes.
+        across: Axes over which pairs travel: the outer one where there are nodes.
+        inner: Ranks of a node, which share the leaves of their node's sum; 1 without nodes.
+        selection: As in `top_k`.
+        error_feedback: As in `top_k`.
+        values_dtype: As in `top_k`.
+        bucket: As in `top_k`.
+    """
+
+    names: tuple[Hashable, ...]
+    across: tuple[Hashable, ...]
+    inner: int
+    selection: Selection
+    error_feedback: bool
+    values_dtype: DTypeLike | None
+    bucket: bool
+
+
+def _exchange(
+    settings: _Settings, share: float, leaves: list[jax.Array], residual: list[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the compressed mean of leaves, and what this rank has not sent of them."""
+    inner = settings.inner
+    shapes = [x.shape for x in leaves]
+    vectors = [x.reshape(-1).astype(jnp.float32) for x in leaves]
+    if inner > 1:
+        rows = collectives.sum_scatter(blocks.to_blocks(leaves, inner, jnp.float32).reshape(-1), settings.names[1])
+        vectors = blocks.columns(rows, shapes, inner)
+    if settings.error_feedback:
+        vectors = [x + e for x, e in zip(vectors, residual, strict=True)]
+    bounds = list(itertools.accumulate((x.size for x in vectors), initial=0))
+    groups = [jnp.concatenate(vectors)] if settings.bucket else vectors
+    pairs = [select(x, sparse.slots(share, x.size), selection=settings.selection) for x in groups]
+    sent = _sent_values(settings, [values for values, _ in pairs], pairs[0][1], bounds[1:], [x.dtype for x in leaves])
+    # One message of all values and one of all indices: small leaves would mostly wait for latency.
+    counts = list(itertools.accumulate(v.size for v in sent))[:-1]
+    every_value = jnp.split(collectives.gather(jnp.concatenate(sent), settings.across), counts, axis=1)
+    every_index = jnp.split(collectives.gather(jnp.concatenate([i for _, i in pairs]), settings.across), counts, axis=1)
+    ranks = jax.lax.psum(1, settings.names)
+    sums = [sparse.sum_of_pairs(v, i, x.size) / ranks for v, i, x in zip(every_value, every_index, groups, strict=True)]
+    rests = [sparse.residual_after(x, v, i) for x, v, (_, i) in zip(groups, sent, pairs, strict=True)]
+    if settings.bucket:
+        sums, rests = ([whole[0][a:b] for a, b in itertools.pairwise(bounds)] for whole in (sums, rests))
+    if inner > 1:
+        sums = blocks.from_blocks(collectives.gather(jnp.concatenate(sums), settings.names[1]), shapes)
+    # What `values_dtype` has rounded up may be beyond the update's type.
+    sums = [collectives.saturate(s, x.dtype) for s, x in zip(sums, leaves, strict=True)]
+    out = [s.reshape(x.shape).astype(x.dtype) for s, x in zip(sums, leaves, strict=True)]
+    return out, list(rests) if settings.error_feedback else []
+
+
+def _sent_values(
+    settings: _Settings, values: list[jax.Array], indices: jax.Array, ends: Sequence[int], types: Sequence[DTypeLike]
+) -> list[jax.Array]:
+    """Returns the selected values of each group as they travel.
+
+    The mean of what fits the update's type fits it, too; the sum of `inner` ranks may be as many times as large.
+
+    Args:
+        settings: Of the exchange.
+        values: Selected values of each leaf, or of the one bucket of all leaves.
+        indices: Indices of the first group's values.
+        ends: End of each leaf in the bucket.
+        types: Element type of each leaf.
+    """
+    if settings.bucket and len(set(types)) > 1:
+        sent = [_saturate_each(values[0], indices, ends, types, settings.inner)]
+    else:
+        sent = [
+            collectives.saturate(v, dtype, settings.inner)
+            for v, dtype in zip(values, types[: len(values)], strict=True)
+        ]
+    return [v if settings.values_dtype is None else sparse.rounded(v, settings.values_dtype) for v in sent]
+
+
 def _saturate_each(
-    values: jax.Array, indices: jax.Array, ends: Sequence[int], types: Sequence[Any], times: int
+    values: jax.Array, indices: jax.Array, ends: Sequence[int], types: Sequence[DTypeLike], times: int
 ) -> jax.Array:
-    """`collectives.saturate` for elements of leaves of several types, which end at `ends`."""
+    """Saturates elements of a bucket, each in the type of its leaf; leaves end at `ends`."""
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(mode="clip")
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
+
+
+def _check_pattern(pattern: Pattern, axis_name: collectives.AxisName, local_size: int | None) -> None:
+    if pattern not in get_args(Pattern):
+        raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
+    hierarchical = pattern == "hierarchical"
+    if hierarchical and (len(collectives.axis_names(axis_name)) != 2 or local_size is None):
+        raise ValueError(
+            f'`pattern="hierarchical"` with `axis_name={axis_name!r}` and `local_size={local_size}`: residuals are made'
+            ' before any axis is bound, so name two axes and the inner one\'s ranks: `axis_name=("node", "local"),'
+            " local_size=8`."
+        )
+    if not hierarchical and local_size is not None:
+        raise ValueError(
+            f'`local_size` of `top_k` is {local_size!r}, but `pattern="flat"` knows no nodes: every rank would send to'
+            ' every other one. Write `pattern="hierarchical"`, or leave `local_size` out.'
+        )
 
 
 def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -199,8 +262,8 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
             f"`warm_up` is {warm_up!r}: it is a list of pairs of a step and the density before it, for example"
             " `[(100, 0.25), (200, 0.05)]`."
         )
-    steps = [whole_number(until, "warm_up", "`top_k`, of which the first number of each pair is a step,", least=0)
-             for until, _ in warm_up]  # fmt: skip
+    what = "`top_k`, of which the first number of each pair is a step,"
+    steps = [whole_number(until, "warm_up", what, least=0) for until, _ in warm_up]
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
             f"`warm_up` ends its stages at steps {steps}: they must be positive and ascend, for example"
@@ -211,8 +274,11 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
 
 
 def _check_local_size(names: tuple[Hashable, ...], inner: int | None) -> None:
-    if inner is not None and (size := jax.lax.axis_size(names[1])) != inner:
+    if inner is None:
+        return
+    size = jax.lax.axis_size(names[1])
+    if size != inner:
         raise ValueError(
             f"`local_size` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: residuals were cut for"
-            f" {inner}. Make the exchange with `local_size={size}` and its state anew; what was not sent yet is lost."
+            f" {inner}. Make the exchange with `local_size={size}` and its state again; what was not sent yet is lost."
         )
