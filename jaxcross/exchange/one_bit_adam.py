@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import bits, collectives
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.flat import Layout, layout
@@ -17,16 +19,16 @@ from jaxcross.exchange.validation import as_number, check_real, check_state, who
 
 
 class OneBitAdamState(NamedTuple):
-    """The moments and the first residual in the tree of the parameters, the second residual a vector.
+    """Moments and the first residual in the tree of the parameters, and the second residual, a vector.
 
-    All are float32, the vector as long as a rank's share of all elements, padded with zeros. Step and moments
+    All are float32. The vector is as long as a rank's share of all elements, padded with zeros. Step and moments
     are the same on every rank; residuals are the rank's own.
     """
 
     step: jax.Array
-    mu: Any
-    nu: Any
-    worker_residual: Any
+    mu: PyTree
+    nu: PyTree
+    worker_residual: PyTree
     server_residual: jax.Array
 
 
@@ -40,18 +42,18 @@ def one_bit_adam(
     eps: float = 1e-8,
     block: int = 2048,
 ) -> optax.GradientTransformation:
-    """Adam's direction, for `freeze_step` steps from averaged gradients, after that from averaged signs of momenta.
+    """Returns Adam's direction, from averaged gradients for `freeze_step` steps, then from averaged signs of momenta.
 
-    It stands in place of `mean` and `optax.scale_by_adam`, which it equals before `freeze_step`; then the second moment
-    stays as it is, each rank adds its gradient to the common momentum, and the sum is averaged in two phases of one
-    bit an element, each with a residual: to the rank that owns the 1/P-th part, and from there to all. Updates are the
+    It replaces `mean` and `optax.scale_by_adam`, which it equals before `freeze_step`. Then the second moment stays as
+    it is, each rank adds its gradient to the common momentum, and the sum is averaged in two phases of one bit an
+    element, each with a residual: to the rank that owns the 1/P-th part, and from there to all. Updates are the
     same on every rank; residuals are the rank's own. Deterministic. A rank receives `2(P-1)/P n` bytes a step at first,
     `2 (P-1)/P (D'/8 + 4 D'/block)` later, D' being all elements padded to a multiple of P blocks.
 
     Freeze when the second moment has settled, 15-25% of the run in the paper: too early, and the update overflows. An
     element that had no gradient by then does not move afterwards, since nothing is known of its size. One that had
-    hardly any is the danger: signs give it its block's mean size, which a root near 0 and a small `eps` make a huge
-    step of. Where the loss jumps at `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
+    hardly any is the danger: signs give it its block's mean size, and a root near 0 with a small `eps` turns that into
+    a huge step. Where the loss jumps at `freeze_step`, raise `eps` (1e-4 in our benchmarks) or lower `block`.
 
     ```python
     tx = optax.chain(jaxcross.exchange.one_bit_adam(2000, "batch", ranks=world.size), optax.scale(-1e-3))
@@ -87,33 +89,38 @@ def one_bit_adam(
     if block % 8:
         raise ValueError(f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8.")
 
-    def where(tree: Any) -> Layout:
-        return layout(tree, multiple=ranks * block, dtype=jnp.float32)
+    adam_step = partial(_adam_step, axis, b1, b2)
+    sign_step = partial(_sign_step, axis, b1, ranks, block)
 
     def init(params: optax.Params) -> OneBitAdamState:
-        def zeros() -> Any:
+        def zeros() -> PyTree:
             return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
 
         return OneBitAdamState(
-            step=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros(), worker_residual=zeros(),
-            server_residual=jnp.zeros(where(params).length // ranks, jnp.float32),
-        )  # fmt: skip
+            step=jnp.zeros((), jnp.int32),
+            mu=zeros(),
+            nu=zeros(),
+            worker_residual=zeros(),
+            server_residual=jnp.zeros(_layout(params, ranks, block).length // ranks, jnp.float32),
+        )
 
-    def update(updates: Any, state: OneBitAdamState, params: optax.Params | None = None) -> tuple[Any, OneBitAdamState]:
+    def update(
+        updates: optax.Updates, state: OneBitAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, OneBitAdamState]:
         del params
         check_real(updates, "the moments of `one_bit_adam`", float64=False)
         size = jax.lax.axis_size(axis)
         if size != ranks:
             raise ValueError(
                 f"`ranks` of `one_bit_adam` is {ranks}, but axis `{axis}` has {size}: residuals were cut for {ranks}."
-                f" Make the exchange with `ranks={size}` and its state anew."
+                f" Make the exchange with `ranks={size}` and its state again."
             )
         check_state(state, init, updates, "`one_bit_adam`")
         step = jnp.asarray(optax.safe_increment(state.step))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         if not jax.tree.leaves(updates):
             return updates, state._replace(step=step)
-        moments = jax.lax.cond(state.step < freeze_step, adam, signs, grads, state)
+        moments = jax.lax.cond(state.step < freeze_step, adam_step, sign_step, grads, state)
         state = OneBitAdamState(step, *moments)
         # As optax.scale_by_adam: powers of the decays, the second one as it was when it froze.
         first, second = 1 - b1**step, 1 - b2 ** jnp.minimum(step, freeze_step)
@@ -122,57 +129,73 @@ def one_bit_adam(
         )
         return directions, state
 
-    def adam(grads: Any, state: OneBitAdamState) -> tuple[Any, ...]:
-        grads = jax.lax.pmean(grads, axis)
-        mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
-        nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
-        return mu, nu, state.worker_residual, state.server_residual
-
-    def signs(grads: Any, state: OneBitAdamState) -> tuple[Any, ...]:
-        lay = where(grads)
-        mine = jax.tree.map(lambda m, g, e: (1 - b1) * g + b1 * m + e, state.mu, grads, state.worker_residual)
-        vector = lay.ravel(mine)
-        blocks = lay.length // block // ranks
-        packed, scales = _encode(vector.reshape(ranks, -1), _counts(lay.size, jnp.arange(ranks), blocks, block), block)
-        rest = vector - _decode(packed, scales, block).reshape(-1)
-        packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
-        counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
-        # One bit cannot say zero: what has come for the padding, or is left of it, is not passed on.
-        real = (jnp.arange(block) < counts[:, None]).reshape(-1)
-        owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
-        owned = jnp.where(real, owned, 0)
-        packed, scales = _encode(owned, counts, block)
-        server_rest = jnp.where(real, owned - _decode(packed, scales, block), 0)
-        mu = lay.unravel(_decode(collectives.gather(packed, axis), collectives.gather(scales, axis), block).reshape(-1))
-        # Nor zero for an element that never had a gradient, which would be divided by `eps`. What is not finite is not
-        # hidden.
-        mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
-        return mu, state.nu, lay.unravel(rest), server_rest
-
     return exchange_once("one_bit_adam", axis_name, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
+Moments = tuple[PyTree, PyTree, PyTree, jax.Array]
+"""Both moments and both residuals, as `OneBitAdamState` orders them."""
+
+
+def _adam_step(axis: Hashable, b1: float, b2: float, grads: optax.Updates, state: OneBitAdamState) -> Moments:
+    """Returns Adam's moments of the averaged gradients; residuals are not touched."""
+    grads = jax.lax.pmean(grads, axis)
+    mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, grads)
+    nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, grads)
+    return mu, nu, state.worker_residual, state.server_residual
+
+
+def _sign_step(
+    axis: Hashable, b1: float, ranks: int, block: int, grads: optax.Updates, state: OneBitAdamState
+) -> Moments:
+    """Returns the averaged momentum and both residuals after two exchanges of signs; the second moment stays."""
+    lay = _layout(grads, ranks, block)
+    mine = jax.tree.map(lambda m, g, e: (1 - b1) * g + b1 * m + e, state.mu, grads, state.worker_residual)
+    vector = lay.ravel(mine)
+    blocks = lay.length // block // ranks
+    # First phase: every rank sends each part to the rank that owns it.
+    packed, scales = _encode(vector.reshape(ranks, -1), _counts(lay.size, jnp.arange(ranks), blocks, block), block)
+    rest = vector - _decode(packed, scales, block).reshape(-1)
+    packed, scales = jax.lax.all_to_all((packed, scales), axis, 0, 0)
+    counts = _counts(lay.size, jax.lax.axis_index(axis), blocks, block)
+    # One bit cannot encode zero: what has arrived for the padding, or is left of it, is not passed on.
+    real = (jnp.arange(block) < counts[:, None]).reshape(-1)
+    owned = collectives.sum_rows(_decode(packed, scales, block)) / ranks + state.server_residual
+    owned = jnp.where(real, owned, 0)
+    # Second phase: the owner sends the mean of its part to all ranks.
+    packed, scales = _encode(owned, counts, block)
+    server_rest = jnp.where(real, owned - _decode(packed, scales, block), 0)
+    mu = lay.unravel(_decode(collectives.gather(packed, axis), collectives.gather(scales, axis), block).reshape(-1))
+    # An element that never had a gradient gets a sign, too, which would be divided by `eps` alone: it stays zero. What
+    # is not finite is kept, so that it is seen.
+    mu = jax.tree.map(lambda m, v: jnp.where((v == 0) & jnp.isfinite(m), 0, m), mu, state.nu)
+    return mu, state.nu, lay.unravel(rest), server_rest
+
+
+def _layout(tree: PyTree, ranks: int, block: int) -> Layout:
+    return layout(tree, multiple=ranks * block, dtype=jnp.float32)
+
+
 def _counts(size: int, part: jax.Array, blocks: int, block: int) -> jax.Array:
-    """How many of `size` elements lie in each block of a part, `blocks` of them; of several parts, a row each."""
+    """Returns how many of `size` elements lie in each of a part's `blocks` blocks; for several parts, a row each."""
     number = part[..., None] * blocks + jnp.arange(blocks)
     whole, rest = divmod(size, block)
     return jnp.where(number < whole, block, jnp.where(number == whole, rest, 0))
 
 
 def _encode(x: jax.Array, counts: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Signs as bytes, and the mean absolute value of each block along the last axis. A zero counts as positive.
+    """Returns signs as bytes, and the mean absolute value of each block along the last axis. A zero counts as positive.
 
     Args:
         x: Zero where it is padding.
-        counts: How many elements of each block are no padding, of which zeros are no part of the mean: a block that is
-            nearly empty would send little of its size a step.
-        block: Elements of each.
+        counts: Elements of each block that are not padding. The mean is over these alone: with the padding, a nearly
+            empty block would send only a small part of its size in a step.
+        block: Elements of each block.
     """
     grouped = x.reshape(*x.shape[:-1], -1, block)
     return bits.pack(x >= 0), jnp.sum(jnp.abs(grouped), axis=-1) / jnp.maximum(counts, 1)
 
 
 def _decode(packed: jax.Array, scales: jax.Array, block: int) -> jax.Array:
-    """What signs and scales stand for."""
+    """Returns the values that signs and scales encode."""
     signs = bits.signs(bits.unpack(packed))
     return (signs.reshape(*scales.shape, block) * scales[..., None]).reshape(signs.shape)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import as_number, check_float32, check_state, whole_number
@@ -18,20 +20,20 @@ _EPSILON = 1e-5
 
 
 class PowerSGDState(NamedTuple):
-    """In the tree of the parameters, float32: the right factors that the next step begins with, and residuals.
+    """State in the tree of the parameters, float32: right factors that the next step begins with, and residuals.
 
-    Of a matrix [n, m] that is compressed, [m, r] and [n, m]; `optax.MaskedNode` elsewhere. Factors are the same on
-    every rank, residuals the rank's own.
+    A matrix [n, m] that is compressed has factors [m, r] and a residual [n, m]; other leaves have `optax.MaskedNode`.
+    Factors are the same on every rank, residuals are the rank's own.
     """
 
-    factor: Any
-    residual: Any
+    factor: PyTree
+    residual: PyTree
 
 
 def power_sgd(
     rank: int, axis_name: collectives.AxisName, *, min_ratio: float = 1.0, seed: int = 0
 ) -> optax.GradientTransformation:
-    """The mean over ranks of each leaf, as a matrix of rank `rank`; what that leaves out is added to the next step.
+    """Averages each leaf over ranks as a matrix of rank `rank`; what that leaves out is added to the next step.
 
     A leaf of two dimensions or more is a matrix of n rows and m columns, m its last dimension. Updates are the same on
     every rank; residuals are the rank's own. Deterministic. If the mean of what ranks bring has rank `rank` or less, it
@@ -51,10 +53,10 @@ def power_sgd(
         rank: Columns of the thin matrices; capped at the smaller side.
         axis_name: One axis or several.
         min_ratio: A matrix is compressed if `rank (n + m) min_ratio < n m`.
-        seed: Of the first right factors, and of columns in place of those that come to nothing.
+        seed: Seed of the first right factors, and of columns that replace those that have become zero.
 
     Raises:
-        ValueError: `rank` is no whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
+        ValueError: `rank` is not a whole number from 1 on; `min_ratio` is negative or not finite; (when traced) a leaf
             that is compressed is float64, or the state has other shapes than `init` makes.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
@@ -71,20 +73,11 @@ def power_sgd(
         )
     names = collectives.axis_names(axis_name)
 
-    def shape_of(leaf: Any) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of a leaf that is compressed."""
-        if jnp.ndim(leaf) < 2 or jnp.size(leaf) == 0 or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            return None
-        m = jnp.shape(leaf)[-1]
-        n = math.prod(jnp.shape(leaf)[:-1])
-        r = min(rank, n, m)
-        return (n, m, r) if r * (n + m) * least < n * m else None
-
     def init(params: optax.Params) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)
         factors, residuals = [], []
         for number, leaf in enumerate(leaves):
-            found = shape_of(leaf)
+            found = _matrix_shape(leaf, rank, least)
             if found is None:
                 factors.append(optax.MaskedNode())
                 residuals.append(optax.MaskedNode())
@@ -97,29 +90,22 @@ def power_sgd(
             factor=jax.tree.unflatten(treedef, factors), residual=jax.tree.unflatten(treedef, residuals)
         )
 
-    def update(updates: Any, state: PowerSGDState, params: optax.Params | None = None) -> tuple[Any, PowerSGDState]:
+    def update(
+        updates: optax.Updates, state: PowerSGDState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, PowerSGDState]:
         del params
         check_state(state, init, updates, "`power_sgd`")
         paths, treedef = jax.tree.flatten_with_path(updates)
         factors, residuals = treedef.flatten_up_to(state.factor), treedef.flatten_up_to(state.residual)
         out: list[Any] = [None] * len(paths)
         for i, ((path, leaf), q, e) in enumerate(zip(paths, factors, residuals, strict=True)):
-            shape = shape_of(leaf)
+            shape = _matrix_shape(leaf, rank, least)
             if shape is None:
                 out[i] = jax.lax.pmean(leaf, names)
                 continue
             check_float32(path, leaf, "the factors of `power_sgd`")
             matrix = leaf.reshape(shape[:2]).astype(jnp.float32) + e
-            p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
-            mine = _product(matrix.T, p)
-            factors[i] = jax.lax.pmean(mine, names)
-            found = _product(p, factors[i].T)
-            sent = collectives.saturate(found, leaf.dtype)
-            out[i] = sent.reshape(leaf.shape).astype(leaf.dtype)
-            # What this rank's own factors leave out: its mean over ranks is what the update leaves out.
-            residuals[i] = matrix - _product(p, mine.T)
-            if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # bfloat16 reaches as far, or as good as
-                residuals[i] += found - sent
+            out[i], factors[i], residuals[i] = _exchange(matrix, q, leaf, names)
         factor = jax.tree.unflatten(treedef, factors)
         return jax.tree.unflatten(treedef, out), PowerSGDState(
             factor=_directions(factor, seed), residual=jax.tree.unflatten(treedef, residuals)
@@ -128,22 +114,57 @@ def power_sgd(
     return exchange_once("power_sgd", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
 
+def _matrix_shape(leaf: jax.typing.ArrayLike, rank: int, min_ratio: float) -> tuple[int, int, int] | None:
+    """Returns rows, columns and rank of a leaf that is compressed, None for other leaves."""
+    if jnp.ndim(leaf) < 2 or jnp.size(leaf) == 0 or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        return None
+    m = jnp.shape(leaf)[-1]
+    n = math.prod(jnp.shape(leaf)[:-1])
+    r = min(rank, n, m)
+    return (n, m, r) if r * (n + m) * min_ratio < n * m else None
+
+
+def _exchange(
+    matrix: jax.Array, q: jax.Array, leaf: jax.Array, names: tuple[Hashable, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the update of a leaf, the next right factors, and what this rank has not sent.
+
+    Args:
+        matrix: Gradient and residual of this rank, [n, m].
+        q: Right factors to begin with, [m, r].
+        leaf: Gradient, whose shape and type the update gets.
+        names: Axes of the exchange.
+    """
+    p = _orthogonalised(jax.lax.pmean(_product(matrix, q), names))
+    own = _product(matrix.T, p)
+    factor = jax.lax.pmean(own, names)
+    found = _product(p, factor.T)
+    sent = collectives.saturate(found, leaf.dtype)
+    update = sent.reshape(leaf.shape).astype(leaf.dtype)
+    # This rank's own factors leave this out: its mean over ranks is what the update leaves out.
+    residual = matrix - _product(p, own.T)
+    if jnp.finfo(leaf.dtype).nexp < jnp.finfo(jnp.float32).nexp:  # the range of bfloat16 is as good as float32's
+        residual += found - sent
+    return update, factor, residual
+
+
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     # By default GPUs round the factors to ten bits, and residual and update would be rounded apart.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _directions(factors: Any, seed: int) -> Any:
-    """A step's right factors, which the next one begins with, their largest element 1: only directions matter.
+def _directions(factors: PyTree, seed: int) -> PyTree:
+    """Scales a step's right factors, with which the next one begins, to a largest element of 1: only directions matter.
 
-    Another step's magnitudes would multiply with this one's and overflow. A column that came to nothing would stay
-    nothing, and an old one can be orthogonal to all that comes: a random one stands in.
+    Magnitudes of two steps would multiply and could overflow. A column that has become zero would stay zero, and an
+    older one may be orthogonal to all later gradients: a random column replaces it.
     """
-    if not (shapes := [new.shape for new in jax.tree.leaves(factors)]):
+    shapes = [new.shape for new in jax.tree.leaves(factors)]
+    if not shapes:
         return factors
     largest = jax.tree.map(lambda new: jnp.max(jnp.abs(new), axis=0), factors)
     nothing = jnp.concatenate([x == 0 for x in jax.tree.leaves(largest)]).any()
-    # One draw for all, as each would be compiled for itself. Hardly a step needs it, and it takes milliseconds.
+    # One draw for all factors, since each draw would be compiled separately. Few steps need it; it takes milliseconds.
     shape = [*map(max, zip(*shapes, strict=True))]
     drawn = jax.lax.cond(
         nothing,
@@ -156,8 +177,8 @@ def _directions(factors: Any, seed: int) -> Any:
 
 
 def _orthogonalised(p: jax.Array) -> jax.Array:
-    """Orthonormal columns that span those of `p`; zero for a column that depends on earlier ones. NaN stays NaN."""
-    # By the largest element first: squares of gradients under- and overflow.
+    """Returns orthonormal columns that span those of `p`, zero for one that depends on earlier ones. NaN stays NaN."""
+    # Divided by the largest element first: squares of gradients under- and overflow.
     largest = jnp.max(jnp.abs(p), axis=0)
     p = jnp.where(largest > 0, p / largest, p)
     columns: list[jax.Array] = []

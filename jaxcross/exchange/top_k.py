@@ -99,17 +99,14 @@ def top_k(
     _check_pattern(pattern, axis_name, local_size)
     hierarchical = pattern == "hierarchical"
     inner = whole_number(local_size, "local_size", "`top_k`") if hierarchical else 1
-    exchange = partial(
-        _exchange,
-        _Settings(
-            names=names,
-            across=names[:1] if hierarchical else names,
-            inner=inner,
-            selection=selection,
-            error_feedback=error_feedback,
-            values_dtype=values_dtype,
-            bucket=bucket,
-        ),
+    settings = _Settings(
+        names=names,
+        across=names[:1] if hierarchical else names,
+        inner=inner,
+        selection=selection,
+        error_feedback=error_feedback,
+        values_dtype=values_dtype,
+        bucket=bucket,
     )
 
     def init(params: optax.Params) -> TopKState:
@@ -133,17 +130,16 @@ def top_k(
                 check_float32(path, x, "the values of `top_k`")
         big = [x for x, c in zip(leaves, chosen, strict=True) if c]
         if big:
-            branches = [partial(exchange, d) for _, d in stages]
+            branches = [partial(_exchange, settings, d) for _, d in stages]
             stage = sum((state.step >= until).astype(jnp.int32) for until, _ in stages[:-1])
             big, residual = jax.lax.switch(stage, branches, big, residual) if warm_up else branches[0](big, residual)
-        left, kept = iter(big), iter(residual)
-        out = [next(left) if c else jax.lax.pmean(x, names) for x, c in zip(leaves, chosen, strict=True)]
-        rest = [next(kept) if c else optax.MaskedNode() for c in chosen] if error_feedback else None
-        new = TopKState(
-            step=jnp.asarray(optax.safe_increment(state.step)),
-            residual=None if rest is None else jax.tree.unflatten(treedef, rest),
-        )
-        return jax.tree.unflatten(treedef, out), new
+        averaged, kept = iter(big), iter(residual)
+        out = [next(averaged) if c else jax.lax.pmean(x, names) for x, c in zip(leaves, chosen, strict=True)]
+        rest = None
+        if error_feedback:
+            rest = jax.tree.unflatten(treedef, [next(kept) if c else optax.MaskedNode() for c in chosen])
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return jax.tree.unflatten(treedef, out), TopKState(step, rest)
 
     return exchange_once("top_k", names, optax.GradientTransformation(init, update))  # type: ignore[arg-type]
 
