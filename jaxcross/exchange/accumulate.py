@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
 
 
@@ -15,12 +17,12 @@ class AccumulateState(NamedTuple):
     """Attributes: `mini_step`, gradients since the last step, int32; `total`, their sum on this rank; `inner`."""
 
     mini_step: jax.Array
-    total: Any
+    total: PyTree
     inner: optax.OptState
 
 
 def accumulate(
-    optimizer: optax.GradientTransformation, *, every: int, dtype: Any = None
+    optimizer: optax.GradientTransformation, *, every: int, dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Calls `optimizer` with the mean of `every` gradients at every `every`-th call; other updates are zero.
 
@@ -59,10 +61,11 @@ def accumulate(
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`dtype` of `accumulate` must be a floating-point type, got {dtype!r}.")
 
-    def zeros(params: optax.Params) -> Any:
-        return jax.tree.map(
-            lambda p: jnp.zeros_like(p, accumulation_dtype(jnp.result_type(p)) if dtype is None else dtype), params
-        )  # fmt: skip
+    def zeros(params: optax.Params) -> PyTree:
+        def zero(p: jax.Array) -> jax.Array:
+            return jnp.zeros_like(p, accumulation_dtype(jnp.result_type(p)) if dtype is None else dtype)
+
+        return jax.tree.map(zero, params)
 
     def init(params: optax.Params) -> AccumulateState:
         return AccumulateState(jnp.zeros((), jnp.int32), zeros(params), inner.init(params))
@@ -72,12 +75,12 @@ def accumulate(
     ) -> tuple[optax.Updates, AccumulateState]:
         total = jax.tree.map(lambda t, g: t + jnp.asarray(g, t.dtype), state.total, updates)
 
-        def step() -> tuple[optax.Updates, Any, optax.OptState]:
+        def step() -> tuple[optax.Updates, PyTree, optax.OptState]:
             mean = jax.tree.map(lambda t, g: (t / every).astype(jnp.result_type(g)), total, updates)
             stepped, inner_state = inner.update(mean, state.inner, params, **extra)
             return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(_typed, inner_state, state.inner)
 
-        def wait() -> tuple[optax.Updates, Any, optax.OptState]:
+        def wait() -> tuple[optax.Updates, PyTree, optax.OptState]:
             stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
             return jax.tree.map(_zeros_of, stepped), total, state.inner
 
@@ -95,6 +98,6 @@ def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.lax.pcast(zeros, tuple(kind.varying), to="varying") if kind is not None and kind.varying else zeros
 
 
-def _typed(new: Any, old: Any) -> Any:
+def _typed(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """A leaf of a state in the type that it had: the other branch returns that one."""
     return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ def chunk(shapes: Sequence[Sequence[int]], count: int) -> int:
     return 1 << min(max(room, 1).bit_length() - 1, 9)
 
 
-def _exchange(leaves: Sequence[jax.Array], axis: Any, inner_axis: collectives.AxisName | None) -> list[jax.Array]:
+def _exchange(leaves: Sequence[jax.Array], axis: Hashable, inner_axis: collectives.AxisName | None) -> list[jax.Array]:
     inner = () if inner_axis is None else collectives.axis_names(inner_axis)
     ranks = jax.lax.axis_size(axis)
     base = 1 << (ranks.bit_length() - 1)
@@ -118,7 +118,7 @@ def _exchange(leaves: Sequence[jax.Array], axis: Any, inner_axis: collectives.Ax
     return blocks.from_blocks(x.reshape(count, columns), shapes, size)
 
 
-def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Any, inner: Sequence[Any]) -> jax.Array:
+def _over_ranks(x: jax.Array, counts: Sequence[int], axis: Hashable, inner: Sequence[Hashable]) -> jax.Array:
     """Adasum of `x[rows, chunks, elements]`, a power of two of rows, whose layers have so many chunks a row."""
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     base = x.shape[0]

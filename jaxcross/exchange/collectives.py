@@ -8,12 +8,15 @@ overlap with anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 AxisName = Hashable | tuple[Hashable, ...] | list[Hashable]
+Arrays = TypeVar("Arrays")
+"""Tree of arrays, the same before and after an exchange."""
 
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -61,7 +64,7 @@ def is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def saturate(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
+def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
     """What is finite stays so in a narrower type: as its largest number, or `times` that, where it is larger.
 
     Infinity would poison a residual for good; but who brings it is not hidden.
@@ -72,7 +75,7 @@ def saturate(values: jax.Array, dtype: Any, times: int = 1) -> jax.Array:
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values)
 
 
-def round_for_wire(x: jax.Array, dtype: Any) -> jax.Array:
+def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` in the type that travels, rounded at once: for what is sent and also read here.
 
     The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does on GPUs
@@ -96,7 +99,7 @@ def round_for_wire(x: jax.Array, dtype: Any) -> jax.Array:
     return rounded.astype(dtype)
 
 
-def swap(x: Any, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Any:
+def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
     """Each array of `x` changes places with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
 
     Args:
@@ -111,7 +114,7 @@ def swap(x: Any, axis_name: Hashable, distance: int, *, ranks: int | None = None
     return jax.tree.map(lambda a: jax.lax.ppermute(a, axis_name, perm), x)
 
 
-def fold(x: Any, axis_name: Hashable) -> Any:
+def fold(x: Arrays, axis_name: Hashable) -> Arrays:
     """Rank `r` changes places with rank `r + 2^L`, the largest power of two up to the ranks; others keep theirs.
 
     The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the result out after it.
@@ -124,7 +127,7 @@ def fold(x: Any, axis_name: Hashable) -> Any:
     return jax.tree.map(lambda a: jax.lax.ppermute(a, axis_name, perm), x)
 
 
-def doubling(x: Any, axis_name: Hashable, combine: Callable[[Any, Any], Any]) -> Any:
+def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
     """Recursive doubling: the balanced binary tree over ranks in rank order, its result on every rank, the same bits.
 
     log2(P) hops of the whole of `x`, and two more where P is no power of two (ranks beyond the largest one hand theirs
@@ -149,7 +152,7 @@ def doubling(x: Any, axis_name: Hashable, combine: Callable[[Any, Any], Any]) ->
     return x
 
 
-def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> jax.Array:
+def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
     """The sum over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
 
     The same bits on every rank; each block is summed in ring order, beginning with another rank.
@@ -182,7 +185,7 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> ja
     return out.astype(x.dtype).reshape(x.shape)
 
 
-def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: Any = None) -> jax.Array:
+def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
     """This rank's block of the sum of a vector over ranks, summed in rank order. The length is a multiple of the ranks.
 
     An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway: `psum_scatter` scatters the
@@ -213,5 +216,5 @@ def gather(x: jax.Array, axis_name: Hashable | tuple[Hashable, ...]) -> jax.Arra
     return rows
 
 
-def _where(condition: jax.Array, a: Any, b: Any) -> Any:
+def _where(condition: jax.Array, a: Arrays, b: Arrays) -> Arrays:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

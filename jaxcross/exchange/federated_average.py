@@ -34,7 +34,7 @@ class FederatedAverageState(NamedTuple):
 
 def federated_average(
     optimizer: optax.GradientTransformation,
-    axis_name: Any,
+    axis_name: collectives.AxisName,
     *,
     every: int,
     participation: float = 1.0,
@@ -115,7 +115,7 @@ def federated_average(
     return exchange_once("federated_average", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
-def _positive(weights: Any) -> list[float]:
+def _positive(weights: object) -> list[float]:
     found = [as_number(w) for w in weights] if isinstance(weights, Iterable) else [math.nan]
     if not all(0 < w < math.inf for w in found):
         raise ValueError(
@@ -124,8 +124,10 @@ def _positive(weights: Any) -> list[float]:
     return found
 
 
-def _shares(number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int) -> Any:
-    """Every rank's share of a round's average, float32 and summing to one; zero for who is not chosen."""
+def _shares(
+    number: jax.Array, ranks: int, participation: float, weights: Sequence[float] | None, seed: int
+) -> jax.Array:
+    """Returns every rank's share of a round's average, float32, summing to one; zero for ranks that are not chosen."""
     if weights is not None and len(weights) != ranks:
         raise ValueError(
             f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. Give one a rank."

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxcross._pytree import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,26 +27,26 @@ class Layout:
         dtype: Of the vector: what holds every leaf's type.
     """
 
-    treedef: Any
+    treedef: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[np.dtype, ...]
     bounds: tuple[int, ...]
     length: int
-    dtype: Any
+    dtype: np.dtype
 
     @property
     def size(self) -> int:
         """Elements of all leaves, without the padding."""
         return self.bounds[-1]
 
-    def ravel(self, tree: Any) -> jax.Array:
+    def ravel(self, tree: PyTree) -> jax.Array:
         """The tree's leaves one after the other, cast to `dtype`, padded with zeros. Copies; does not communicate."""
         parts = [jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)]
         if self.length > self.size:
             parts.append(jnp.zeros(self.length - self.size, self.dtype))
         return jnp.concatenate(parts) if parts else jnp.zeros(0, self.dtype)
 
-    def unravel(self, vector: jax.Array) -> Any:
+    def unravel(self, vector: jax.Array) -> PyTree:
         """The tree of leaves that lie in `vector`, in their own shapes and types."""
         ranges = itertools.pairwise(self.bounds)
         leaves = [
@@ -53,7 +56,7 @@ class Layout:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def layout(tree: Any, *, multiple: int = 1, dtype: Any = None) -> Layout:
+def layout(tree: PyTree, *, multiple: int = 1, dtype: DTypeLike | None = None) -> Layout:
     """How `tree` lies in one vector whose length is a multiple of `multiple`.
 
     Args:
@@ -68,6 +71,5 @@ def layout(tree: Any, *, multiple: int = 1, dtype: Any = None) -> Layout:
         dtype = jnp.result_type(*dtypes) if dtypes else jnp.float32
     bounds = tuple(itertools.accumulate((math.prod(s) for s in shapes), initial=0))
     length = -(-bounds[-1] // multiple) * multiple
-    return Layout(
-        treedef=treedef, shapes=shapes, dtypes=dtypes, bounds=bounds, length=length, dtype=jnp.dtype(dtype)
-    )  # fmt: skip
+    dtype = jnp.dtype(dtype)
+    return Layout(treedef=treedef, shapes=shapes, dtypes=dtypes, bounds=bounds, length=length, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,7 @@ class Hop(NamedTuple):
 
 def gossip(
     optimizer: optax.GradientTransformation,
-    axis_name: Any,
+    axis_name: collectives.AxisName,
     topology: Topology = "ring",
     *,
     adapt_first: bool = False,
@@ -152,7 +152,7 @@ def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
     return tuple(Hop(weight, to) for to, weight in weights.items())
 
 
-def _pull(vectors: Sequence[jax.Array], axis: Any, hops_of_round: Sequence[Hop]) -> list[jax.Array]:
+def _pull(vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]) -> list[jax.Array]:
     """How far a round moves this rank. By differences, so that ranks that agree stay where they are to the last bit."""
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:

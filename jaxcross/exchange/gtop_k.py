@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives, sparse
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.select import Selection, check_selection, select
@@ -23,7 +24,7 @@ class GTopKState(NamedTuple):
     """
 
     step: jax.Array
-    residual: Any
+    residual: PyTree
 
 
 def gtop_k(
@@ -65,7 +66,9 @@ def gtop_k(
         sparse.warn_if_none(params, skip, "`gtop_k`")
         return GTopKState(step=jnp.zeros((), jnp.int32), residual=sparse.residuals(params, skip, lambda size: size))
 
-    def update(updates: Any, state: GTopKState, params: optax.Params | None = None) -> tuple[Any, GTopKState]:
+    def update(
+        updates: optax.Updates, state: GTopKState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, GTopKState]:
         del params
         size = jax.lax.axis_size(axis)
         if not collectives.is_power_of_two(size):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Hashable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
@@ -16,7 +18,7 @@ Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 
 
 def mean(
-    axis_name: collectives.AxisName, wire_dtype: Any = None, *, pattern: Pattern = "auto"
+    axis_name: collectives.AxisName, wire_dtype: DTypeLike | None = None, *, pattern: Pattern = "auto"
 ) -> optax.GradientTransformation:
     """Replace each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
@@ -95,7 +97,7 @@ def mean(
     return exchange_once("mean", names, optax.stateless(average))
 
 
-def _hierarchical(x: jax.Array, names: Any, wire: Any) -> jax.Array:
+def _hierarchical(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
     outer, inner = names
     block = collectives.sum_scatter(x, inner, wire_dtype=wire)
     return (
@@ -105,11 +107,11 @@ def _hierarchical(x: jax.Array, names: Any, wire: Any) -> jax.Array:
     )
 
 
-def _ring(x: jax.Array, names: Any, wire: Any) -> jax.Array:
+def _ring(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
     return collectives.ring_sum(x, collectives.one_axis(names, "a ring"), wire_dtype=wire)
 
 
-def _tree(x: jax.Array, names: Any, wire: Any) -> jax.Array:
+def _tree(x: jax.Array, names: tuple[Hashable, ...], wire: DTypeLike) -> jax.Array:
     # Both sides of a hop must add the same numbers, so a rank's own part is rounded as what it sends is.
     def add(a: jax.Array, b: jax.Array) -> jax.Array:
         return collectives.round_for_wire(a.astype(x.dtype) + b.astype(x.dtype), wire)
@@ -122,5 +124,5 @@ def _tree(x: jax.Array, names: Any, wire: Any) -> jax.Array:
 _SUMS = {"hierarchical": _hierarchical, "ring": _ring, "tree": _tree}
 
 
-def _narrows(dtype: Any, wire_dtype: Any) -> bool:
+def _narrows(dtype: DTypeLike, wire_dtype: DTypeLike) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits > jnp.finfo(wire_dtype).bits

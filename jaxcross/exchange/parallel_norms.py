@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
+
+Mask = PyTree | Callable[[optax.Params], PyTree]
+"""Tree of booleans, or the function that makes one of the parameters."""
 
 
 def scale_by_trust_ratio(
-    axis_name: Any, min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+    axis_name: collectives.AxisName, min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> optax.GradientTransformation:
     """Scale each layer's update by its trust ratio as optax's function of this name does, with 1/P of the work.
 
@@ -80,13 +83,13 @@ def scale_by_trust_ratio(
 
 
 def lars(
-    axis_name: Any,
+    axis_name: collectives.AxisName,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float = 0.0,
-    weight_decay_mask: Any = True,
+    weight_decay_mask: Mask = True,
     trust_coefficient: float = 0.001,
     eps: float = 0.0,
-    trust_ratio_mask: Any = True,
+    trust_ratio_mask: Mask = True,
     momentum: float = 0.9,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
@@ -127,14 +130,14 @@ def lars(
 
 
 def lamb(
-    axis_name: Any,
+    axis_name: collectives.AxisName,
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
     eps_root: float = 0.0,
     weight_decay: float = 0.0,
-    mask: Any = None,
+    mask: Mask | None = None,
 ) -> optax.GradientTransformation:
     """LAMB: Adam whose steps are scaled layer by layer; `optax.lamb` with norms shared out over ranks.
 

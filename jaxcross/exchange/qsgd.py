@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,9 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
         del params
         return QSGDState(step=jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: QSGDState, params: optax.Params | None = None) -> tuple[Any, QSGDState]:
+    def update(
+        updates: optax.Updates, state: QSGDState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, QSGDState]:
         del params
         check_real(updates, "the levels of `qsgd`", float64=False)
         leaves, treedef = jax.tree.flatten(updates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxcross.exchange.validation import accumulation_dtype, check_state, group_
 
 
 def sharded_optimizer(
-    optimizer: optax.GradientTransformation, axis_name: Any, *, ranks: int | None = None
+    optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, ranks: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Average the gradients' part that this rank serves, step the optimizer on that part only, and gather the updates.
 
@@ -94,11 +94,11 @@ def sharded_optimizer(
     return exchange_once("sharded_optimizer", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
-def _part(leaf: jax.Array, size: int, rank: Any) -> jax.Array:
+def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(blocks.split(leaf, size), rank, keepdims=False)
 
 
-def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
+def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
     """This rank's part of each leaf's mean, by one reduce-scatter a type. 16-bit floats are summed in float32."""
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
@@ -110,7 +110,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Any) -> list[jax.Array]:
     return out
 
 
-def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Any) -> list[jax.Array]:
+def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable) -> list[jax.Array]:
     """The whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
     for members in group_by_dtype(parts).values():
@@ -120,7 +120,7 @@ def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis:
     return out
 
 
-def _bound_size(axis: Any) -> int | None:
+def _bound_size(axis: Hashable) -> int | None:
     try:
         return jax.lax.axis_size(axis)
     except NameError:
@@ -141,7 +141,7 @@ def _agreed(ranks: int | None, bound: int | None) -> int:
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 
 
-def _reads_values(init: Any, params: optax.Params) -> bool:
+def _reads_values(init: Callable[[optax.Params], optax.OptState], params: optax.Params) -> bool:
     """Whether what `init` returns depends on its argument's values, and not on shapes and types alone."""
     jaxpr = jax.make_jaxpr(init)(params).jaxpr
     tainted = set(jaxpr.invars)

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxcross._jax_compat import Tracer
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.validation import as_number
 
@@ -21,7 +23,7 @@ Skip = Callable[[str, Any], bool]
 _BIAS_OR_SCALE = re.compile(r"(?<!\w)(bias|scale)\b\W*((raw_)?value\W*)?$")
 
 
-def bias_or_norm(path: str, leaf: Any) -> bool:
+def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     """Whether a leaf is small and sensitive enough to be exchanged as it is: scalars, vectors, biases, norms' scales.
 
     The last two have more dimensions in attention (one for the heads) and under `nn.scan` (one for the layers): they
@@ -30,7 +32,7 @@ def bias_or_norm(path: str, leaf: Any) -> bool:
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
-def check_density(density: Any, name: str = "density") -> float:
+def check_density(density: object, name: str = "density") -> float:
     """A share of elements, as Python's number.
 
     Raises:
@@ -60,7 +62,7 @@ def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[boo
     ]
 
 
-def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
+def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) -> PyTree:
     """The tree of zero residuals: one float32 vector of `length(size)` for each leaf that is compressed."""
     found, treedef = jax.tree.flatten_with_path(params)
     vectors = [
@@ -70,7 +72,7 @@ def residuals(params: Any, skip: Skip, length: Callable[[int], int]) -> Any:
     return jax.tree.unflatten(treedef, vectors)
 
 
-def warn_if_none(params: Any, skip: Skip, what: str) -> None:
+def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
     """Says that `what` compresses nothing where vectors are all that it was given, behind `optax.flatten` for example.
 
     Not while tracing, as who asks for shapes alone does, and not where `skip` is the user's own.
@@ -86,7 +88,7 @@ def warn_if_none(params: Any, skip: Skip, what: str) -> None:
         )
 
 
-def rounded(values: jax.Array, dtype: Any) -> jax.Array:
+def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Values as they travel. The rest then stays in the residual, as all rounding does."""
     return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 

@@ -6,7 +6,7 @@ Here the delays are given, so that their effect on convergence can be studied an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import collectives
 from jaxcross.exchange.exchange_once import exchange_once
 from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
@@ -25,7 +26,7 @@ class StaleState(NamedTuple):
     """  # fmt: skip
 
     step: jax.Array
-    queue: Any
+    queue: PyTree
     inner: optax.OptState
 
 
@@ -35,7 +36,7 @@ class BoundedStaleState(NamedTuple):
     """  # fmt: skip
 
     step: jax.Array
-    late: Any
+    late: PyTree
     inner: optax.OptState
 
 
@@ -159,7 +160,7 @@ def asynchronous(
     return exchange_once("asynchronous", axis_name, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]
 
 
-def _empty(params: optax.Params, slots: int) -> Any:
+def _empty(params: optax.Params, slots: int) -> PyTree:
     """Zeros to wait in, in float32 at least: what waits is not rounded to 16 bits."""
     return (
         jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), accumulation_dtype(jnp.result_type(x))), params)
@@ -168,7 +169,7 @@ def _empty(params: optax.Params, slots: int) -> Any:
     )
 
 
-def _check_queue(queue: Any, slots: int, what: str, why: str) -> None:
+def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
     """Refuses a state of other delays: what waits would be lost, or counted twice."""
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
@@ -178,7 +179,7 @@ def _check_queue(queue: Any, slots: int, what: str, why: str) -> None:
         )
 
 
-def _table(delays: Any) -> np.ndarray:
+def _table(delays: object) -> np.ndarray:
     """Delays as `[step, rank]`, or `[step, 1]` where all ranks have the same."""
     rows = list(delays) if isinstance(delays, Sequence | np.ndarray) else [[delays]]
     rows = [rows] if rows and not isinstance(rows[0], Sequence | np.ndarray) else [list(row) for row in rows]
@@ -193,7 +194,7 @@ def _table(delays: Any) -> np.ndarray:
     return np.asarray(rows, np.int32)
 
 
-def _delay(table: np.ndarray, step: jax.Array, axis: Any) -> jax.Array:
+def _delay(table: np.ndarray, step: jax.Array, axis: Hashable) -> jax.Array:
     ranks = jax.lax.axis_size(axis)
     if table.shape[1] not in (1, ranks):
         raise ValueError(

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
+from jaxcross._pytree import PyTree
 from jaxcross.exchange import flat
+from jaxcross.exchange.collectives import AxisName
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
@@ -32,7 +35,7 @@ def require_params(params: optax.Params | None, what: str) -> optax.Params:
 _LARGEST = 2**31 - 1
 
 
-def whole_number(value: Any, name: str, what: str, least: int = 1) -> int:
+def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
     """`value` as an int, if it is an integer, of Python or NumPy, from `least` to 2^31 - 1.
 
     Raises:
@@ -55,7 +58,7 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-def optimizer_in(optimizer: Any, what: str) -> optax.GradientTransformationExtraArgs:
+def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformationExtraArgs:
     """The optimizer that `what` wraps, which takes more arguments.
 
     Raises:
@@ -68,7 +71,9 @@ def optimizer_in(optimizer: Any, what: str) -> optax.GradientTransformationExtra
     return optax.with_extra_args_support(optimizer)
 
 
-def check_state(state: Any, init: Callable[[Any], Any], params: Any, what: str) -> None:
+def check_state(
+    state: optax.OptState, init: Callable[[optax.Params], optax.OptState], params: optax.Params, what: str
+) -> None:
     """Refuses a state whose arrays have other shapes than those that `init` makes of `params`.
 
     Raises:
@@ -86,7 +91,7 @@ def check_state(state: Any, init: Callable[[Any], Any], params: Any, what: str) 
             )
 
 
-def check_float32(path: Any, leaf: Any, what: str) -> None:
+def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
     """Refuses a float64 leaf, which `what`, in float32, would cut: a finite number may be infinite there.
 
     Raises:
@@ -118,7 +123,7 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
 def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
     """Updates that lead from `params` to `targets`, to rounding; leaves that are not floating-point keep theirs."""
 
-    def one(u: Any, p: Any, target: Any) -> Any:
+    def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
         return (target - p).astype(u.dtype) if _moves(p) else u
 
     return jax.tree.map(one, updates, params, targets)
@@ -129,7 +134,7 @@ def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
 
 
-def ravel_floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Any], Any]]:
+def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """The floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
 
     One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors are padded with zeros
@@ -144,7 +149,7 @@ def ravel_floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Call
     layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
 
-    def back(changed: Any) -> Any:
+    def back(changed: Sequence[jax.Array]) -> PyTree:
         out = list(leaves)
         for vector, lay, members in zip(changed, layouts, groups, strict=True):
             for i, leaf in zip(members, lay.unravel(vector), strict=True):
@@ -154,7 +159,7 @@ def ravel_floats(tree: Any, *, multiple: int = 1) -> tuple[list[jax.Array], Call
     return vectors, back
 
 
-def accumulation_dtype(dtype: Any) -> Any:
+def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
     """The type in which floats of a type are added up: float32 at least. What is no float keeps its own."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
@@ -167,15 +172,15 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
     return found
 
 
-def mean_of(tree: Any, axis_name: Any) -> Any:
+def mean_of(tree: PyTree, axis_name: AxisName) -> PyTree:
     """The mean of each floating-point leaf over `axis_name`; others as they are."""
     return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if _moves(x) else x, tree)
 
 
-def sum_of(tree: Any, axis_name: Any) -> Any:
+def sum_of(tree: PyTree, axis_name: AxisName) -> PyTree:
     """The sum of each floating-point leaf over `axis_name`; others as they are."""
     return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if _moves(x) else x, tree)
 
 
-def _moves(x: Any) -> bool:
+def _moves(x: jax.typing.ArrayLike) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
