@@ -1,11 +1,16 @@
-"""Whether an optimizer works element by element, as one must that steps flat parts of leaves: told by its jaxpr."""
+"""Checks by its jaxpr that an optimizer works element by element, as one must that steps flat parts of leaves.
+
+A rank that steps a flat 1/P of every leaf computes the right update only if each element of it depends on the same
+element of gradients, state and parameters, and on scalars. The check follows every value of the traced update through
+the jaxpr and gives it a level: a number that grows with what the value may depend on.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -13,62 +18,79 @@ import jax
 import optax
 
 from jaxcross import _jax_compat as compat
-from jaxcross._jax_compat import INLINED
+from jaxcross._jax_compat import INLINED, Atom, Equation, Jaxpr, Var
+from jaxcross._pytree import PyTree
 
-# What makes an element of others, and bits that each rank would draw alike for parts that are not.
+# Primitives that make an element from other elements: reductions, products, sorts, decompositions.
 _ACROSS = re.compile(
     r"reduce(?!_precision)|arg(max|min)|cum|dot_general|ragged_dot|conv_general|sort|(approx_)?top_k|fft|select_and_"
     r"|svd|qr|eigh?|cholesky|lu|schur|triangular_solve|householder"
 )
-# What may put an element in the place of another.
+# Primitives that may put an element in the place of another.
 _MOVES = re.compile(r"slice|dynamic_(update_)?slice|split|concatenate|gather|scatter|rev|transpose|pad")
+# Random bits have the shape of a part: every rank would draw the same ones for different parts of a leaf.
 _DRAWS = re.compile(r"random_bits|random_gamma|rng_")
 _CALLS = INLINED | {"cond"}
-# They differ between a leaf and its flat part, and compute nothing.
+# Primitives that differ between a leaf and its flat part, and compute nothing.
 _SHAPES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
-_NOTHING, _PLACES, _ELEMENT, _JOINED, _CUT, _OTHERS = range(6)
+# Levels in ascending order: what an element of a value depends on.
+_NOTHING = 0  # neither on updates nor on parameters
+_POSITIONS = 1  # on its position alone, as the numbers of `iota` do: a rank's part would count from 0 again
+_ELEMENT = 2  # on the same element of updates, state and parameters
+_JOINED = 3  # as before, in a vector of whole leaves, as `optax.flatten` makes it
+_CUT = 4  # as before, in a piece that was cut out of such a vector
+_OTHERS = 5  # on other elements, too
 _Level = tuple[int, str]
-"""Of neither updates nor parameters, of places alone, of the same element's, of whole leaves joined to a vector (as by
-`optax.flatten`), of a piece cut out of such a vector, or of others', and what made it so."""
+"""Level of a value, and the primitive that raised it so far, for the message."""
 
 
 def check_elementwise(
-    optimizer: optax.GradientTransformation, whole: Any, part: Any, state: Any, what: str, *, axis: Any = None,
+    optimizer: optax.GradientTransformation,
+    whole: tuple[PyTree, PyTree],
+    part: tuple[PyTree, PyTree],
+    state: optax.OptState,
+    what: str,
+    *,
+    axis: Hashable | None = None,
     **extra: Any,
-) -> None:  # fmt: skip
-    """Refuses an optimizer that does something else to flat parts of leaves than to leaves. Computes nothing.
+) -> None:
+    """Refuses an optimizer that treats flat parts of leaves differently from leaves. Computes nothing.
 
     Args:
-        optimizer: Given to `what`.
-        whole: Updates and parameters, or None, in their own shapes: arrays, or what tells their types.
-        part: The same as they are stepped.
-        state: Of the optimizer on `part`.
-        what: Whose optimizer it is, for the error.
-        axis: Over whose ranks the parts are.
-        extra: Of `update`.
+        optimizer: Optimizer that was given to `what`.
+        whole: Updates and parameters, or None, in their own shapes: arrays, or their types.
+        part: Updates and parameters as the optimizer steps them: flat parts.
+        state: State of the optimizer on `part`.
+        what: Owner of the optimizer, for the error.
+        axis: Axis over whose ranks the leaves are cut.
+        extra: Further arguments of `update`.
 
     Raises:
-        ValueError: It is no element-wise one, or exchanges over `axis`.
+        ValueError: The optimizer does not work element by element, or exchanges over `axis`.
     """
 
-    def traced(updates: Any, state: Any, params: Any) -> Any:
+    def traced(updates: optax.Updates, state: optax.OptState, params: optax.Params | None) -> Jaxpr:
         made = jax.make_jaxpr(lambda *args: optimizer.update(*args, **extra))(updates, state, params)
         return compat.open_jaxpr(made)[0]
 
     (updates, params), state, whole = _types(part), _types(state), _types(whole)
     on_part = traced(updates, state, params)
-    if (name := _speaks_of(on_part, axis)) is not None:
+    name = _exchange_over(on_part, axis)
+    if name is not None:
         raise ValueError(
             f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: every rank steps another part of"
-            " each leaf, and unlike elements would be mixed. It gets the mean of the gradients: leave the exchange out."
+            " each leaf, and different elements would mix. It gets the mean of the gradients: leave the exchange out."
         )
     level, where = _of_updates(on_part, *(jax.tree.leaves(tree) for tree in (updates, state, params)))
-    if level in (_PLACES, _OTHERS):
+    # A piece that was cut out of joined leaves is allowed: `optax.flatten` takes the vector apart as it joined it.
+    if level in (_POSITIONS, _OTHERS):
         raise ValueError(
             f"the optimizer of {what} does not work element by element: its updates depend on {where}. Every rank steps"
             " flat parts of the leaves, and would take a norm, for example, of its own part. Put such an optimizer"
             " behind `jaxcross.exchange.mean`."
         )
+    # The levels see what crosses elements, not what looks at shapes: a mask by `ndim` chooses other operations for flat
+    # parts. So the same operations must be traced for whole leaves, in the same order and with the same numbers.
     start = jax.eval_shape(optimizer.init, whole[0] if whole[1] is None else whole[1])
     on_whole = traced(whole[0], start, whole[1])
     for leaf, flat in itertools.zip_longest(_operations(on_whole), _operations(on_part), fillvalue="nothing"):
@@ -80,29 +102,38 @@ def check_elementwise(
             )
 
 
-def _speaks_of(jaxpr: Any, axis: Any) -> str | None:
-    """The first exchange over an axis."""
+def _exchange_over(jaxpr: Jaxpr, axis: Hashable | None) -> str | None:
+    """Returns the name of the first exchange over an axis, or None."""
     for eqn in jaxpr.eqns:
+        # These name an axis and send nothing.
         if eqn.primitive.name in ("axis_index", "pcast", "pvary"):
             continue
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if axis is not None and axis in (named if isinstance(named, tuple | list) else (named,)):
             return str(eqn.primitive.name)
         for sub in compat.sub_jaxprs(eqn):
-            if (found := _speaks_of(compat.open_jaxpr(sub)[0], axis)) is not None:
+            found = _exchange_over(compat.open_jaxpr(sub)[0], axis)
+            if found is not None:
                 return found
     return None
 
 
-def _types(tree: Any) -> Any:
-    # Without what types hold besides, for example over which axes values vary.
+def _types(tree: PyTree) -> PyTree:
+    # Shape and element type alone: other properties, such as the axes over which values vary, would differ in traces.
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, tree))
 
 
-def _of_updates(jaxpr: Any, updates: Sequence[Any], state: Sequence[Any], params: Sequence[Any]) -> _Level:
-    """The highest level of the new updates, whatever came of it in earlier steps into the state."""
+def _of_updates(
+    jaxpr: Jaxpr,
+    updates: Sequence[jax.ShapeDtypeStruct],
+    state: Sequence[jax.ShapeDtypeStruct],
+    params: Sequence[jax.ShapeDtypeStruct],
+) -> _Level:
+    """Returns the highest level of the new updates, whatever earlier steps have put into the state."""
     elements: _Level = (_ELEMENT, "")
     sizes = {math.prod(x.shape) for x in (*updates, *params) if x.ndim}
+    # A scalar of the state is a counter until a step makes it from elements. Levels of the state only grow from one
+    # step to the next, so this ends.
     levels = [(_NOTHING, "") if x.ndim == 0 else elements for x in state]
     while True:
         out = _levels(jaxpr, [elements] * len(updates) + levels + [elements] * len(params), sizes)
@@ -113,78 +144,96 @@ def _of_updates(jaxpr: Any, updates: Sequence[Any], state: Sequence[Any], params
         levels = after
 
 
-def _levels(jaxpr: Any, given: Sequence[_Level], sizes: AbstractSet[int]) -> list[_Level]:
-    """Of a jaxpr's results, from those of its arguments; a count of as many as one of `sizes` is of a leaf's places."""
-    known: dict[Any, _Level] = dict(zip(jaxpr.invars, given, strict=True))
+def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> list[_Level]:
+    """Returns the levels of a jaxpr's results, from those of its arguments.
 
-    def of(atom: Any) -> _Level:
+    Args:
+        jaxpr: Open jaxpr.
+        given: Levels of its arguments.
+        sizes: Sizes of leaves: an `iota` of one of these sizes counts the positions in a leaf.
+    """
+    known: dict[Var, _Level] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def level_of(atom: Atom) -> _Level:
         nothing = (_NOTHING, "")
         return nothing if isinstance(atom, compat.Literal) else known.get(atom, nothing)
 
     for eqn in jaxpr.eqns:
-        operands = [of(v) for v in eqn.invars]
-        highest, name = max(operands, default=(_NOTHING, "")), eqn.primitive.name
+        operands = [level_of(v) for v in eqn.invars]
+        highest = max(operands, default=(_NOTHING, ""))
+        name = eqn.primitive.name
+        # Unless one of the cases below applies, a result depends on what its operands depend on.
         made = [highest] * len(eqn.outvars)
-        counted = [level for level in operands if level[0] == _PLACES]
+        counted = [level for level in operands if level[0] == _POSITIONS]
         if _DRAWS.match(name) or (highest[0] >= _ELEMENT and _ACROSS.match(name)):
             made = [max(highest, (_OTHERS, f"`{name}`"))] * len(made)
         elif name == "iota" and _size(eqn.outvars[0]) in sizes:
-            made = [(_PLACES, "`iota`")]
+            made = [(_POSITIONS, "`iota`")]
         elif inner := [compat.open_jaxpr(sub)[0] for sub in compat.sub_jaxprs(eqn)]:
-            if name in _CALLS:  # a body's arguments are the last operands
+            if name in _CALLS:
+                # The body's arguments are the last operands. Results of `cond` depend on its index, too.
                 bodies = [_levels(sub, operands[len(operands) - len(sub.invars) :], sizes) for sub in inner]
                 chosen = operands[0] if name == "cond" else (_NOTHING, "")
                 made = [max(chosen, *levels) for levels in zip(*bodies, strict=True)]
-            else:  # in a loop anything may come of anything; a kernel returns nothing, but writes what it makes
+            else:
+                # In a loop any value may reach any other one. A kernel returns nothing, but writes its results into
+                # references: there a primitive that crosses elements counts as soon as it is in the body.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [(_OTHERS, f"`{n}`") for sub in inner if highest[0] and not sub.outvars for n in _across(sub)]
                 made = [max([highest, *written, *itertools.chain(*bodies)])] * len(made)
-        elif highest[0] == _PLACES:  # a number that is made of them is one like any other
-            made = [highest if v.aval.shape else (_NOTHING, "") for v in eqn.outvars]
+        elif highest[0] == _POSITIONS:
+            # A scalar made from positions, for example their largest, is a number like any other.
+            made = [highest if _shape(v) else (_NOTHING, "") for v in eqn.outvars]
         elif counted and highest[0] < _OTHERS:
+            # Elements meet positions: the update depends on where in the leaf, or in its part, an element is.
             made = [(_OTHERS, counted[0][1])] * len(made)
         elif _ELEMENT <= highest[0] < _OTHERS:
             made = [max(highest, (_moved(eqn, operands, v), f"`{name}`")) for v in eqn.outvars]
         known.update(zip(eqn.outvars, made, strict=True))
-    return [of(v) for v in jaxpr.outvars]
+    return [level_of(v) for v in jaxpr.outvars]
 
 
-def _moved(eqn: Any, operands: Sequence[_Level], made: Any) -> int:
-    """The level of one of its results, beside those of the operands: is an element still in its place?"""
+def _moved(eqn: Equation, operands: Sequence[_Level], made: Var) -> int:
+    """Returns the level that an equation itself gives one of its results: whether elements keep their positions."""
     name, size = eqn.primitive.name, _size(made)
     held = [(v, level) for v, (level, _) in zip(eqn.invars, operands, strict=True) if level >= _ELEMENT]
-    # Rows are put upon another, or taken off.
-    rows = len(made.aval.shape) > 1 or len(eqn.invars[0].aval.shape) > 1
-    rows = rows and all(v.aval.shape[-1:] == made.aval.shape[-1:] for v, _ in held)
+    # Rows of the same length are stacked or separated: a column of the result still holds one position of each.
+    rows = len(_shape(made)) > 1 or len(_shape(eqn.invars[0])) > 1
+    rows = rows and all(_shape(v)[-1:] == _shape(made)[-1:] for v, _ in held)
     if rows and name in ("concatenate", "stack", "slice", "split"):
         return _ELEMENT
     if any(_size(v) < size for v, _ in held) and name != "concatenate":
-        return _OTHERS  # one element has become many
+        return _OTHERS  # one element has become many, as in a broadcast
     if not _MOVES.match(name) or (name == "gather" and operands[0][0] < _ELEMENT):
-        return _ELEMENT  # a table that is no parameter may be looked up
+        return _ELEMENT  # a table that is not a parameter may be looked up
     if name == "concatenate":
         return _JOINED if all(level == _ELEMENT for _, level in held) else _OTHERS
     if name in ("slice", "split"):
+        # A piece of joined leaves may be one of the leaves again; a piece of a leaf holds elements of other positions.
         if _size(eqn.invars[0]) == size:
             return _ELEMENT
         return _CUT if operands[0][0] == _JOINED else _OTHERS
     return _OTHERS
 
 
-def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+def _shape(var: Atom) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
 
 
-def _across(jaxpr: Any) -> Iterator[str]:
-    """What in a jaxpr makes an element of others."""
+def _size(var: Atom) -> int:
+    return math.prod(_shape(var))
+
+
+def _across(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields the primitives of a jaxpr that make an element from others."""
     for operation in _operations(jaxpr):
         name, *_ = operation.split()
         if _ACROSS.match(name):
             yield name
 
 
-def _operations(jaxpr: Any) -> Iterator[str]:
-    """What is computed, in order, with the numbers that stand in it."""
+def _operations(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields the primitives that compute something, in order, each with the literals among its operands."""
     for eqn in jaxpr.eqns:
         inner = list(compat.sub_jaxprs(eqn))
         for sub in inner:

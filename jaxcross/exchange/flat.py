@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,18 @@ from jaxcross._pytree import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where each leaf of a tree lies in its vector. Static: knows shapes and types, holds no array.
+    """Position of each leaf of a tree in its vector. Static: knows shapes and types, holds no array.
 
     Attributes:
         treedef: Structure of the tree.
-        shapes: Of each leaf.
-        dtypes: Of each leaf; `unravel` casts back to them.
+        shapes: Shape of each leaf.
+        dtypes: Element type of each leaf; `unravel` casts back to them.
         bounds: Leaf `i` occupies elements `bounds[i]` to `bounds[i + 1]`.
-        length: Of the vector: the elements of all leaves, padded with zeros to a multiple.
-        dtype: Of the vector: what holds every leaf's type.
+        length: Length of the vector: the elements of all leaves, padded with zeros to a multiple.
+        dtype: Element type of the vector, which holds every leaf's type.
     """
 
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
     bounds: tuple[int, ...]
@@ -40,14 +41,14 @@ class Layout:
         return self.bounds[-1]
 
     def ravel(self, tree: PyTree) -> jax.Array:
-        """The tree's leaves one after the other, cast to `dtype`, padded with zeros. Copies; does not communicate."""
+        """Returns the tree's leaves one after the other, cast to `dtype`, padded with zeros. Copies."""
         parts = [jnp.asarray(x).reshape(-1).astype(self.dtype) for x in self.treedef.flatten_up_to(tree)]
         if self.length > self.size:
             parts.append(jnp.zeros(self.length - self.size, self.dtype))
         return jnp.concatenate(parts) if parts else jnp.zeros(0, self.dtype)
 
     def unravel(self, vector: jax.Array) -> PyTree:
-        """The tree of leaves that lie in `vector`, in their own shapes and types."""
+        """Returns the tree of the leaves in `vector`, in their own shapes and types."""
         ranges = itertools.pairwise(self.bounds)
         leaves = [
             jax.lax.slice_in_dim(vector, start, stop).reshape(shape).astype(dtype)
@@ -57,12 +58,12 @@ class Layout:
 
 
 def layout(tree: PyTree, *, multiple: int = 1, dtype: DTypeLike | None = None) -> Layout:
-    """How `tree` lies in one vector whose length is a multiple of `multiple`.
+    """Returns the layout of `tree` in one vector whose length is a multiple of `multiple`.
 
     Args:
-        tree: Of arrays or `jax.ShapeDtypeStruct`; may be empty.
-        multiple: Of the vector's length, for example the number of ranks.
-        dtype: Of the vector; None: the type that all leaves' types promote to.
+        tree: Arrays or `jax.ShapeDtypeStruct`; may be empty.
+        multiple: Divisor of the vector's length, for example the number of ranks.
+        dtype: Element type of the vector; None: the type that all leaves' types promote to.
     """
     leaves, treedef = jax.tree.flatten(tree)
     shapes = tuple(tuple(jnp.shape(x)) for x in leaves)
