@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxcross
 from jaxcross.program import stages
-from jaxcross.step.cut_tuner import PIECES
+from jaxcross.step.cut_tuner import SEGMENT_COUNTS
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 # before the imports that make JAX arrays
@@ -123,7 +123,7 @@ class Jobs:
         (spec,) = self.specs
         arguments = self.states[0], self.batches[0]
         if self.finest is None:
-            program = stages.cut(self.step(spec).trace(*arguments), cut=max(PIECES))
+            program = stages.cut(self.step(spec).trace(*arguments), cut=max(SEGMENT_COUNTS))
             self.finest = stages.compile(program, jax.tree.leaves(arguments), cache=world.executables)
         compiled = self.finest
         raw = []

@@ -25,7 +25,7 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, is_current
 from jaxcross.step.prepare import prepare
-from jaxcross.step.skip_nonfinite import go, guarded
+from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
 from jaxcross.step.step_record import StepRecord
 from jaxcross.step.variant import Variant
 from jaxcross.wire.rank_grid import axis_sizes
@@ -150,10 +150,11 @@ class Step(Generic[P, R]):
         given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, arrays = self._bind_static(given)
         job = current_job()
-        if guards := job is not None and job.nonfinite == "skip":
-            function, arrays = self._guarded(function, len(given)), (*arrays, go())
+        skips = job is not None and job.nonfinite == "skip"
+        if skips:
+            function, arrays = self._with_commit_flag(function, len(given)), (*arrays, commit_flag())
         leaves, tree = jax.tree.flatten((arrays, named))
-        cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), guards)
+        cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), skips)
         last = self._last
         if last is not None and last[0] == cache_key and _same_and_whole(leaves, last[1]):
             variant = last[2].choose(leaves)
@@ -166,7 +167,7 @@ class Step(Generic[P, R]):
                 )
             # Looking for objects costs more than flattening; a structure that was run before held none.
             if (last is None or last[0][0] != tree) and nnx.holds_objects(given, named):
-                if guards:
+                if skips:
                     raise CutError(
                         f'`{self.__name__}` changes NNX objects in place, and a job with `nonfinite="skip"` must be'
                         " able to give back the state before the step. Let it take and return what `nnx.split` gives."
@@ -200,6 +201,16 @@ class Step(Generic[P, R]):
                 owner.must_agree = True
                 raise
             return host.run(compiled, leaves)
+
+    def pure_step(self) -> Step[..., PyTree]:
+        """Returns the step over NNX graphs and states; made once, so that it is compiled once."""
+        pure = self.__dict__.get("_pure")
+        if pure is None:
+            function = nnx.pure_function(self)
+            made = Step(function, self.axes, self.cut, self.bucket_bytes, self.donate, self.static)
+            # Jobs share steps. `setdefault` is one operation of the interpreter: the first thread's step stays.
+            pure = self.__dict__.setdefault("_pure", made)
+        return pure
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -249,8 +260,8 @@ class Step(Generic[P, R]):
     ) -> Traced:
         mesh = world.rank_grid(self.axes)
         static = [n for n, _, _ in getattr(function, "static", ())]
-        guards = getattr(function, "guards", False)  # by its last argument
-        count = len(args) + len(static) - guards
+        flagged = getattr(function, "has_commit_flag", False)  # as its last argument
+        count = len(args) + len(static) - flagged
         donated = positions(self.donate, count)
         if bad := [m for m, n in zip(self.donate, donated, strict=True) if not 0 <= n < count or n in static]:
             raise ValueError(
@@ -260,14 +271,14 @@ class Step(Generic[P, R]):
         donate = [n - sum(s < n for s in static) for n in donated]
         return trace(
             function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate,
-            late_argnums=(len(args) - 1,) if guards else (),
+            late_argnums=(len(args) - 1,) if flagged else (),
         )  # fmt: skip
 
-    def _guarded(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    def _with_commit_flag(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:
         """The step for a job that skips, called with `count` positional arguments, static ones among them."""
         static = positions(self.static, count)
         state = [n - sum(s < n for s in static) for n in positions(self.donate, count) or (0,) if n not in static]
-        return guarded(function, self.__name__, state, donated=bool(self.donate))
+        return with_commit_flag(function, self.__name__, state, donated=bool(self.donate))
 
     def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., R], tuple[Any, ...]]:
         step: Callable[..., R] = self.step

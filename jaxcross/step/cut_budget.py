@@ -1,4 +1,4 @@
-"""How long a search for the fastest cut may take where the length of the run is known, the same on every rank."""
+"""Limits the time of a search for the fastest cut where the length of the run is known, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, final
 
 import numpy as np
 
+from jaxcross.world.control_plane import Control
+
 SHARE = 0.25
-"""Of the time that the steps take uncut. The best cuts that were measured save a sixth to a third of it, and most of a
-search is spent compiling, which takes as long for a short run as for a long one."""
+"""The share of the uncut steps' time that a search may take. The best measured cuts save a sixth to a third of that
+time, and most of a search is spent compiling, which takes as long for a short run as for a long one."""
 
 
 @final
@@ -19,25 +21,25 @@ class Budget:
     """The time that a search has left.
 
     Args:
-        steps: How many steps the run has, as agreed by all ranks; None if that is not known, and there is no limit.
+        steps: The number of steps of the run, as agreed by all ranks; None if it is not known: then there is no limit.
         together: `(label, work)` -> `work(control)`, at the same time on all ranks.
 
     Attributes:
         limit_s: Seconds that the search may take; infinite until `set`.
     """
 
-    def __init__(self, steps: int | None, together: Callable[[str, Callable[[Any], Any]], Any]) -> None:
+    def __init__(self, steps: int | None, together: Callable[[str, Callable[[Control], Any]], Any]) -> None:
         self.steps, self._together = steps, together
         self.limit_s, self._marked_s = math.inf, time.perf_counter()
-        self._spent_s: float | None = None  # on cuts; what the uncut step took is no part of it, as it runs anyway
+        self._spent_s: float | None = None  # on cuts; without the uncut step, which runs anyway
 
     def set(self, uncut_s: float) -> None:
-        """The run is known to take `uncut_s` a step without a search."""
+        """Sets the limit, from the seconds that an uncut step takes."""
         if self.steps is not None:
             self.limit_s = SHARE * self.steps * uncut_s
 
     def allows_another(self) -> bool:
-        """Whether one more cut may be tried, which takes at least as long as what was done since the last call.
+        """Whether one more cut may be tried, which takes at least as long as the one since the last call.
 
         The same on every rank: the slowest one decides. Waits for all ranks, unless there is no limit.
         """

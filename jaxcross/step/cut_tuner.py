@@ -1,8 +1,8 @@
-"""`cut="auto"` for a step that runs alone: which cut takes the least time, found by trying.
+"""Finds the fastest cut of a step that runs alone under `cut="auto"`, by trying several.
 
 Cutting the backward pass lets its first gradients travel while the rest is computed (wait-free backpropagation), but
-costs fusion, memory and a dispatch a segment. Which wins depends on the network, so both are measured, on throw-away
-copies of the arguments: the training itself does not notice.
+costs fusion, memory and a dispatch a segment. Which effect wins depends on the network, so cuts are timed, on copies of
+the arguments: the training itself is not affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -26,76 +26,89 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced
 from jaxcross.step.cut_budget import SHARE, Budget
-from jaxcross.step.timed_trial import failures, summary, time_step
+from jaxcross.step.timed_trial import gather_failures, summary, time_step
 from jaxcross.world import World
+from jaxcross.world.control_plane import Control
 
 _log = logging.getLogger("jaxcross")
-PIECES = (1, 2, 4, 8, 16)
-_WARM_UP, _STEPS = 2, 2  # steps of each rival, in turn: some that get their memory from the kernel, some that are timed
-_LARGEST_BYTES = 2**24  # of the file; what is larger was not written by us
-_ALIKE = 1.25  # uncut steps of the same network on the same machine
-_QUIET_S = 5.0  # between two lines of a search that goes on
+SEGMENT_COUNTS = (1, 2, 4, 8, 16)
+_WARM_UP_STEPS = 2  # of each rival, in turn: the first ones get their memory from the kernel
+_TIMED_STEPS = 2
+_LARGEST_BYTES = 2**24  # of the cache file; a larger one was not written by us
+_SAME_STEP_RATIO = 1.25  # between the times of uncut steps of one network on one machine
+_QUIET_S = 5.0  # between two progress lines of a search
 _WORTH = 0.99  # a finer cut must save more than measurements scatter
 
-Together = Callable[[str, Callable[[Any], Any]], Any]
+Together = Callable[[str, Callable[[Control], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutHint:
-    """What is known of how a step is to be cut, before it runs; all but `key` the same on every rank.
+    """Knowledge about how to cut a step, gathered before it runs. All fields but `key` are the same on every rank.
 
     Attributes:
-        key: Of the step, on this rank.
-        ran: Into how many pieces this job cut it before a restart. Another cut may round otherwise, and a run that is
-            resumed goes on bit for bit. None if that is not known, or not the same on all ranks.
-        before: Likewise, what ran first in this process.
-        first: Nothing did, on no rank.
-        kept: What JAX's folder of compiled programs tells: a number of pieces, and the seconds of an uncut step.
-        steps: How many steps the job has left, on the rank that has fewest; None if no rank knows.
+        key: Identifies the step on this rank.
+        resumed: The number of segments that this job used before a restart. Another cut may round differently, and a
+            resumed run must continue bit for bit. None if it is not known, or not the same on all ranks.
+        in_process: The number of segments of the run that was first in this process; None as for `resumed`.
+        is_first: Whether nothing ran before in this process, on any rank.
+        cached: From JAX's folder of compiled programs: a number of segments, and the seconds of an uncut step.
+        steps: The number of steps that the job has left, on the rank with the fewest; None if no rank knows it.
     """
 
     key: str
-    ran: int | None
-    before: int | None
-    first: bool
-    kept: tuple[int, float] | None
+    resumed: int | None
+    in_process: int | None
+    is_first: bool
+    cached: tuple[int, float] | None
     steps: int | None = None
 
 
-def key_of(program: Program, world: World) -> str:
-    """What tells this rank's step, its machine and its neighbours from others, also in later runs."""
+def cut_key(program: Program, world: World) -> str:
+    """Returns a key for this rank's step, machine and neighbours that is the same in later runs."""
     return f"{program_digest(program)} {world.size} {world.local_size} {jax.devices()[0].device_kind}"
 
 
-def recall(
-    key: str, *, rank: int, together: Together, ran: int | None = None, before: int | None = None,
+def gather_hint(
+    key: str,
+    *,
+    rank: int,
+    together: Together,
+    resumed: int | None = None,
+    in_process: int | None = None,
     steps: int | None = None,
-) -> CutHint:  # fmt: skip
-    """Brings together what the ranks know: their shapes, neighbours and files may differ. Waits for all ranks.
+) -> CutHint:
+    """Combines the knowledge of all ranks, whose shapes, neighbours and files may differ. Waits for all ranks.
 
     Args:
-        key: See `key_of`.
-        rank: Of this process.
-        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with nothing else exchanging.
-        ran: As this rank knows it; see `CutHint`.
-        before: Likewise.
+        key: See `cut_key`.
+        rank: The rank of this process.
+        together: `(label, work)` -> `work(control)`, run at the same time on all ranks with no other exchange.
+        resumed: This rank's value; see `CutHint`.
+        in_process: Likewise.
         steps: Likewise.
     """
-    if ran is not None and not 0 <= ran <= max(PIECES):
-        ran = None
+    if resumed is not None and not 0 <= resumed <= max(SEGMENT_COUNTS):
+        resumed = None
 
-    # Only its own count; not while all jobs' exchanges wait for a file.
-    kept = CutCache(key).read() if rank == 0 else None
-    own = json.dumps([ran, before, kept, steps])
-    told = [json.loads(text) for text in together("cut", lambda control: control.allgather_text(own))]
-    (ran, before, kept, _), first = told[0], all(each[1] is None for each in told)
-    steps = min((each[3] for each in told if each[3] is not None), default=None)
-    if any(each[0] != ran for each in told):
-        ran = None
-    if any(each[1] != before for each in told):
-        before = None
-    kept = None if kept is None else (kept[0], kept[1])
-    return CutHint(key=key, ran=ran, before=before, first=first, kept=kept, steps=steps)
+    # Only rank 0 reads its file, and before `together`: the exchanges of all jobs would wait for the disk.
+    cached = CutCache(key).read() if rank == 0 else None
+    own = json.dumps([resumed, in_process, cached, steps])
+    texts = together("cut", lambda control: control.allgather_text(own))
+    gathered = [json.loads(text) for text in texts]
+    resumed, in_process, cached, _ = gathered[0]
+    if any(each[0] != resumed for each in gathered):
+        resumed = None
+    if any(each[1] != in_process for each in gathered):
+        in_process = None
+    return CutHint(
+        key=key,
+        resumed=resumed,
+        in_process=in_process,
+        is_first=all(each[1] is None for each in gathered),
+        cached=None if cached is None else (cached[0], cached[1]),
+        steps=min((each[3] for each in gathered if each[3] is not None), default=None),
+    )
 
 
 def search(
@@ -106,120 +119,197 @@ def search(
     cut: Callable[[int], Program],
     build: Callable[[Program], Compiled],
     together: Together,
-    recalled: CutHint,
+    hint: CutHint,
 ) -> tuple[int, Compiled]:
-    """The number of pieces and the executables of the fastest of a few cuts.
+    """Returns the number of segments and the executables of the fastest of a few cuts.
 
-    Each is twice as fine as the one before, until two finer ones in a row do not pay. Where the length of the run is
-    known, the search ends before it takes longer than a share of it (`Budget`): a short run stays uncut.
+    Each candidate is twice as fine as the one before, until two finer ones in a row do not pay. Where the length of the
+    run is known, the search ends before it takes longer than a share of it (`Budget`): a short run stays uncut.
 
-    A cut that is slower than uncut in a last race of the two is not taken, nor one that fails on some rank, compiled or
-    tried. If uncut steps cannot be tried, as where copies do not fit, none is.
+    A cut is not taken if it is slower than uncut in a last race of the two, or if it fails on some rank, compiled or
+    tried. If uncut steps cannot be tried, for example because copies do not fit into memory, the step stays uncut.
 
-    Waits for all ranks, each of which must call it with the same step; the slowest rank's times count, so that all
-    choose alike. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is kept beside them with
-    the seconds of an uncut step. The network may have changed since: a kept cut is timed once against uncut, and
-    searched anew if it is slower, or if the uncut step takes a quarter more or less than it did.
+    Waits for all ranks, each of which must call it with the same step. The slowest rank's times count, so that all
+    ranks choose the same cut. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored
+    next to them with the seconds of an uncut step. The network may have changed since: a cached cut is timed once
+    against uncut, and the search is repeated if it is slower, or if the uncut step takes a quarter more or less.
 
     Args:
         traced: The step.
         leaves: Its flat arguments; copied where the step may overwrite them.
         world: All ranks.
-        cut: Number of pieces -> program.
+        cut: Number of segments -> program.
         build: Program -> executables, once all ranks have agreed on it.
-        together: As for `recall`; called once for every step that is tried.
-        recalled: What `recall` says.
+        together: As for `gather_hint`; called once for every step that is tried.
+        hint: From `gather_hint`.
     """
-    cut, found = cache(cut), dict[int, Compiled | None]()  # None: it fails
-    budget, compiling_s, first = Budget(recalled.steps, together), 0.0, None
+    return _Search(traced, leaves, world=world, cut=cut, build=build, together=together, hint=hint).run()
 
-    def built(n: int) -> Compiled | None:
-        nonlocal compiling_s
-        if n in found:
-            return found[n]
-        found[n], why, start = None, "", time.perf_counter()
+
+class _UncutError(Exception):
+    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be timed."""
+
+
+@final
+class _Search:
+    """One search, on one rank. Every decision follows from numbers that are the same on all ranks."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        leaves: Sequence[Any],
+        *,
+        world: World,
+        cut: Callable[[int], Program],
+        build: Callable[[Program], Compiled],
+        together: Together,
+        hint: CutHint,
+    ) -> None:
+        self._traced, self._leaves, self._world = traced, leaves, world
+        self._cut = cache(cut)
+        self._build, self._together, self._hint = build, together, hint
+        self._budget = Budget(hint.steps, together)
+        self._compiled: dict[int, Compiled | None] = {}  # by number of segments; None: fails on some rank
+        self._compiling_s = 0.0
+        self._uncut_s: float | None = None  # a step
+        self._tried = [1]
+        self._complete = True  # the budget has not ended the search
+
+    def run(self) -> tuple[int, Compiled]:
+        uncut = self._compiled[1] = self._build(self._cut(1))
         try:
-            found[n] = build(cut(n))
-        except JaxRuntimeError as error:  # not of what ranks say to each other before
-            why = summary(error)
-        compiling_s += time.perf_counter() - start
-        if failed := together(f"cut={n}", lambda control: failures(control, why)):
-            _tell(world, f"`{traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}")
-            found[n] = None
-        return found[n]
-
-    def race(n: int, *rivals: Compiled) -> tuple[float, ...]:
-        return _race(rivals, traced, leaves, world, together, f"cut={n}")
-
-    best = uncut = found[1] = build(cut(1))
-    if recalled.kept is not None and (kept := built(recalled.kept[0])) is not None:
-        pieces, before = recalled.kept
-        first, new = race(pieces, uncut, kept)
-        if math.isinf(first):
+            return self._run(uncut)
+        except _UncutError:
             return 1, uncut
-        alike = max(first, before) <= _ALIKE * min(first, before)
-        if alike and (kept is uncut or new <= first):
-            return pieces, kept
-        if math.isinf(new):
-            found[pieces] = None
+
+    def _run(self, uncut: Compiled) -> tuple[int, Compiled]:
+        cached = self._check_cached(uncut)
+        if cached is not None:
+            return cached
+        if self._hint.steps is not None:
+            if self._uncut_s is None:
+                self._uncut_s, *_ = self._race(1, uncut)
+            self._budget.set(self._uncut_s)
+        begin_s, self._compiling_s = time.perf_counter(), 0.0
+        n_segments, best = self._try_finer(uncut)
+        gain = 1.0
+        if best is not uncut:
+            # It won step by step against coarser cuts. It must win once more against the uncut step itself, and this
+            # race says by how much.
+            self._uncut_s, best_s = self._race(n_segments, uncut, best)
+            gain = self._uncut_s / best_s
+            if gain < 1:
+                n_segments, best, gain = 1, uncut, 1.0
+        if self._uncut_s is not None:
+            self._report(n_segments, self._uncut_s, gain, begin_s)
+        return n_segments, best
+
+    def _check_cached(self, uncut: Compiled) -> tuple[int, Compiled] | None:
+        """Returns the cached cut if it is still at least as fast as the uncut step, in about the same time."""
+        if self._hint.cached is None:
+            return None
+        n_segments, before_s = self._hint.cached
+        candidate = self._built(n_segments)
+        if candidate is None:
+            return None
+        self._uncut_s, cut_s = self._race(n_segments, uncut, candidate)
+        unchanged = max(self._uncut_s, before_s) <= _SAME_STEP_RATIO * min(self._uncut_s, before_s)
+        if unchanged and (candidate is uncut or cut_s <= self._uncut_s):
+            return n_segments, candidate
+        if math.isinf(cut_s):
+            self._compiled[n_segments] = None
         else:
             _log.warning(
-                "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Here it takes %.4g s,"
-                " and cut so %.4g s: cuts are tried anew.", traced.name, pieces, "s" * (pieces > 1), before, first, new,
-            )  # fmt: skip
-    if recalled.steps is not None:
-        if first is None:
-            first, *_ = race(1, uncut)
-        if math.isinf(first):
-            return 1, uncut
-        budget.set(first)
-    begin, compiling_s = time.perf_counter(), 0.0
-    pieces, gain, tried, finest, missed, through, told_s = 1, 1.0, [1], len(cut(1).collectives), False, True, begin
-    for n in PIECES[1:]:
-        if len(cut(n).collectives) <= finest:  # which all ranks count alike
-            continue  # exchanges that depend on one another leave little to cut
-        if not budget.allows_another():
-            _tell(world, _too_long(traced.name, n, budget))
-            through = False
-            break
-        if tried == [1]:
-            _tell(
-                world, f"`{traced.name}` is compiled and timed in several cuts; a number as `cut` would save that time."
+                "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. Now an uncut step"
+                " takes %.4g s, and with that cut %.4g s: cuts are tried again.",
+                self._traced.name,
+                n_segments,
+                "s" * (n_segments > 1),
+                before_s,
+                self._uncut_s,
+                cut_s,
             )
-        finest = len(cut(n).collectives)
-        tried.append(n)
-        old, new = math.nan, math.inf
-        if (rival := built(n)) is not None:
-            old, new = race(n, best, rival)
-            if math.isinf(old):
-                return 1, uncut
-            first = old if first is None else first
-            if (now_s := time.perf_counter()) - told_s > _QUIET_S:
-                told_s = now_s
-                _tell(world, f"`{traced.name}` with `cut={n}`: {new:.4g} s a step, {old:.4g} s with `cut={pieces}`.")
-        if rival is not None and new <= _WORTH * old:
-            best, pieces, missed = rival, n, False
-        elif missed:
-            break
-        else:
-            missed = True
-    if best is not uncut:  # it won step by step; with steps of their own it must win once more, and by how much?
-        first, new = race(pieces, uncut, best)
-        if math.isinf(first):
-            return 1, uncut
-        gain = first / new
-        if gain < 1:
-            best, pieces, gain = uncut, 1, 1.0
-    if world.rank == 0 and first is not None and through:
-        CutCache(recalled.key).write(pieces, first)  # a longer run may still search
-    if world.rank == 0 and first is not None and (through or len(tried) > 1):
-        _log.warning(
-            "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
-            " %.0f s, %.0f s of them compiling).",
-            traced.name, pieces, "s" * (pieces > 1), first / gain, first, gain, ", ".join(map(str, tried)),
-            time.perf_counter() - begin, compiling_s,
-        )  # fmt: skip
-    return pieces, best
+        return None
+
+    def _try_finer(self, uncut: Compiled) -> tuple[int, Compiled]:
+        """Races each finer cut against the best one so far, until two in a row do not pay or the budget is used up."""
+        n_best, best, missed = 1, uncut, False
+        finest, logged_s, name = len(self._cut(1).collectives), time.perf_counter(), self._traced.name
+        for n in SEGMENT_COUNTS[1:]:
+            # Exchanges that depend on one another leave little to cut. All ranks count the same collectives.
+            n_collectives = len(self._cut(n).collectives)
+            if n_collectives <= finest:
+                continue
+            if not self._budget.allows_another():
+                _log_on_rank_0(self._world, _too_long(name, n, self._budget))
+                self._complete = False
+                break
+            if self._tried == [1]:
+                text = f"`{name}` is compiled and timed in several cuts; a number as `cut` would save that time."
+                _log_on_rank_0(self._world, text)
+            finest = n_collectives
+            self._tried.append(n)
+            rival, best_s, rival_s = self._built(n), math.nan, math.inf
+            if rival is not None:
+                best_s, rival_s = self._race(n, best, rival)
+                if self._uncut_s is None:  # the first race is against the uncut step
+                    self._uncut_s = best_s
+                now_s = time.perf_counter()
+                if now_s - logged_s > _QUIET_S:
+                    logged_s = now_s
+                    text = f"`{name}` with `cut={n}`: {rival_s:.4g} s a step, {best_s:.4g} s with `cut={n_best}`."
+                    _log_on_rank_0(self._world, text)
+            if rival is not None and rival_s <= _WORTH * best_s:
+                n_best, best, missed = n, rival, False
+            elif missed:
+                break
+            else:
+                missed = True
+        return n_best, best
+
+    def _built(self, n: int) -> Compiled | None:
+        """Compiles a cut; None if that fails on some rank. Waits for all ranks the first time."""
+        if n in self._compiled:
+            return self._compiled[n]
+        compiled, error_text, start_s = None, "", time.perf_counter()
+        try:
+            compiled = self._build(self._cut(n))
+        except JaxRuntimeError as error:  # errors of the agreement before it come on all ranks, and end the step
+            error_text = summary(error)
+        self._compiling_s += time.perf_counter() - start_s
+        failed = self._together(f"cut={n}", lambda control: gather_failures(control, error_text))
+        if failed:
+            text = f"`{self._traced.name}` with `cut={n}` cannot be compiled, and is not tried: {failed}"
+            _log_on_rank_0(self._world, text)
+            compiled = None
+        self._compiled[n] = compiled
+        return compiled
+
+    def _race(self, n: int, *rivals: Compiled) -> tuple[float, ...]:
+        seconds = _race(rivals, self._traced, self._leaves, self._world, self._together, f"cut={n}")
+        if math.isinf(seconds[0]):
+            raise _UncutError
+        return seconds
+
+    def _report(self, n_segments: int, uncut_s: float, gain: float, begin_s: float) -> None:
+        if self._world.rank != 0:
+            return
+        if self._complete:  # else a longer run may still search
+            CutCache(self._hint.key).write(n_segments, uncut_s)
+        if self._complete or len(self._tried) > 1:
+            _log.warning(
+                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s (%.2fx; tried %s in"
+                " %.0f s, %.0f s of them compiling).",
+                self._traced.name,
+                n_segments,
+                "s" * (n_segments > 1),
+                uncut_s / gain,
+                uncut_s,
+                gain,
+                ", ".join(map(str, self._tried)),
+                time.perf_counter() - begin_s,
+                self._compiling_s,
+            )
 
 
 def _too_long(name: str, n: int, budget: Budget) -> str:
@@ -233,41 +323,42 @@ def _too_long(name: str, n: int, budget: Budget) -> str:
 def _race(
     rivals: tuple[Compiled, ...], traced: Traced, leaves: Sequence[Any], world: World, together: Together, label: str
 ) -> tuple[float, ...]:
-    """Seconds a step of each, one or two, in turn: the best of each, on the slowest rank.
+    """Returns the seconds a step of each rival takes, one or two, in turn: the best of each, on the slowest rank.
 
-    Infinitely many for the second one if it fails on some rank; for both if the first one fails.
+    The second one's are infinite if it fails on some rank; both are if the first one fails.
 
-    The ranks meet for each step anew: the watchdog has as much patience with each as with any other wait.
+    Each step is a separate call of `together`, so that the watchdog waits for each as long as for any other exchange.
     """
-    left: list[Compiled | None] = [*rivals]
-    times: list[list[int]] = [[] for _ in rivals]
-    for turn in range(_WARM_UP + _STEPS):
-        for place, compiled in enumerate(left):
+    running: list[Compiled | None] = [*rivals]
+    times_ns: list[list[int]] = [[] for _ in rivals]
+    for turn in range(_WARM_UP_STEPS + _TIMED_STEPS):
+        for n, compiled in enumerate(running):
             if compiled is None:
                 continue
             elapsed = together(label, lambda control, its=compiled: time_step(its, traced, leaves, world, control))
             if isinstance(elapsed, int):
-                if turn >= _WARM_UP:
-                    times[place].append(elapsed)
-            elif place == 0:
-                _tell(world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}")
+                if turn >= _WARM_UP_STEPS:
+                    times_ns[n].append(elapsed)
+            elif n == 0:
+                _log_on_rank_0(world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}")
                 return (math.inf,) * len(rivals)
             else:
-                _tell(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")
-                left[1] = None
-    best = np.array([-min(found, default=0) for found in times], np.int64)
+                _log_on_rank_0(world, f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}")
+                running[1] = None
+    # The minimum of negative times is the slowest rank's.
+    best = np.array([-min(found, default=0) for found in times_ns], np.int64)
     slowest = -together(label, lambda control: control.allreduce_min(best))
-    pairs = zip(left, slowest, strict=True)
+    pairs = zip(running, slowest, strict=True)
     return tuple(math.inf if compiled is None else float(elapsed) / 1e9 for compiled, elapsed in pairs)
 
 
-def _tell(world: World, text: str) -> None:
+def _log_on_rank_0(world: World, text: str) -> None:
     if world.rank == 0:
         _log.warning("%s", text)
 
 
 class CutCache:
-    """What was found before, in JAX's folder of compiled programs. Read and written by rank 0's file system alone."""
+    """Cuts found by earlier runs, in a file in JAX's folder of compiled programs. Only rank 0 reads and writes it."""
 
     def __init__(self, key: str) -> None:
         folder = compilation_cache_dir()
@@ -275,24 +366,25 @@ class CutCache:
         self._key = key
 
     def read(self) -> tuple[int, float] | None:
-        """The number of pieces, and the seconds of an uncut step when it was found."""
+        """Returns the number of segments, and the seconds of an uncut step when it was found."""
         match self._all().get(self._key):
-            case [int(pieces), float(uncut_s)] if type(pieces) is int and pieces in PIECES and uncut_s > 0:
-                return pieces, uncut_s
+            case [int(n), float(uncut_s)] if type(n) is int and n in SEGMENT_COUNTS and uncut_s > 0:
+                return n, uncut_s
         return None
 
-    def write(self, pieces: int, uncut_s: float) -> None:
+    def write(self, n_segments: int, uncut_s: float) -> None:
+        """Stores them. A file that cannot be written is a warning."""
         if self._file is None:
             return
         draft = self._file.with_suffix(f".{id(self)}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({**self._all(), self._key: [pieces, uncut_s]}, indent=1))
+            draft.write_text(json.dumps({**self._all(), self._key: [n_segments, uncut_s]}, indent=1))
             draft.replace(self._file)
         except OSError as error:
-            _log.warning("The cut that was found cannot be kept in `%s`: %s", self._file, error)
+            _log.warning("The cut that was found cannot be stored in `%s`: %s", self._file, error)
 
-    def _all(self) -> dict[str, Any]:
+    def _all(self) -> dict[str, object]:
         if self._file is None:
             return {}
         try:
@@ -300,5 +392,5 @@ class CutCache:
                 return {}
             found = json.loads(self._file.read_text())
         except (ValueError, OSError, RecursionError):
-            return {}  # not there, damaged, or not for us: measured again
+            return {}  # no file, or a damaged or unreadable one: the search is repeated
         return found if isinstance(found, dict) else {}

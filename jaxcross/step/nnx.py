@@ -1,51 +1,77 @@
 """Steps that change Flax NNX objects in place, as `nnx.jit` allows: the objects' state goes in, and comes back.
 
-Only the objects are split, all those of one call together, so that what they share stays shared; every other argument
-keeps its place and its type. What the step adds to an object, and objects that it returns, come back as well.
+Only the objects are split, all those of one call together, so that shared variables stay shared; every other argument
+keeps its position and its type. State that the step adds to an object, and objects that it returns, come back as well.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 
+from jaxcross._arguments import positions
+from jaxcross._pytree import PyTree
+
 if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
-    from jaxcross.step.crossover import Step
 
 
-def holds_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+class PureStep(Protocol):
+    """A step over `pure_function`."""
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced: ...
+
+
+class ObjectStep(Protocol):
+    """A step that is called with NNX objects. It is also the tag by which `nnx` finds the same objects again."""
+
+    __name__: str
+    static: tuple[int, ...]
+
+    @property
+    def step(self) -> Callable[..., PyTree]:
+        """The user's function."""
+        ...
+
+    def pure_step(self) -> PureStep:
+        """Returns the step over `pure_function`."""
+        ...
+
+
+def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     """Whether an argument is or contains an NNX object (module, optimizer, metric, `Rngs`, variable) itself.
 
-    State that was split from its object is none. Does not wait or communicate; costs nothing before Flax is imported.
+    State that was split from its object does not count. Does not wait or communicate; free before Flax is imported.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
     is_object, split = nnx.graph.is_graph_node, (nnx.State, nnx.statelib.FlatState)
-    found: list[Any] = []
-    kinds: dict[type, bool] = {}  # asked once a type: on the path of every step, and NNX takes microseconds to answer
+    found: list[object] = []
+    # One question a type: this runs before every step, and NNX takes microseconds to answer.
+    stops_at: dict[type, bool] = {}
 
-    def stop(x: Any) -> bool:
-        kind = type(x)
-        if (stops := kinds.get(kind)) is None:
+    def stop(x: object) -> bool:
+        stops = stops_at.get(type(x))
+        if stops is None:
             if is_object(x):
                 found.append(x)
-            kinds[kind] = stops = bool(found) or isinstance(x, split)
+            stops_at[type(x)] = stops = bool(found) or isinstance(x, split)
         return stops
 
     jax.tree.leaves((args, kwargs), is_leaf=stop)
     return bool(found)
 
 
-def call(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
     """Runs `step` on the state of the objects among its arguments, then updates the objects.
 
-    Waits and communicates as `step` does. If the step fails, the objects keep the state they had,
-    less what was donated.
+    Waits and communicates as `step` does. If the step fails, the objects keep the state they had, except for what was
+    donated.
 
     Raises:
         ValueError: A static argument holds NNX objects.
@@ -53,29 +79,45 @@ def call(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     from flax import nnx
 
     with nnx.update_context(step):
-        args, kwargs = _split(step, args, kwargs)
-        changed = _pure_step(step)(*args, **kwargs)
+        split, split_kwargs = _split(step, args, kwargs)
+        changed = step.pure_step()(*split, **split_kwargs)
         _, _, out = nnx.from_tree(changed, ctxtag=step, is_inner=False)
     return out
 
 
-def trace(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """`step` traced on the state of the objects among its arguments, which stay as they are.
+def trace(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Traced:
+    """Traces `step` on the state of the objects among its arguments, which stay as they are.
 
     Does not compile, wait or communicate.
     """
     from flax import nnx
 
     with nnx.update_context(step):
-        args, kwargs = _split(step, args, kwargs)
-        return _pure_step(step).trace(*args, **kwargs)
+        split, split_kwargs = _split(step, args, kwargs)
+        return step.pure_step().trace(*split, **split_kwargs)
 
 
-def _split(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with graph and state in place of every object. Static arguments are passed as they are."""
+def pure_function(step: ObjectStep) -> Callable[..., PyTree]:
+    """Returns the function of `step` as one of graphs and states: it returns the changed objects' and the results'."""
     from flax import nnx
 
-    static = _static(step, args)
+    def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        static = _static_positions(step, args)
+        merged, merged_kwargs = nnx.from_tree((_without(args, static), kwargs), ctxtag=step, is_inner=True)
+        out = step.step(*(args[n] if n in static else a for n, a in enumerate(merged)), **merged_kwargs)
+        return nnx.to_tree((*_only_objects((merged, merged_kwargs)), out), ctxtag=step)
+
+    pure.__name__ = step.__name__
+    return pure
+
+
+def _split(
+    step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> tuple[list[PyTree], dict[str, PyTree]]:
+    """Returns the arguments with graph and state in place of every object. Static arguments are passed as they are."""
+    from flax import nnx
+
+    static = _static_positions(step, args)
     for n in static:
         if holds_objects((args[n],), {}):
             raise ValueError(
@@ -86,43 +128,17 @@ def _split(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     return [args[n] if n in static else a for n, a in enumerate(split)], split_kwargs
 
 
-def _static(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
-    from jaxcross.step.crossover import positions
-
+def _static_positions(step: ObjectStep, args: Sequence[PyTree]) -> tuple[int, ...]:
     return tuple(n for n in positions(step.static, len(args)) if 0 <= n < len(args))
 
 
-def _without(args: Sequence[Any], static: Sequence[int]) -> tuple[Any, ...]:
-    # A static argument may be anything, also what JAX takes for a tree that it cannot flatten.
+def _without(args: Sequence[PyTree], static: Sequence[int]) -> tuple[PyTree, ...]:
+    # A static argument may be any object, including one that JAX takes for a pytree but cannot flatten.
     return tuple(None if n in static else a for n, a in enumerate(args))
 
 
-def _pure_step(step: Step) -> Step:
-    """The step as a function of graphs and states; one for each step, so that it is compiled once."""
-    from flax import nnx
-
-    from jaxcross.step.crossover import crossover
-
-    if (known := step.__dict__.get("_pure")) is not None:
-        return known
-
-    def pure(*args: Any, **kwargs: Any) -> Any:
-        static = _static(step, args)
-        merged, kwargs = nnx.from_tree((_without(args, static), kwargs), ctxtag=step, is_inner=True)
-        out = step.step(*(args[n] if n in static else a for n, a in enumerate(merged)), **kwargs)
-        return nnx.to_tree((*_objects((merged, kwargs)), out), ctxtag=step)
-
-    pure.__name__ = step.__name__
-    made = crossover(
-        pure, axes=step.axes, cut=step.cut, bucket_bytes=step.bucket_bytes, donate_argnums=step.donate,
-        static_argnums=step.static,
-    )  # fmt: skip
-    # Jobs share steps. `setdefault` is one operation of the interpreter: of several threads' steps one stays.
-    return step.__dict__.setdefault("_pure", made)
-
-
-def _objects(tree: Any) -> Any:
-    """`tree` with None in place of all that is no NNX object: what the caller keeps is not sent back to it."""
+def _only_objects(tree: PyTree) -> PyTree:
+    """Returns `tree` with None in place of all other leaves: the caller still has them."""
     from flax import nnx
 
     is_object = nnx.graph.is_graph_node

@@ -7,7 +7,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.agreement import agree_once
-from jaxcross.step.cut_tuner import CutHint, key_of, recall, search
+from jaxcross.step.cut_tuner import CutHint, cut_key, gather_hint, search
 from jaxcross.step.step_record import ChosenCut
 from jaxcross.step.variant import Variant
 
@@ -52,20 +52,20 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
             variant.trial_args = None
             return _compile(variant, host, *known)
         chosen = None
-    key = key_of(variant.default, world)
-    hint = recall(
+    key = cut_key(variant.default, world)
+    hint = gather_hint(
         key,
         rank=world.rank,
         together=host.run_on_all_ranks,
-        ran=host.cut_before_restart(key),
-        before=None if chosen is None else chosen.n_segments,
+        resumed=host.cut_before_restart(key),
+        in_process=None if chosen is None else chosen.n_segments,
         steps=host.steps_left,
     )
     is_only_job = host.is_only_job  # as of that meeting, hence the same on all ranks
-    n_segments = hint.ran
+    n_segments = hint.resumed
     if n_segments is None:
-        n_segments = hint.before if is_only_job else 0
-    if n_segments is None and hint.first:
+        n_segments = hint.in_process if is_only_job else 0
+    if n_segments is None and hint.is_first:
         n_segments, compiled = _search(variant, host, trial_args or (), hint)
     else:
         n_segments = n_segments or 0
@@ -74,7 +74,7 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         compiled = _compile(variant, host, n_segments, program)
     # At most one job of a run is both the only and the first one. So what stays here is the same on ranks where jobs
     # come in different orders.
-    if is_only_job and hint.first:
+    if is_only_job and hint.is_first:
         record.chosen_cuts[variant.signature] = ChosenCut(n_segments, compiled.program.exchange_hash())
     else:
         record.chosen_cuts.setdefault(variant.signature, ChosenCut(0, variant.signature))
@@ -106,7 +106,7 @@ def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hi
         cut=variant.program_in,
         build=build,
         together=host.run_on_all_ranks,
-        recalled=hint,
+        hint=hint,
     )
     return n_segments, variant.compiled.setdefault(n_segments, compiled)
 

@@ -1,42 +1,47 @@
-"""`nonfinite="skip"`: a step with one more argument that says, after its exchanges, whether its state shall change."""
+"""`nonfinite="skip"`: a step with one more argument, which says after its exchanges whether the state may change."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError
 from jaxcross.jobs.latest_state import form
 
+Form: TypeAlias = tuple[Any, list[Any]]  # structure, then shapes and types; see `form`
+
 
 @cache
-def go() -> jax.Array:
-    """That it shall: what a step is called with. The commit vote may put False in its place."""
+def commit_flag() -> jax.Array:
+    """Returns the last argument of a step with a commit flag: True. The commit vote may replace it by False."""
     return jnp.ones((), bool)
 
 
-def guarded(function: Callable[..., Any], name: str, state: Sequence[int], *, donated: bool) -> Callable[..., Any]:
-    """`function` with `go` as its last positional argument: where that is False, its state comes back as it came.
+def with_commit_flag(
+    function: Callable[..., PyTree], name: str, state: Sequence[int], *, donated: bool
+) -> Callable[..., PyTree]:
+    """Returns `function` with a `commit_flag` as its last positional argument: if it is False, the state is unchanged.
 
-    The state is what the arguments numbered `state` have in common with the results: of each, the part that has its
-    structure, shapes and types, wherever it stands; of an argument that is one array, a whole result. If `donated` is
-    false it may have none: an evaluation returns no state.
+    The state is the part of the results that corresponds to the arguments numbered `state`: for each, the part with the
+    same structure, shapes and types, wherever it stands; for an argument that is a single array, a whole result. If
+    `donated` is false there may be none: an evaluation returns no state.
 
     Raises:
         CutError: (when traced) no donated argument is like a result, one is like several, or it seems to come back in
-            another structure; an argument that is not in `state` comes back beside one that is.
+            another structure; an argument that is not in `state` comes back next to one that is.
     """
 
-    def guard(*args: Any, **kwargs: Any) -> Any:
-        *own, changes = args
+    def flagged(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        *own, commits = args
         results = _Results(function(*own, **kwargs), name)
         states = {n: own[n] for n in state if n < len(own)}
-        lacking = results.keep(states, changes)
+        lacking = results.keep(states, commits)
         if donated and not results.kept:
             raise CutError(
                 f"`{name}` cannot skip a step: none of its results has the structure, shapes and types of an argument"
@@ -52,51 +57,55 @@ def guarded(function: Callable[..., Any], name: str, state: Sequence[int], *, do
         return results.tree()
 
     static = getattr(function, "static", ())
-    guard.__name__ = name
-    guard.static = static  # type: ignore[attr-defined]
-    guard.guards = True  # type: ignore[attr-defined]
-    return guard
+    flagged.__name__ = name
+    flagged.static = static  # type: ignore[attr-defined]
+    flagged.has_commit_flag = True  # type: ignore[attr-defined]
+    return flagged
 
 
 class _Results:
-    """What a step returns, with its state kept where it shall not change."""
+    """Results of a step, whose state keeps its old values where the step is not committed."""
 
-    def __init__(self, results: Any, name: str) -> None:
+    def __init__(self, results: PyTree, name: str) -> None:
         flat, self._structure = jax.tree.flatten_with_path(results)
         self._results, self._name = results, name
         self._paths, self._leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
         self.kept: set[int] = set()  # leaves that are state
 
-    def tree(self) -> Any:
-        """The results, as the step returned them."""
+    def tree(self) -> PyTree:
+        """Returns the results in their original structure."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
-    def keep(self, states: dict[int, Any], changes: Any) -> list[int]:
-        """Lets parts of the results be what they were, unless the state `changes`. Returns the numbers of the arguments
-        that are like no part.
+    def keep(self, states: dict[int, PyTree], commits: jax.Array) -> list[int]:
+        """Replaces the parts that are state by their old values, unless the step `commits`.
+
+        Returns the numbers of the arguments that are like no part.
         """
         lacking: list[int] = []
         alike = _by_form(states)
-        # Those that lie least deep first: parts of a state may be like another argument.
-        for kind, numbers in sorted(alike, key=lambda item: self._places(item[0])[0]):
-            depth, places = self._places(kind)
-            if places and not depth:
-                del numbers[1:]  # the one result there is
-            if places and len(places) != len(numbers):
+        # The shallowest ones first: a part of a state may be like another argument.
+        for kind, numbers in sorted(alike, key=lambda item: self._positions(item[0])[0]):
+            depth, parts = self._positions(kind)
+            if parts and not depth:
+                del numbers[1:]  # a step with a single result
+            if parts and len(parts) != len(numbers):
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: {len(places)} of its results have the structure, shapes and"
+                    f"`{self._name}` cannot skip a step: {len(parts)} of its results have the structure, shapes and"
                     f" types of {len(numbers)} argument{'s' * (len(numbers) > 1)}, and which of them is the new state"
-                    " is not to be told. Return it alone, or in a tuple with parts that are not alike."
+                    " is ambiguous. Return it alone, or in a tuple with parts that are not alike."
                 )
-            for place, number in zip(places, numbers, strict=False):
-                for n, old in zip(place, jax.tree.leaves(states[number]), strict=True):
-                    self._leaves[n] = jax.lax.select(changes, jnp.asarray(self._leaves[n]), jnp.asarray(old))
-                self.kept.update(place)
-            lacking += numbers if not places else []
+            for part, number in zip(parts, numbers, strict=False):
+                for n, old in zip(part, jax.tree.leaves(states[number]), strict=True):
+                    self._leaves[n] = jax.lax.select(commits, jnp.asarray(self._leaves[n]), jnp.asarray(old))
+                self.kept.update(part)
+            lacking += numbers if not parts else []
         return lacking
 
-    def check_scattered(self, donated: dict[int, Any]) -> None:
-        """Raises CutError if one of these arguments, which are like no part, comes back in pieces: it would change."""
+    def check_scattered(self, donated: dict[int, PyTree]) -> None:
+        """Raises CutError if one of these arguments, which are like no part, is scattered over the results.
+
+        Its arrays would change although the step is skipped.
+        """
         free = Counter(form([leaf for n, leaf in enumerate(self._leaves) if n not in self.kept])[1])
         for number, old in donated.items():
             arrays = Counter(form(_arrays(old))[1])
@@ -107,50 +116,51 @@ class _Results:
                     " Return each argument that is state in the structure that it has, and donate no others."
                 )
 
-    def check_others(self, others: dict[int, Any]) -> None:
-        """Raises CutError if one of these arguments, which nobody has called state, seems to be."""
+    def check_others(self, others: dict[int, PyTree]) -> None:
+        """Raises CutError if one of these arguments, which are not declared as state, seems to be."""
         for number, old in others.items():
             kind = form(old)
-            if _arrays(old) and not _bare(kind) and self._places(kind)[1]:
+            if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: its first argument is its state, as it donates none, but"
                     f" argument {number} comes back in its structure as well. Name by `donate_argnums` all that are"
                     " state."
                 )
 
-    def _places(self, kind: Any) -> tuple[int, list[list[int]]]:
-        """Where something of this form stands outside of what is kept: the depth, and the leaves of each that lies no
-        deeper. One array counts as a result of its own only: metrics are arrays, too.
+    def _positions(self, kind: Form) -> tuple[int, list[list[int]]]:
+        """Returns the smallest depth at which parts of this form stand outside of the state, and the leaves of each.
+
+        A single array counts only if it is a whole result: metrics are arrays, too.
         """
         found: list[tuple[int, list[int]]] = []
         for path, part in jax.tree.leaves_with_path(self._results, is_leaf=lambda part: form(part) == kind):
             if form(part) != kind or (_bare(kind) and len(path) > (type(self._results) is tuple)):
                 continue
-            place = [n for n, own in enumerate(self._paths) if own[: len(path)] == path]
-            if self.kept.isdisjoint(place):
-                found.append((len(path), place))
+            part_leaves = [n for n, own in enumerate(self._paths) if own[: len(path)] == path]
+            if self.kept.isdisjoint(part_leaves):
+                found.append((len(path), part_leaves))
         least = min((depth for depth, _ in found), default=0)
-        return least, [place for depth, place in found if depth == least]
+        return least, [leaves for depth, leaves in found if depth == least]
 
 
-def _by_form(states: dict[int, Any]) -> list[tuple[Any, list[int]]]:
-    """The arguments' numbers by what they are made like."""
-    found: list[tuple[Any, list[int]]] = []
+def _by_form(states: dict[int, PyTree]) -> list[tuple[Form, list[int]]]:
+    """Returns the arguments' numbers by their forms. Arguments without arrays are left out."""
+    found: list[tuple[Form, list[int]]] = []
     for number, state in states.items():
         own = form(state)
         alike = next((numbers for kind, numbers in found if kind == own), None)
         if alike is not None:
             alike.append(number)
-        elif own[1]:  # not one without arrays
+        elif own[1]:
             found.append((own, [number]))
     return found
 
 
-def _bare(kind: Any) -> bool:
-    """Whether that is the form of one array."""
+def _bare(kind: Form) -> bool:
+    """Whether it is the form of a single array."""
     return bool(jax.tree_util.treedef_is_leaf(kind[0]))
 
 
-def _arrays(tree: Any) -> list[Any]:
-    """What is no scalar: metrics are scalars, too."""
+def _arrays(tree: PyTree) -> list[PyTree]:
+    """Returns the leaves that are not scalars, since metrics are scalars, too."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf)]

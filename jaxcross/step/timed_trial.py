@@ -1,4 +1,4 @@
-"""One step on copies of its arguments, which all ranks leave together where a copy or a computation fails."""
+"""One step on copies of its arguments. If a copy or a computation fails on one rank, all ranks abandon it together."""
 
 from __future__ import annotations
 
@@ -22,56 +22,60 @@ from jaxcross.world.control_plane import Control
 
 
 def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control) -> int | str:
-    """Nanoseconds of one step on copies; on all ranks what failed, if it did on some. Waits for all ranks."""
-    why, own = "", []
+    """Returns the nanoseconds of one step on copies, or on all ranks a text about what failed on some.
+
+    Waits for all ranks.
+    """
+    error_text, copies = "", []
     try:
-        own = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
-        jax.block_until_ready(own)
+        copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
+        jax.block_until_ready(copies)
     except JaxRuntimeError as error:
-        why, own = summary(error), []
-    if failed := failures(control, why):  # before anything is exchanged; else all begin together
+        error_text, copies = summary(error), []
+    failed = gather_failures(control, error_text)
+    if failed:  # on all ranks, before anything is exchanged
         return failed
-    trial = _Trial(compiled, own)
+    trial = _Trial(compiled, copies)
     start = time.perf_counter_ns()
     run_execution(world, compiled, trial, 0, {})
     elapsed = time.perf_counter_ns() - start
-    return failures(control, trial.why) or elapsed
+    return gather_failures(control, trial.error_text) or elapsed
 
 
-def failures(control: Control, why: str) -> str:
-    """What failed on which ranks; empty if nothing did. Waits for all ranks, which hear the same."""
-    if control.allreduce_min(np.array([-bool(why)], np.int64)).item() == 0:
+def gather_failures(control: Control, error_text: str) -> str:
+    """Returns all ranks' errors as one text, the same on every rank; empty if there are none. Waits for all ranks."""
+    if control.allreduce_min(np.array([-bool(error_text)], np.int64)).item() == 0:
         return ""
-    told = control.allgather_text(why)
-    return "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(told) if text)
+    texts = control.allgather_text(error_text)
+    return "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text)
 
 
 def summary(error: Exception) -> str:
-    """What an error says, without the tables that XLA adds."""
+    """Returns the first line of an error, without the tables that XLA adds."""
     return clause(first_line(describe(error)))
 
 
 class _Trial(Execution):
-    """A step that goes on after XLA has failed: computes no more, and exchanges zeros, since other ranks wait for it.
+    """An execution that continues after XLA has failed: it computes no more and exchanges zeros, as other ranks wait.
 
-    It raises all the same where an exchange itself fails, or data decide how often the others will exchange.
+    It raises only if an exchange itself fails, or if the number of exchanges depends on data.
 
     Attributes:
-        why: What failed first; empty if nothing did.
+        error_text: The first failure; empty if there was none.
     """
 
-    __slots__ = ("why",)
+    __slots__ = ("error_text",)
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         super().__init__(compiled, inputs)
-        self.why = ""
+        self.error_text = ""
 
     def run(self, index: int) -> None:
         runnable = self._compiled.runnables[index]
         if runnable.segment.kind == "compute" or runnable.is_single_rank:
             self._attempt(partial(super().run, index))
             return
-        if self.why:
+        if self.error_text:
             self.zero_inputs(index)
         super().run(index)
 
@@ -79,18 +83,18 @@ class _Trial(Execution):
         self._attempt(partial(super().wait_inputs, index))
 
     def branch_mismatch(self, index: int) -> None:
-        """The step that counts will tell."""
+        """Ignores the mismatch: the real step, which follows, will raise it."""
         self._counts.pop(index, None)
 
     def outputs(self) -> None:
-        """Waits for the results, and drops them."""
+        """Waits for the results, and discards them."""
         results = super().outputs
         self._attempt(lambda: jax.block_until_ready(results()))
 
     def _attempt(self, work: Callable[[], Any]) -> None:
-        if self.why:
+        if self.error_text:
             return
         try:
             work()
         except JaxRuntimeError as error:
-            self.why = summary(error)
+            self.error_text = summary(error)

@@ -13,7 +13,7 @@ from test_runner import make_step
 from jaxcross.jobs.runner import Runner
 from jaxcross.step import cut_budget
 from jaxcross.step.cut_budget import SHARE, Budget
-from jaxcross.step.cut_tuner import recall
+from jaxcross.step.cut_tuner import gather_hint
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         def together(_: str, work: Any) -> Any:
             return work(world.control)
 
-        steps = recall("key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]).steps
+        steps = gather_hint("key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]).steps
         budget = Budget(steps, together)
         assert math.isinf(budget.limit_s)
         budget.set(1.0)

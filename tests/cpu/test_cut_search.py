@@ -292,7 +292,7 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
 
     def work(world: Any) -> tuple[int, list[int]]:
         node = variant_of(world.control, local_size=2 - world.rank)  # hosts of unlike numbers of ranks
-        key = cut_tuner.key_of(node.default, node.world)
+        key = cut_tuner.cut_key(node.default, node.world)
         job = Job(world.control, {key: 4} if world.rank in knows else {}, only=only)
         return pieces_of(prepare(node, job)), list(job.cuts.values())
 

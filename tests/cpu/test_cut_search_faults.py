@@ -28,7 +28,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.collective_call import meet
 from jaxcross.step import cut_tuner, timed_trial
-from jaxcross.step.cut_tuner import CutHint, recall, search
+from jaxcross.step.cut_tuner import CutHint, gather_hint, search
 from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
@@ -66,8 +66,9 @@ def compile_for(world: Any, program: Program, fails: Fails) -> Compiled:
 
 
 @pytest.fixture
-def found(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """What rank 0 is told in a search on two ranks, in a job or alone, which both leave with the uncut step."""
+def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Searches on two ranks, in a job or alone, which both leave with the uncut step; returns what rank 0 logs."""
+    monkeypatch.setattr(cut_tuner, "_QUIET_S", float("inf"))  # no progress lines, however slow the machine is
 
     def run(
         in_job: bool, fails: Fails = lambda *_: False, compiles: Callable[[Program], bool] = lambda _: True,
@@ -85,7 +86,7 @@ def found(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
             with ThreadPoolExecutor(1) as world.exchanger:
                 pieces, compiled = search(
                     traced(), LEAVES, world=world, cut=lambda n: stages.cut(traced(), n, bucket_bytes=0), build=build,
-                    together=together, recalled=CutHint(key="", ran=None, before=None, first=True, kept=kept),
+                    together=together, hint=CutHint(key="", resumed=None, in_process=None, is_first=True, cached=kept),
                 )  # fmt: skip
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2
             assert pieces == len(compiled.program.collectives)
@@ -179,8 +180,10 @@ def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monk
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", checked)
-    kept = run_ranks(2, lambda world: recall("key", rank=world.rank, together=lambda _, work: work(world.control)).kept)
-    assert kept == [None if forbidden == 0 else (4, 0.5)] * 2
+    cached = run_ranks(
+        2, lambda world: gather_hint("key", rank=world.rank, together=lambda _, work: work(world.control)).cached
+    )
+    assert cached == [None if forbidden == 0 else (4, 0.5)] * 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxcross.jobs.outcome import raise_errors
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.collective_call import meet
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.step.timed_trial import failures
+from jaxcross.step.timed_trial import gather_failures
 
 TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")
 ends = st.sampled_from(["", ".", ". ", ".\n", ".\n\n", " .", "...", ". ."])
@@ -48,7 +48,7 @@ def test_meetings_and_trials_join_errors_likewise() -> None:
 
         with pytest.raises(OSError, match=r"^disk \d is full"):
             meet(fails, world.control)
-        return failures(world.control, describe(OSError("no space.\n"))), describe(OSError("(a.)"))
+        return gather_failures(world.control, describe(OSError("no space.\n"))), describe(OSError("(a.)"))
 
     joined = "rank 0 failed: OSError: no space; rank 1 failed: OSError: no space"
     assert run_ranks(2, work) == [(joined, "OSError: (a.)")] * 2

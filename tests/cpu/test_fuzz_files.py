@@ -56,7 +56,7 @@ def test_a_book_of_cuts_that_is_no_file_or_too_large_is_left_alone(book, monkeyp
     book._file.mkdir(parents=True)
     assert book.read() is None
     book.write(4, 0.5)
-    assert caplog.messages[0].startswith("The cut that was found cannot be kept in `")
+    assert caplog.messages[0].startswith("The cut that was found cannot be stored in `")
     book._file.rmdir()
     book.write(4, 0.5)
     monkeypatch.setattr(cut_tuner, "_LARGEST_BYTES", 3)

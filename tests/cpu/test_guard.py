@@ -10,7 +10,7 @@ import pytest
 import jaxcross
 from jaxcross.errors import CutError, JobError
 from jaxcross.jobs.runner import Runner
-from jaxcross.step.skip_nonfinite import guarded
+from jaxcross.step.skip_nonfinite import with_commit_flag
 
 
 class Out(NamedTuple):
@@ -30,7 +30,7 @@ def new(tree):
 
 def skipped(results, *args, state=(0,), donated=True):
     """What a step that returns `results` returns where it is skipped."""
-    return guarded(lambda *_: results, "step", state, donated=donated)(*args, jnp.asarray(False))
+    return with_commit_flag(lambda *_: results, "step", state, donated=donated)(*args, jnp.asarray(False))
 
 
 def same(a, b):

@@ -199,7 +199,7 @@ step = jaxcross.crossover(lambda m, o, x: update(m, o, x, True), axes="batch")
 pures = []
 def ask():
     gate.wait()
-    pures.append(jaxcross.step.nnx._pure_step(step))
+    pures.append(step.pure_step())
 gate = threading.Barrier(4)
 threads = [threading.Thread(target=ask) for _ in range(4)]
 [t.start() for t in threads]
