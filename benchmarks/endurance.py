@@ -99,8 +99,8 @@ def joins(world: Any, total: int) -> dict[str, Any]:
         for done in range(0, total, AT_ONCE):
             added = [runner.add(f"visitor-{n}", visitor, number=n) for n in range(done, min(done + AT_ONCE, total))]
             for one in added:
-                one.left.wait()
-                assert (one.how, one.step) == ("ended", 2), (one.how, one.error)
+                one.done.wait()
+                assert (one.status, one.step) == ("ended", 2), (one.status, one.error)
             places.passed(done + len(added))
 
     runner = jaxcross.Runner(world)

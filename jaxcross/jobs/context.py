@@ -1,85 +1,158 @@
-"""What a job's function receives, and what the caller of `Runner.add` keeps of the job."""
+"""`JobContext`: the object that a job's function receives, and that the caller of `Runner.add` keeps."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, final
 
-import jax
-import numpy as np
-
+from jaxcross._pytree import PyTree
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
-from jaxcross.interleave.instrument import Span, SpanKind
+from jaxcross.interleave.instrument import Listeners, SpanKind
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.arguments import check_batches
 from jaxcross.jobs.data_position import START
+from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.lifecycle import JobLifecycle
+from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
+from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.prefetch import Prefetcher, to_device
+from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
-from jaxcross.runtime.step_host import Agreement, T
+from jaxcross.jobs.thread import JobThread
+from jaxcross.runtime.collective_call import run_collectively
+from jaxcross.runtime.driver import Driver
+from jaxcross.runtime.job_record import Initial, JobRecord, NonFinite, check_choice
+from jaxcross.runtime.stall_watch import after_run
+from jaxcross.runtime.step_host import T
+from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 
+_log = logging.getLogger("jaxcross")
+_END = object()
 
-class JobContext(JobLifecycle):
-    """One job on this rank: what its function is given, and what the caller of `Runner.add` keeps.
+
+def current_job() -> JobContext | None:
+    """Returns the job whose thread calls, if any."""
+    thread = threading.current_thread()
+    if isinstance(thread, JobThread) and isinstance(thread.job, JobContext):
+        return thread.job
+    return None
+
+
+@final
+class JobContext:
+    """One job on this rank, for its function and for the caller of `Runner.add`.
 
     Attributes:
         name: Unique in its runner.
-        state: The latest state that the job restored, saved or, at its end, returned; what its function assigns here is
-            as good as saved. After a failure or an interrupt it is that of the last step that all ranks committed: if
-            the function did not save it, the part of the step's results that has the structure, shapes and types of
-            `state`, or all of them if none or several have. Never one of a step that some rank did not commit; what
-            exchanges nothing is committed by its rank alone, so that ranks may be left at different steps between two
-            exchanges.
+        state: The latest state that the job restored, saved or, at its end, returned; a value that its function assigns
+            here is as good as saved. After a failure or an interrupt it is that of the last step that all ranks
+            committed: if the function did not save it, the part of the step's results that has the structure, shapes
+            and types of `state`, or all of them if none or several have. Never one of a step that some rank did not
+            commit. A step that exchanges nothing is committed by its rank alone, so that ranks may be left at different
+            steps between two exchanges.
         step: How many steps it has made; the same on every rank whenever its function looks. Counted are the calls of
             the first function with exchanges that it called, those between two exchanges of local SGD included:
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
             between ranks.
         history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step, the mean of its steps: the leading dimension
-            of the first array of a batch, times the ranks. Set it where that is not so.
-        unit: What reports call an example: `images` if that array has a height, a width and 1, 3 or 4 channels, else
-            `examples`. Set it together with `examples_per_step`.
-        how: How it left: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
+            of the first array of a batch, times the ranks. Set it where that is wrong.
+        unit: The name of an example in reports: `images` if that array has a height, a width and 1, 3 or 4 channels,
+            else `examples`. Set it together with `examples_per_step`.
+        nonfinite: Policy for a step whose exchanged values are not all finite.
+        status: How it ended: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
             before that.
-        error: Why, if it failed, was ejected or left out.
-        left: An event, set once it has left and `state` and `history` are final: `job.left.wait()`.
+        error: The reason, if it failed, was ejected or left out.
+        done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
         skipped: How many of its steps kept the state; see `nonfinite`.
-        cuts: Into how many pieces `cut="auto"` cut which program, 0 as beside other jobs, for a restart to do the same.
+        cuts: The number of segments that `cut="auto"` cut each program into, 0 for the cut next to other jobs, so that
+            a restart does the same.
+        host: Runs the job's steps; for jaxcross itself.
+        unread: The error of reading back what it logged, on this rank. All ranks get it after the run.
     """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        *,
+        listeners: Listeners,
+        world: World,
+        checks: CheckReplicas | None = None,
+    ) -> None:
+        self.name = name
+        self._function = fn
+        self._arguments = arguments
+        self._listeners = listeners
+        self._world = world
+        self._life = JobLifecycle(name)
+        self.host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
+        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
+        self.history = self._metrics.history
+        self.cuts = self.host.cuts
+        self.done = self.host.done
+        self.status: str | None = None
+        self.error: Exception | None = None
+        self.unread: Exception | None = None
+        self.skipped = 0
+        self._streams = 0  # how many loops over batches there were
 
     # For the job's function.
 
     @property
-    def state(self) -> Any:
-        return self._kept.state
+    def step(self) -> int:
+        return self.host.step
+
+    @property
+    def state(self) -> PyTree:
+        return self.host.kept.state
 
     @state.setter
-    def state(self, state: Any) -> None:
-        self._kept.give(state, self.step)
+    def state(self, state: PyTree) -> None:
+        self.host.kept.give(state, self.step)
+
+    @property
+    def examples_per_step(self) -> float | None:
+        return self.host.examples.per_step
+
+    @examples_per_step.setter
+    def examples_per_step(self, examples: float | None) -> None:
+        self.host.examples.per_step = examples
+
+    @property
+    def unit(self) -> str:
+        return self.host.examples.unit
+
+    @unit.setter
+    def unit(self, unit: str) -> None:
+        self.host.examples.unit = unit
 
     @property
     def nonfinite(self) -> NonFinite:
-        """What becomes of a step whose exchanged values are not all finite, on some rank.
+        """Policy for a step whose exchanged values are not all finite, on some rank.
 
         `ignore`, the default, does not look. `raise` and `eject` end the job on every rank with the state of the step
         before; `raise` lets `run()` raise at the end, `eject` only reports it. `skip` goes on with the state as it was.
         Set it before the first step, on every rank alike. To look costs one pass over what was exchanged, on the host.
         """
-        return self._nonfinite
+        return self.host.nonfinite
 
     @nonfinite.setter
     def nonfinite(self, policy: NonFinite) -> None:
         check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
-        if self._calls.any and policy != self._nonfinite:
+        if self.host.registry.any and policy != self.host.nonfinite:
             raise JobError(f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before.")
-        self._nonfinite = policy
+        self.host.nonfinite = policy
 
-    def log(self, metrics: Any) -> None:
+    def log(self, metrics: PyTree) -> None:
         """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed.
 
         Kept are copies: the next step may donate what was logged. Of a random key, its words (`jax.random.key_data`).
@@ -87,7 +160,7 @@ class JobContext(JobLifecycle):
         self._metrics.add(self.step, metrics)
 
     def batches(self, data: Iterable[Any], steps: int | None = None) -> Iterator[Any]:
-        """This rank's batches from `data`, each put on the device by a thread of its own before it is wanted.
+        """Returns this rank's batches from `data`, each put on the device ahead of time by a thread of the loop.
 
         NumPy arrays are copied, unless they are read-only, so that `data` may fill one buffer again and again.
         The loop ends on all ranks at the same step: with the shortest data, or after `steps`. An iterator that raises
@@ -103,66 +176,58 @@ class JobContext(JobLifecycle):
             ValueError: `steps` is below 0.
             JobError: In the job's own thread, if another one iterated: there the loop ends at once.
         """
-        driver = self._running()
+        driver, record = self._life.running()
         check_batches(self.name, data, steps)
-        if self._stray_loop():
+        if self._life.ends_stray_loop():
             return iter(())
-        # Here and not where a loop ends: what is left early, a garbage collector may end in any thread.
-        self._feeds = [feed for feed in self._feeds if not feed.closed]
-        feed = Prefetcher(
-            driver=driver, job=self._number, stream=self._streams, beside=[feed.stream for feed in self._feeds],
-            data=data, steps=steps, prepare=to_device,
-            start=START if self._resumption is None else self._resumption.next_place(),
-            resumable=self._resumption is not None,
-        )  # fmt: skip
+        # Here and not where a loop ends: a generator that is left early may be ended by the garbage collector, in any
+        # thread.
+        loops = self.host.loops = [loop for loop in self.host.loops if not loop.closed]
+        resumption = self._life.resumption
+        loop = Prefetcher(
+            driver=driver,
+            job=record,
+            stream=self._streams,
+            beside=[other.stream for other in loops],
+            data=data,
+            steps=steps,
+            prepare=to_device,
+            start=START if resumption is None else resumption.next_place(),
+            resumable=resumption is not None,
+        )
         self._streams += 1
-        self._feeds.append(feed)
-        if self._resumption is not None:
-            self._resumption.begun(feed)
-        return self._measured(feed)
+        loops.append(loop)
+        if resumption is not None:
+            resumption.begun(loop)
+        return self._measured(loop)
 
-    def _stray_loop(self) -> bool:
-        """Whether a loop over batches must end at once, because another thread runs it. The job fails for it, where
-        its own thread can tell: raised here, where perhaps nobody catches it, it would end the other jobs as well.
-        """
-        error = self._stray("`job.batches`", "iterated")
-        if error is None:
-            return False
-        seat = self._seat
-        if self._strayed is not None or self._driver is None or seat is None or seat.how == "ended":
-            raise error  # a loop around the loop, or nobody left to tell
-        self._strayed = error
-        return True
-
-    def _measured(self, feed: Prefetcher) -> Iterator[Any]:
-        used = False
+    def _measured(self, loop: Prefetcher) -> Iterator[Any]:
+        host, used = self.host, False
         try:
-            while not self._stray_loop():
-                if used:  # else it may be the second of two that are read side by side
-                    self.replicas.next_batch(self.run_on_all_ranks)
+            while not self._life.ends_stray_loop():
+                # The first batch does not show that one was used: two loops may be read side by side.
+                if used:
+                    host.replicas.next_batch(host.run_on_all_ranks)
                 start_ns = time.monotonic_ns()
-                batch = next(feed, _END)
+                batch = next(loop, _END)
                 if batch is _END:
                     return
-                self._measured_since(start_ns, "input")
-                self.replicas.batches += 1
-                self._in_batch, unit = _examples(batch, self._world.size)
-                if self.examples_per_step is None:
-                    self.examples_per_step, self.unit = self._in_batch, unit
-                    self._mean_examples = self.examples_per_step
+                host.note_span(start_ns, "input")
+                host.replicas.batches += 1
+                host.examples.next_batch(batch, self._world.size)
                 yield batch
                 used = True
         finally:
-            feed.close()
+            loop.close()
 
-    def restore(self, state: Any, *, mode: Initial = "check") -> Any:
-        """The state to start from: `state`, after all ranks have made sure that they mean the same. Waits for all.
+    def restore(self, state: PyTree, *, mode: Initial = "check") -> PyTree:
+        """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all ranks.
 
-        Returned is a copy: the job's step may donate it, and another job start from the same `state`.
+        The result is a copy: the job's step may donate it, and another job start from the same `state`.
 
-        If the runner has checkpoints, and the job one that is whole, returned is what was saved there, in a tree made
-        like `state`; `step` and the first `batches` go on from there. `mode` matters then only to what one rank saved
-        and several restore: where their own values under `local` differ, it refuses.
+        If the runner has checkpoints, and the job one that is complete, the result is what was saved there, in a tree
+        made like `state`; `step` and the first `batches` go on from there. `mode` matters then only to what one rank
+        saved and several restore: where their own values under `local` differ, it refuses.
 
         Args:
             state: A pytree of arrays, JAX's or NumPy's, and numbers.
@@ -170,43 +235,43 @@ class JobContext(JobLifecycle):
                 model that is spread over ranks, a dropout key). The same on every rank.
 
         Raises:
-            ValueError: `mode` is none of these.
+            ValueError: `mode` is another word.
             ExchangeError: On every rank, if values (`check`) or shapes (`broadcast`) differ.
-            TypeError: Unless `local` without checkpoints, on every rank: a leaf is no array and no number.
+            TypeError: Unless `local` without checkpoints, on every rank: a leaf is neither an array nor a number.
             JobError: On every rank: the checkpoint is of another model, or of a number of ranks that cannot change.
         """
         check_choice(mode, Initial, f"`mode` of `job.restore` in job `{self.name}`")
-        resumption, found = self._resumption, None
+        resumption, found = self._life.resumption, None
         if resumption is not None:
             found = resumption.restore(state, self.run_on_all_ranks, local=mode == "local")
         if resumption is not None and found is not None:
-            self.step = resumption.first_step
-            self._running().resumed(self._number, self.step)
+            self.host.step = resumption.first_step
+            driver, record = self._life.running()
+            driver.resumed(record, self.step)
             self.state = found
         else:
             if mode != "local":
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
-        self.replicas.begin(
+        self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )
-        return self.state if resumption is None else self._stand(resumption)
+        return self.state if resumption is None else self._resume_status(resumption)
 
-    def _stand(self, resumption: Resumption) -> Any:
-        """The state, unless an earlier run has stopped the job for good. If it rested there, it rests before its first
-        step.
-        """
+    def _resume_status(self, resumption: Resumption) -> PyTree:
+        """Returns the state, unless an earlier run stopped the job for good. A paused job stays paused."""
         stopped, paused = resumption.markers(self.run_on_all_ranks)
         if stopped:
             self.stop()
-            while True:  # until the vote says so
+            while True:  # until the vote ends the job, which raises here
                 self.run_on_all_ranks("it was stopped", lambda _: None)
-        if paused and self._world.rank == 0:  # a second wish would come after somebody's `resume`, perhaps
+        # One rank's request is enough, and a second one might come after a `resume` and undo that.
+        if paused and self._world.rank == 0:
             self.pause()
         return self.state
 
-    def save(self, state: Any) -> None:
+    def save(self, state: PyTree) -> None:
         """Keeps `state` as the job's. If the job ends early, a later committed step's replaces it.
 
         Does not wait, unless the runner has checkpoints. Then it begins one: it waits for the state's values, for all
@@ -219,11 +284,10 @@ class JobContext(JobLifecycle):
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state
-        if self._resumption is not None:
-            every = self._resumption.save(
-                state, self.step, self.run_on_all_ranks, unsavable_reason=self._unsavable_reason()
-            )
-            self.replicas.saved(self.step, every)
+        resumption = self._life.resumption
+        if resumption is not None:
+            every = resumption.save(state, self.step, self.run_on_all_ranks, unsavable_reason=self._unsavable_reason())
+            self.host.replicas.saved(self.step, every)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
@@ -231,78 +295,24 @@ class JobContext(JobLifecycle):
         `work` may communicate through `control` (`allreduce_min`, `allgather_text`), and must do so alike on all ranks.
 
         Raises:
-            JobError: This thread is not the job's own; on every rank: `work` failed on another one, or ranks talk
-                unequally often.
+            JobError: This thread is not the job's own; on every rank: `work` failed on another one, or ranks
+                communicate unequally often.
             Exception: Whatever `work` raises.
         """
-        driver = self._running()
-        if error := self._stray("`job.run_on_all_ranks` or `job.restore`", "called"):
-            raise error
-        return driver.together(self._number, label, work)
+        return self.host.run_on_all_ranks(label, work)
 
-    # For `jaxcross.step`: see `jaxcross.runtime.step_host.StepHost`.
-
-    @property
-    def in_run(self) -> bool:
-        return True
-
-    def cut_before_restart(self, key: str) -> int | None:
-        """Returns the number of segments that the step with this key was cut into in an earlier run, if known."""
-        return self.cuts.get(key)
-
-    def remember_cut(self, key: str, n_segments: int) -> None:
-        """Notes the number of segments for a restart."""
-        self.cuts[key] = n_segments
-
-    def agree(self, agreement: Agreement) -> None:
-        """Makes an agreement of all ranks. Waits for them.
-
-        Raises:
-            JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
-        """
-
-        def work(control: Control) -> None:
-            self.check_alike(control)
-            agreement.in_run(control)
-
-        self.run_on_all_ranks(agreement.label, work)
-
-    @contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
-        """A context whose length the report and the flight recorder show as compilation of `name`."""
-        with self._world.flight.during("compile", job=self.name, step=self.step), self.measure("compile", name):
-            yield
-
-    @contextmanager
-    def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
-        """A context whose length appears in the report.
+    def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
+        """Returns a context whose length appears in the report.
 
         With the kind `host` it may last longer than `stall_timeout_s` while other ranks wait, as an evaluation on one
         rank may.
 
         Raises:
-            ValueError: `kind` is not a kind of span.
+            ValueError: (when entered) `kind` is not a kind of span.
         """
-        check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
-        start_ns = time.monotonic_ns()
-        busy = self._world.watching(
-            job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}
-        )
-        try:
-            with busy if kind == "host" else nullcontext():
-                yield
-        finally:
-            self._measured_since(start_ns, kind, label)
+        return self.host.measure(kind, label)
 
-    def _measured_since(self, start_ns: int, kind: SpanKind, label: str = "") -> None:
-        self._listeners.span(
-            Span(
-                rank=self._world.rank, job=self.name, step=self.step, segment=-1, kind=kind, lane=0,
-                start_ns=start_ns, end_ns=time.monotonic_ns(), ready_ns=start_ns, label=label,
-            )
-        )  # fmt: skip
-
-    # For whoever holds the job, in any thread of any rank; one rank's wish is enough.
+    # For any holder of the job, in any thread of any rank; one rank's request is enough.
 
     def stop(self) -> None:
         """Ends this job, on all ranks between the same two of its steps. The others go on. Does not wait.
@@ -315,7 +325,7 @@ class JobContext(JobLifecycle):
         self._request(JobRequest.STOP)
 
     def pause(self) -> None:
-        """Lets this job rest, on all ranks between the same two of its steps. Does not wait.
+        """Pauses this job, on all ranks between the same two of its steps. Does not wait.
 
         It keeps its state and takes no turn, on neither lane, until `resume`. Of a `pause` on one rank and a `resume`
         on another at the same time, the `pause` counts. A job that trains by a `ParameterServer` takes no turns: it
@@ -327,7 +337,7 @@ class JobContext(JobLifecycle):
         self._request(JobRequest.PAUSE)
 
     def resume(self) -> None:
-        """Lets a paused job go on, on all ranks. Does not wait.
+        """Resumes a paused job, on all ranks. Does not wait.
 
         Raises:
             JobError: `runner.run()` has not begun.
@@ -336,30 +346,125 @@ class JobContext(JobLifecycle):
 
     @property
     def paused(self) -> bool:
-        """Whether all ranks know that it is paused."""
-        return self._seat is not None and self._seat.paused
+        """Whether the job is paused on all ranks."""
+        return self._life.record is not None and self._life.record.paused
 
     def _request(self, request: JobRequest) -> None:
-        driver, seat = self._driver, self._seat
-        if seat is None and self.how is None:
-            raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
-        if driver is not None and seat is not None:  # else it has left
-            driver.request(seat, request)
+        if self.status is None:  # else it is over, and a request too late
+            self._life.request(request)
+
+    # For the runner.
+
+    @property
+    def order(self) -> float:
+        """Its place among the jobs of the run, the same on all ranks; after all others if it never joined."""
+        record = self._life.record
+        return float("inf") if record is None or record.number < 0 else record.number
+
+    @property
+    def steps_made(self) -> int:
+        """The number of steps that it made in this run."""
+        resumption = self._life.resumption
+        return self.step if resumption is None else self.step - resumption.first_step
+
+    @property
+    def save_every(self) -> int | None:
+        """The number of steps after which the plain loop saves, if it does."""
+        return None if self._life.resumption is None else self._life.resumption.every
+
+    def make_thread(self) -> JobThread:
+        """Returns the thread that runs the job."""
+        living = self._world.exchange_owner.job_threads
+        return JobThread(self.name, partial(self._life.main, self), self, living)
+
+    def attach(self, driver: Driver, record: JobRecord, resumption: Resumption | None = None) -> None:
+        """Takes the job's place in a run that begins, or that the job is added to."""
+        self._life.attach(self, driver, record, resumption)
+
+    def call_function(self) -> None:
+        """Runs the job's function and keeps what it returns. In the job's thread."""
+        driver, record = self._life.running()
+        result = self._function(self, **self._arguments)
+        self._life.running()
+        if result is not None:
+            self.host.kept.give(result, self.step)
+        del result
+        self._save_last(partial(driver.run_on_all_ranks, record))
+
+    def close_loops(self) -> None:
+        """Ends the threads that prepare batches. Does not wait."""
+        for loop in self.host.loops:
+            loop.close()
+
+    def close(self) -> None:
+        """Ends the job here: reads back what is left, and drops all but the state. Waits for the device."""
+        life, host = self._life, self.host
+        if self.done.is_set():
+            return
+        record = life.record
+        if record is not None:
+            status = record.status and life.final_status(record.status)
+            self.status, self.error, self.skipped = status or "left out", record.error, record.skipped
+            if self.error is not None:
+                forget_locals(self.error)
+            if status != "ended":
+                host.kept.settle()
+            host.replicas.finish(self.status, self.step)
+            host.kept.release()
+        failure = self._metrics.settle()
+        if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
+            self.unread = failure
+        if record is not None and record.status == "ended":
+            kind = "done" if self.status == "ended" else "status"
+            self._listeners.note(job=self.name, kind=kind, step=self.step, value=self.status)
+        # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
+        life.detach()
+        self._function, self._arguments = _no_function, {}
+        host.registry.forget()
+        host.loops = []
+        self.done.set()
+
+    def close_unbegun(self) -> None:
+        """Closes the job after the run broke, if it has no thread that does."""
+        thread = None if self._life.record is None else self._life.record.thread
+        if thread is None or not thread.is_alive():
+            self.close()
+
+    def save_left(self) -> None:
+        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
+        record = self._life.record
+        # The record's status, which all ranks agreed on; `status` may differ between them.
+        if record is None or record.status in (None, "ended"):
+            return
+
+        def together(label: str, work: Callable[[Control], T]) -> T:
+            with after_run(self._world, label, job=self.name, step=self.step):
+                return run_collectively(work, self._world.control)
+
+        try:
+            self._save_last(together)
+        except JobError as error:
+            _log.warning("%s", error)
+
+    def _save_last(self, together: RunOnAllRanks) -> None:
+        resumption = self._life.resumption
+        if resumption is not None:
+            resumption.save_last(self.state, self.step, together, unsavable_reason=self._unsavable_reason())
+
+    def _unsavable_reason(self) -> str:
+        """Returns why a restart could not go on from the state; empty if it can."""
+        kept = self.host.kept
+        if self.steps_made and self.host.registry.training is None:
+            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
+        if kept.step != self.step:
+            return "its function neither returned nor saved its latest state"
+        if kept.is_guess:
+            return (
+                "its function changes what its step returns before the next one, and has not said what it makes of the "
+                "latest: assign that to `job.state` in each step"
+            )
+        return "" if self._life.resumption is None else self._life.resumption.unsavable_reason
 
 
-_END = object()
-
-
-def _examples(batch: Any, ranks: int) -> tuple[float | None, str]:
-    """How many examples all ranks together use in a step, and what they are."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim]
-    if not shapes:
-        return None, "examples"
-    # Channels last, as in Flax, or first; an image is larger than its channels are many.
-    sizes = [
-        (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
-        for shape in shapes[:1]
-        if len(shape) == 4
-    ]
-    images = any(min(size) > 4 and channels in (1, 3, 4) for size, channels in sizes)
-    return float(shapes[0][0] * ranks), "images" if images else "examples"
+def _no_function(*_: object, **__: object) -> None:
+    """Does nothing, in place of the function of a job that is over."""

@@ -35,7 +35,7 @@ def report_of(
     devices = jax.local_devices()
     return Report.build(
         recorder.spans(),
-        jobs=[_facts(job) for job in jobs if job.how != "left out"],
+        jobs=[_facts(job) for job in jobs if job.status != "left out"],
         rank=world.rank,
         size=world.size,
         start_ns=start_ns,
@@ -57,8 +57,9 @@ def _facts(job: JobContext) -> JobSummary:
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
-        metrics=metrics, how=job.how or "ended", why="" if job.error is None else str(job.error), skipped=job.skipped,
-        replicas=job.replicas.findings.text,
+        metrics=metrics, how=job.status or "ended",
+        why="" if job.error is None else str(job.error), skipped=job.skipped,
+        replicas=job.host.replicas.findings.text,
         first_step=job.step - job.steps_made, unit=job.unit,
     )  # fmt: skip
 
@@ -85,7 +86,7 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
         "Add a job on all ranks while another one still has to wait for them, for example in a job's function."
     )
     for job in jobs:
-        if job.how == "left out":
+        if job.status == "left out":
             job.error = error
     return error
 
@@ -106,16 +107,18 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
     """Compares the last states of all jobs that joined. Waits for all; a small all-reduce if they are equal. Where
     replicas were to be checked and differ, that is the job's error on every rank.
     """
-    joined = [job for job in jobs if job.how != "left out"] if world.size > 1 else []
-    found = exchange(world.control, [job.replicas.end or RankReport(0, "", {}) for job in joined]) if joined else []
+    joined = [job for job in jobs if job.status != "left out"] if world.size > 1 else []
+    found = (
+        exchange(world.control, [job.host.replicas.end or RankReport(0, "", {}) for job in joined]) if joined else []
+    )
     for job, every in zip(joined, found, strict=True):
-        error = job.replicas.settle(every) if job.replicas.end is not None else None
+        error = job.host.replicas.settle(every) if job.host.replicas.end is not None else None
         job.error = job.error or error
 
 
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
     """Raises the first job's error, if any failed or was left out (`missing`), with notes on further ones."""
-    errors = [job.error for job in jobs if job.error is not None and job.how not in ("ejected", "left out")]
+    errors = [job.error for job in jobs if job.error is not None and job.status not in ("ejected", "left out")]
     errors += [missing] if missing is not None else []
     if not errors:
         return

@@ -11,19 +11,22 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxcross.interleave import messages as m
 from jaxcross.jobs.data_position import START, Place, go_to, state_of
+from jaxcross.runtime.job_record import JobRecord
 
 _ALIGNMENT = 64
 _log = logging.getLogger("jaxcross")
 
 
-class FeedDriver(Protocol):
-    """What a feed tells its driver."""
+class PrefetchDriver(Protocol):
+    """The part of `jaxcross.runtime.driver.Driver` that a prefetcher uses."""
 
-    def post(self, event: m.Event) -> None: ...
-    def want_batch(self, job: int, stream: int, index: int) -> bool: ...
-    def job_raised(self, job: int, error: BaseException, where: str) -> None: ...
+    def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None: ...
+    def batch_dropped(self, job: JobRecord) -> None: ...
+    def batches_ready(self, job: JobRecord, stream: int, count: int) -> None: ...
+    def stream_ended(self, job: JobRecord, stream: int, count: int) -> None: ...
+    def want_batch(self, job: JobRecord, stream: int, index: int) -> bool: ...
+    def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None: ...
 
 
 @runtime_checkable
@@ -40,7 +43,7 @@ class Prefetcher(Iterator[Any]):
 
     Args:
         driver: Who votes.
-        job: The job's number.
+        job: The job's record.
         stream: Which of the job's feeds this is; the job must open them in one order on all ranks.
         beside: Those of the job's earlier ones that it may still read.
         data: This rank's batches.
@@ -59,8 +62,8 @@ class Prefetcher(Iterator[Any]):
     def __init__(
         self,
         *,
-        driver: FeedDriver,
-        job: int,
+        driver: PrefetchDriver,
+        job: JobRecord,
         stream: int,
         beside: Sequence[int] = (),
         data: Iterable[Any],
@@ -82,8 +85,8 @@ class Prefetcher(Iterator[Any]):
         self._wanted = False
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
-        self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job}.{stream}", daemon=True)
-        driver.post(m.StreamBegun(job, tuple(beside)))
+        self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job.number}.{stream}", daemon=True)
+        driver.stream_begun(job, beside)
         self._thread.start()
 
     @property
@@ -127,7 +130,7 @@ class Prefetcher(Iterator[Any]):
         try:
             source = iter(data)
             if self._steps != 0:
-                go_to(self.place, source, lambda: self._driver.post(m.BatchDropped(self._job)))
+                go_to(self.place, source, lambda: self._driver.batch_dropped(self._job))
             while self._steps is None or count < self._steps:
                 self._free.acquire()
                 if self.closed:
@@ -142,9 +145,9 @@ class Prefetcher(Iterator[Any]):
                         self._batches.append(ready)
                 del batch, ready
                 count += 1
-                self._driver.post(m.BatchPrepared(self._job, self.stream, count))
+                self._driver.batches_ready(self._job, self.stream, count)
             if not self.closed:
-                self._driver.post(m.StreamEnded(self._job, self.stream, count))
+                self._driver.stream_ended(self._job, self.stream, count)
             while not self.closed:
                 self._free.acquire()
             if self._steps is None or self._taken < self._steps:

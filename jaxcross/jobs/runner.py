@@ -28,7 +28,6 @@ from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, repo
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.submissions import Offers
-from jaxcross.jobs.thread import JobThread
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
@@ -145,9 +144,8 @@ class Runner:
             if self._used:
                 driver = self._driver
                 attach = partial(job.attach, resumption=self._resumption(job))
-                thread = partial(JobThread, job, self.world.exchange_owner.job_threads)
-                seat = None if driver is None else driver.join(name, thread, attach)
-                if seat is None:
+                record = None if driver is None else driver.join(name, job.make_thread, attach)
+                if record is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
                 if self._session is not None:
                     self._session.added(name)
@@ -276,14 +274,12 @@ class Runner:
             if self._session is not None:
                 self._take_over(self._session)
                 jobs = tuple(self.jobs)
-            living = self.world.exchange_owner.job_threads
-            threads = [(job.name, partial(JobThread, job, living)) for job in jobs]
             driver = self._driver = Driver(
-                world=self.world, jobs=threads, policy=self.policy,
+                world=self.world, jobs=[(job.name, job.make_thread) for job in jobs], policy=self.policy,
                 depth=self.depth, listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
             )  # fmt: skip
-            for number, job in enumerate(jobs):
-                job.attach(driver, driver.seats[number], self._resumption(job))
+            for job, record in zip(jobs, driver.records, strict=True):
+                job.attach(driver, record, self._resumption(job))
         start_ns = time.monotonic_ns()
         with held_back() as held:  # whoever is told to stop while it saves does so already
             try:

@@ -1,4 +1,4 @@
-"""Seeded disorder: every thread of a runner is late now and then, for tests of what must not depend on it."""
+"""Seeded delays of a runner's threads, for tests of results that must not depend on timing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
-_LATE = 0.3  # of all times
+_LATE = 0.3  # the share of calls that are delayed
 _MEAN_S = 0.001
 _LONGEST_S = 0.02
 VARIABLE = "JAXCROSS_CHAOS"
 
 
 class Chaos:
-    """Delays of random length, drawn for each thread by its name from the seed and the rank: the same seed delays the
-    same threads alike, in the order of what each does. Results must be the same to the bit under every seed.
+    """Delays of random length, drawn for each thread from its name, the seed and the rank.
+
+    The same seed gives the same thread the same delays, in the order of its calls. Results must be the same to the bit
+    under every seed.
 
     Args:
         seed: Any number.
@@ -26,15 +28,15 @@ class Chaos:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed, self.rank = seed, rank
-        self.delays = 0  # how many there were, for tests; may miss a few
+        self.delays = 0  # for tests; threads count without a lock, so it may miss a few
         self._own = threading.local()
-        self._never = threading.Event()
+        self._never = threading.Event()  # never set: a wait that is not a sleep
 
     def pause(self) -> None:
         """Waits, sometimes, for a few milliseconds."""
         draw: random.Random | None = getattr(self._own, "draw", None)
         if draw is None:
-            # A number of a string that is the same in every process.
+            # Not `hash`, which differs between processes.
             name = f"{self.seed} {self.rank} {threading.current_thread().name}"
             draw = self._own.draw = random.Random(zlib.crc32(name.encode()))
         if draw.random() < _LATE:
@@ -43,24 +45,24 @@ class Chaos:
 
 
 class LateQueue(SimpleQueue[Any]):
-    """A queue whose readers are late now and then."""
+    """A queue that delays its readers now and then."""
 
     def __init__(self, chaos: Chaos) -> None:
         super().__init__()
         self._chaos = chaos
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next item, which it keeps to itself for a while. Waits for one as `SimpleQueue` does."""
+        """Returns the next item after a delay. Waits for one as `SimpleQueue` does."""
         item = super().get(block, timeout)
         self._chaos.pause()
         return item
 
 
 def chaos_of(environ: Mapping[str, str], rank: int) -> Chaos | None:
-    """What `JAXCROSS_CHAOS=SEED` asks for; None without it.
+    """Returns the delays that `JAXCROSS_CHAOS=SEED` asks for; None without it.
 
     Raises:
-        ValueError: It is no number.
+        ValueError: The seed is not a number.
     """
     text = environ.get(VARIABLE, "").strip()
     if not text:
@@ -68,4 +70,4 @@ def chaos_of(environ: Mapping[str, str], rank: int) -> Chaos | None:
     try:
         return Chaos(int(text), rank)
     except ValueError:
-        raise ValueError(f"`{VARIABLE}` is `{text}`: it takes the number of a seed, or nothing for no chaos.") from None
+        raise ValueError(f"`{VARIABLE}` must be the number of a seed, or empty for no chaos, got `{text}`.") from None

@@ -1,14 +1,14 @@
-"""What jobs do together: work on every rank that may talk to the others, in which one rank's failure is everyone's.
+"""Work that runs on every rank at once and may communicate, in which the failure of one rank is that of all.
 
-Before each thing that ranks say to each other, and behind the last one, they compare how they are: about to talk, done,
-or failed. So nobody waits for a rank whose work has ended otherwise. Costs one small all-reduce more each time.
+Before each message, and after the last one, the ranks compare their states: about to communicate, done, or failed. So
+no rank waits for one whose work has ended in another way. This costs one small all-reduce more for each message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Generic, TypeVar, final
 
 import numpy as np
 
@@ -16,28 +16,56 @@ from jaxcross.errors import JobError
 from jaxcross.runtime.failure_text import describe
 from jaxcross.world.control_plane import Control
 
-_FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # the last one and above: how many values
+T = TypeVar("T")
+_FAILED, _DONE, _GATHERS, _REDUCES = range(4)  # from _REDUCES on: the number of values above it
 
 
-def meet(work: Callable[[Any], Any], control: Control) -> Any:
-    """Runs `work(control)` on every rank and returns what it returns. Waits for all ranks.
+@final
+class CollectiveCall(Generic[T]):
+    """Work that a job's thread asks for and the exchange lane runs; holds its result or error for the job."""
+
+    __slots__ = ("_error", "_values", "_work")
+
+    def __init__(self, work: Callable[[Control], T]) -> None:
+        self._work = work
+        self._values: tuple[T, ...] = ()
+        self._error: Exception | None = None
+
+    def run(self, control: Control) -> None:
+        """Runs the work, on the exchange lane. Waits for all ranks; raises nothing that `work` raises."""
+        try:
+            self._values = (run_collectively(self._work, control),)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> T:
+        """Returns what the work returned, or raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        (value,) = self._values
+        return value
+
+
+def run_collectively(work: Callable[[Control], T], control: Control) -> T:
+    """Runs `work(control)` on every rank and returns its result. Waits for all ranks.
 
     Raises:
-        JobError: On ranks whose work did not fail, if another rank's did, or if ranks do not talk equally often.
+        JobError: On ranks whose work did not fail, if another rank's did, or if ranks do not communicate equally often.
         Exception: What `work` raises.
     """
-    meeting = _Meeting(control)
+    compared = _ComparingControl(control)
     try:
-        result = work(meeting)
+        result = work(compared)
     except Exception as error:
-        meeting.fail(error)
+        compared.fail(error)
         raise
-    meeting.compare(_DONE)
+    compared.compare(_DONE)
     return result
 
 
-class _Meeting:
-    """A `Control` that compares first."""
+@final
+class _ComparingControl:
+    """A `Control` that compares the ranks' states before each message."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -45,7 +73,7 @@ class _Meeting:
         self.rank, self.size = control.rank, control.size
 
     def allreduce_min(self, values: np.ndarray) -> np.ndarray:
-        values = np.ascontiguousarray(values, dtype=np.int64)  # what can fail comes before the others are told
+        values = np.ascontiguousarray(values, dtype=np.int64)  # first what can fail here alone
         self.compare(_REDUCES + values.size)
         return self._control.allreduce_min(values)
 
@@ -56,22 +84,23 @@ class _Meeting:
         return self._control.allgather_text(text)
 
     def fail(self, error: Exception) -> None:
-        """Lets the others know, if they do not."""
+        """Reports this rank's failure to the others, unless they know."""
         if self._broken is None:
             with suppress(JobError):  # this very failure
                 self.compare(_FAILED, describe(error))
 
     def compare(self, mine: int, text: str = "") -> None:
-        """Returns if all ranks are as this one is.
+        """Returns if all ranks are in the same state as this one.
 
         Raises:
             JobError: They are not, now or earlier; or one has failed.
         """
         if self._broken is None:
+            # Equal on all ranks if the minimum is the maximum. A failure has the lowest number, so one is enough.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
-                told = self._control.allgather_text(text)
-                which = "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(told) if text)
+                texts = self._control.allgather_text(text)
+                which = "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text)
                 self._broken = JobError(f"Ranks did something together, in which {which}")
             elif low != -high:
                 does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(mine, f"reduces {mine - _REDUCES} values")

@@ -1,7 +1,9 @@
-"""Does what the interleaver decides: one thread a lane, one that waits for the device, one a job.
+"""Carries out what the interleaver decides: one thread a lane, one that waits for the device, one a job.
 
 Every event passes through `Driver.post`, under one lock, and its instructions are queued for their threads under the
 same lock: their order is the interleaver's. Nothing else is shared but those queues.
+
+Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in events and instructions only.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from jaxcross._pytree import PyTree
 from jaxcross.errors import InternalError, JobError
 from jaxcross.health.abort import INTERRUPTED, TERMINATED, Terminated
 from jaxcross.interleave import messages as m
@@ -23,11 +26,22 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.runtime.chaos import Chaos, LateQueue
+from jaxcross.runtime.collective_call import CollectiveCall
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
-from jaxcross.runtime.job_record import MOST_REFUSALS, Call, Execution, JobRecord, NonFinite, RunWorld, Stopped
+from jaxcross.runtime.job_record import (
+    MAX_REFUSALS,
+    Execution,
+    JobRecord,
+    NonFinite,
+    RunWorld,
+    StepCall,
+    Stopped,
+)
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.stall_watch import JobWaits
+from jaxcross.runtime.step_host import T
+from jaxcross.world.control_plane import Control
 
 
 class Driver:
@@ -35,20 +49,22 @@ class Driver:
 
     Args:
         world: Rank, size, control messages, watchdog.
-        jobs: Name of each job and how to make its thread, which must call `job_returned` or `job_raised` at its end.
-        policy: Whose turn it is.
+        jobs: The name of each job and how to make its thread, which must call `job_returned` or `job_raised` at its
+            end.
+        policy: Decides whose turn it is.
         depth: Compute segments on the device at once.
-        listeners: Told of every span.
+        listeners: Receive every span and note.
         link: An emulated link, if any.
-        chaos: Makes all threads late now and then, for tests.
+        chaos: Delays all threads now and then, for tests.
         on_text: Called on every rank, in one order, with each text that some rank submitted. May call `join`.
-        clock_ns: `time.monotonic_ns`, or a test's.
+        clock_ns: `time.monotonic_ns`, or a test's clock.
 
     Attributes:
-        seats: Of the jobs that joined and whose threads have not ended.
+        records: The jobs of the run in the order of `jobs`, without those that were added later.
         left_out: After the run: names of the jobs that were added here and never joined.
-        interrupt: What a signal's handler raised first on this rank, if any did. Nobody has heard of it where the run
-            was not stopped.
+        interrupt: The first exception that a signal's handler raised on this rank, if any. The other ranks do not know
+            of it unless the run was stopped.
+        terminated: Whether SIGTERM came to this rank.
     """
 
     def __init__(
@@ -64,41 +80,46 @@ class Driver:
         on_text: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.world, self.clock_ns, self.link = world, clock_ns, link
-        self._chaos = chaos
+        self.world = world
+        self.clock_ns = clock_ns
+        self.link = link
         self.listeners = listeners or Listeners()
-        self.seats = {
-            number: JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
-        }
-        self.left_out: tuple[str, ...] = ()
+        self._chaos = chaos
+        self.records = tuple(
+            JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
+        )
+        # Jobs that joined and whose threads have not ended, by the number that the interleaver knows them by.
+        self._jobs = dict(enumerate(self.records))
         self._joining: dict[str, JobRecord] = {}
         self._threads: list[threading.Thread] = []  # of jobs; some have ended
-        self._left_behind: set[threading.Thread] = set()
+        self._abandoned: set[threading.Thread] = set()
+        self.left_out: tuple[str, ...] = ()
         self._on_text = on_text
-        self._heard: list[str] = []
-        self._early: list[m.Event] | None = []  # what came before the run began
+        self._texts: list[str] = []  # to deliver once the lock is free
+        self._early: list[m.Event] | None = []  # events that came before the run began
         self._interleaver = Interleaver(len(jobs), policy, depth)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        self._held: deque[BaseException] = deque()  # what signals raised, and nobody has asked for yet
+        self._held: deque[BaseException] = deque()  # exceptions of signal handlers, not looked at yet
         self.interrupt: BaseException | None = None
-        self.terminated = False  # by SIGTERM, on this rank
+        self.terminated = False
         self._compute = ComputeLane(self)
         self._exchange = ExchangeLane(self)
         self._job_waits = JobWaits(world)
 
-    def stopping(self, job: int) -> bool:
-        """Whether all ranks know that somebody asked the job, or all jobs, to stop."""
-        agreed = self._interleaver.shared
-        shared = agreed.jobs.get(job)
-        return agreed.stopping or (shared is not None and shared.stop)
+    def stopping(self, job: JobRecord) -> bool:
+        """Whether all ranks know of a request to stop the job, or all jobs."""
+        shared = self._interleaver.shared
+        mine = shared.jobs.get(job.number)
+        return shared.stopping or (mine is not None and mine.stop)
 
     def run(self, held: deque[BaseException]) -> bool:
         """Runs all jobs to their end. Waits; communicates; ends on every rank after the same vote.
 
         Args:
-            held: What handlers of signals raise meanwhile: see `jaxcross.health.deferred_signals.held_back`.
+            held: Receives what signal handlers raise during the run: see
+                `jaxcross.health.deferred_signals.held_back`.
 
         Returns:
             On every rank whether a signal on any of them stopped the run.
@@ -115,21 +136,24 @@ class Driver:
     def _run(self) -> None:
         self._compute.start()
         self._exchange.start()
-        with self._lock:  # who posts meanwhile comes behind: a wish for a job must not overtake its being added
+        # Under the lock, events of other threads queue up after these: a request must not overtake its job's addition.
+        # None of these events delivers a text, so no callback runs in here.
+        with self._lock:
             early, self._early = self._early or [], None
-            for event in (m.RunStarted(), *early):  # of none of which a text is heard: nobody is called from in here
+            for event in (m.RunStarted(), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
         if self._fatal is None:
             for thread in self._threads:
-                self._wait_for(lambda t=thread: not t.is_alive() or t in self._left_behind, thread.join)
+                self._wait_for(lambda t=thread: not t.is_alive() or t in self._abandoned, thread.join)
         self._job_waits.look({})
         self._exchange.close()
         self._compute.close()
 
-    def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], Any]) -> None:
+    def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
+        # The main thread wakes up five times a second, for interrupts and for jobs that wait too long.
         while not over():
-            wait(0.2)  # comes back now and then, for interrupts and for jobs that wait long
+            wait(0.2)
             self._look_at_waits()
             while self._held:
                 self._interrupted(self._held.popleft())
@@ -137,7 +161,7 @@ class Driver:
     def _look_at_waits(self) -> None:
         with self._lock:
             found = {} if self._fatal is not None else self._interleaver.pending_waits()
-            waits = {self.seats[job].name: wait for job, wait in found.items() if job in self.seats}
+            waits = {self._jobs[number].name: wait for number, wait in found.items() if number in self._jobs}
         self._job_waits.look(waits)
 
     def _interrupted(self, interrupt: BaseException) -> None:
@@ -145,15 +169,15 @@ class Driver:
         if self.interrupt is not None:
             self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
         self.interrupt = interrupt
-        for seat in tuple(self.seats.values()):
-            if seat.how is None:  # not one that another rank's interrupt has stopped already
-                self.listeners.note(job=seat.name, kind="status", value="stopping after this step")
+        for job in tuple(self._jobs.values()):
+            if job.status is None:  # not one that another rank's interrupt has stopped already
+                self.listeners.note(job=job.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())
 
     # Events and instructions.
 
     def queue(self) -> SimpleQueue[Any]:
-        """A queue for one of the run's threads."""
+        """Returns a queue for one of the run's threads."""
         return SimpleQueue() if self._chaos is None else LateQueue(self._chaos)
 
     def post(self, event: m.Event) -> None:
@@ -162,13 +186,15 @@ class Driver:
             self._chaos.pause()
         try:
             with self._lock:
-                heard = self._follow(event)
-            for text in heard:
+                texts = self._follow(event)
+            # Not under the lock: the callback may take locks of its own, as the runner's.
+            for text in texts:
                 self._on_text(text)
         except Exception as error:
-            self.die(error)
+            self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
+        """Does what the interleaver answers to an event; returns the texts to deliver. Called under the lock."""
         if self._early is not None:
             self._early.append(event)
             return []
@@ -176,218 +202,258 @@ class Driver:
             return []  # no job begins in a run that broke
         for instruction in self._interleaver.handle(event):
             self._route(instruction)
-        if not self._heard:
-            return self._heard
-        heard, self._heard = self._heard, []
-        return heard
+        texts, self._texts = self._texts, []
+        return texts
 
     def _route(self, instruction: m.Instruction) -> None:
         match instruction:
-            case m.Dispatch(job, number, _, _):
-                self._compute.put(instruction, self._call(job, number))
-            case m.RunExchange(job, number, _, _, _):
-                self._exchange.put(instruction, self._call(job, number))
+            case m.Dispatch(number, call, _, _):
+                self._compute.put(instruction, self._call(number, call))
+            case m.RunExchange(number, call, _, _, _):
+                self._exchange.put(instruction, self._call(number, call))
             case m.CastVote() | m.CompareTexts() | m.GatherAnnouncements() | m.RunSync() | m.Backoff():
                 self._exchange.put(instruction, None)
-            case m.StepReturned(job) | m.BatchGranted(job) | m.SyncReturned(job) | m.Raised(job):
-                self.seats[job].answers.put(instruction)
-            case m.JobFinished(job, how, step, texts, asked):
-                seat = self.seats[job]
-                seat.how = how
-                seat.tell_left(how, asked)
-                if texts:
-                    seat.error = explain(seat.name, step, texts)
-                    seat.error.__cause__ = seat.cause
-                seat.left.set()
-                if seat.thread is None:
-                    del self.seats[job]
-                if how != "ended":  # the job itself notes its end, after its last metrics
-                    self.listeners.note(job=seat.name, kind="status", step=step, value=str(seat.error or how))
-            case m.StartJob(job):
-                seat = self.seats[job]
-                seat.thread = seat.make_thread()
-                self._threads = [*(t for t in self._threads if t.is_alive()), seat.thread]
-                seat.thread.start()
-            case m.SkipStep(job, number):
-                self._call(job, number).execution.skip()
-            case m.JobJoined(job, name):
-                seat = self.seats[job] = self._joining.pop(name)
-                seat.number = job
+            case m.StepReturned(number) | m.BatchGranted(number) | m.SyncReturned(number) | m.Raised(number):
+                self._jobs[number].answers.put(instruction)
+            case m.JobFinished():
+                self._finish(self._jobs[instruction.job], instruction)
+            case m.StartJob(number):
+                job = self._jobs[number]
+                job.thread = job.make_thread()
+                self._threads = [*(t for t in self._threads if t.is_alive()), job.thread]
+                job.thread.start()
+            case m.SkipStep(number, call):
+                self._call(number, call).execution.skip()
+            case m.JobJoined(number, name):
+                job = self._jobs[number] = self._joining.pop(name)
+                job.number = number
                 self.listeners.note(job=name, kind="status", value="joined")
-            case m.JobPaused(job, paused):
-                seat = self.seats[job]
-                seat.paused = paused
-                seat.tell_paused(paused)
-                self.listeners.note(job=seat.name, kind="status", value="paused" if paused else "goes on")
+            case m.JobPaused(number, paused):
+                job = self._jobs[number]
+                job.paused = paused
+                job.on_pause(paused)
+                self.listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
             case m.TextDelivered(text):
-                self._heard.append(text)
+                self._texts.append(text)
             case m.Finish(left_out):
                 self.left_out = left_out
                 self._exchange.put(instruction, None)
             case _:
                 raise InternalError(f"the driver cannot follow {instruction!r}")
 
-    def _call(self, job: int, number: int) -> Call:
-        call = self.seats[job].call
-        if call is None or call.number != number:
-            raise InternalError(f"job `{self.seats[job].name}` has no call {number}")
-        return call
+    def _finish(self, job: JobRecord, end: m.JobFinished) -> None:
+        job.status = end.how
+        job.on_end(end.how, end.asked)
+        if end.texts:
+            job.error = explain(job.name, end.step, end.texts)
+            job.error.__cause__ = job.cause
+        # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
+        job.done.set()
+        if job.thread is None:
+            del self._jobs[job.number]
+        if end.how != "ended":  # the job itself notes its end, after its last metrics
+            self.listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.how))
 
-    # For the runner, and whoever holds a job: in any thread.
+    def _call(self, number: int, call_number: int) -> StepCall:
+        # Each instruction names the call that it is for: one that came late must not touch the next call's values.
+        job = self._jobs[number]
+        if job.call is None or job.call.number != call_number:
+            raise InternalError(f"job `{job.name}` has no call {call_number}")
+        return job.call
+
+    # For the runner, and for code that holds a job: in any thread.
 
     def join(
         self, name: str, thread: Callable[[], threading.Thread], attach: Callable[[Driver, JobRecord], None]
     ) -> JobRecord | None:
-        """Adds a job while the run goes on; None if it is over. Does not wait: it joins once all ranks have added it.
+        """Adds a job while the run goes on. Does not wait: the job joins once all ranks have added it.
 
         Args:
-            name: Of the job.
+            name: The job's name.
             thread: How to make its thread.
-            attach: Told of its seat before it joins.
+            attach: Called with its record before it joins.
+
+        Returns:
+            The job's record; None if the run is over.
         """
-        seat = JobRecord(-1, name, thread, self.queue())
+        job = JobRecord(-1, name, thread, self.queue())
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
-            self._joining[name] = seat
-            attach(self, seat)
+            self._joining[name] = job
+            attach(self, job)
             self.post(m.JobAdded(name))
-        return seat
+        return job
 
     def submit(self, text: str) -> bool:
-        """Lets all ranks hear the text; false if the run is over. Does not wait."""
+        """Delivers the text on all ranks. Does not wait. Returns whether the run still goes on."""
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return False
             self.post(m.TextSubmitted(text))
         return True
 
-    def request(self, seat: JobRecord, request: JobRequest) -> None:
-        """Tells all ranks, in the next vote, what somebody wishes for a job. Does not wait."""
+    def request(self, job: JobRecord, request: JobRequest) -> None:
+        """Passes a request for a job to all ranks, in the next vote. Does not wait."""
         with self._lock:
-            self.post(m.JobRequested(seat.number, seat.name, request))
+            self.post(m.JobRequested(job.number, job.name, request))
 
     # For job threads.
 
     def call(
         self,
-        job: int,
+        job: JobRecord,
         graph: StepGraph,
         execution: Execution,
         nonfinite: NonFinite = "ignore",
         *,
         in_step: bool = True,
-    ) -> Any:
-        """Runs one step, or a call that reports do not count as one: its results, perhaps not computed yet. Waits until
-        its last segment was dispatched.
+    ) -> PyTree:
+        """Runs one call of a step. Waits until its last segment was dispatched.
+
+        Args:
+            job: The caller.
+            graph: The step's segments.
+            execution: The call's values.
+            nonfinite: Policy for exchanged values that are not finite.
+            in_step: Whether reports count the call as a step of the job.
+
+        Returns:
+            The step's results, perhaps not computed yet.
         """
-        seat = self.seats[job]
-        seat.calls += 1
-        seat.call = Call(seat.name, seat.calls, graph, execution, self.clock_ns(), nonfinite, in_step)
+        job.calls += 1
+        job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step)
         try:
-            answer = self._ask(seat, m.StepCalled(job, graph, in_step))
+            answer = self._ask(job, m.StepCalled(job.number, graph, in_step))
         finally:
-            seat.call = None
+            job.call = None
         assert isinstance(answer, m.StepReturned)
-        seat.skipped += answer.skipped and in_step
+        job.skipped += answer.skipped and in_step
         return execution.outputs()
 
-    def want_batch(self, job: int, stream: int, index: int) -> bool:
+    def stream_begun(self, job: JobRecord, still_open: Sequence[int]) -> None:
+        """Notes that the job opens another stream of batches, and which of the earlier ones it may still read."""
+        self.post(m.StreamBegun(job.number, tuple(still_open)))
+
+    def batches_ready(self, job: JobRecord, stream: int, count: int) -> None:
+        """Notes that so many batches of a stream are or were ready on this rank."""
+        self.post(m.BatchPrepared(job.number, stream, count))
+
+    def batch_dropped(self, job: JobRecord) -> None:
+        """Notes that one more batch was skipped on the way to where a restart goes on."""
+        self.post(m.BatchDropped(job.number))
+
+    def stream_ended(self, job: JobRecord, stream: int, count: int) -> None:
+        """Notes that a stream has so many batches in all on this rank."""
+        self.post(m.StreamEnded(job.number, stream, count))
+
+    def want_batch(self, job: JobRecord, stream: int, index: int) -> bool:
         """Whether every rank has this batch (or some rank's data ended before it). Waits for the ranks."""
-        answer = self._ask(self.seats[job], m.BatchWanted(job, stream, index))
+        answer = self._ask(job, m.BatchWanted(job.number, stream, index))
         assert isinstance(answer, m.BatchGranted)
         return answer.more
 
-    def together(self, job: int, label: str, work: Callable[[Any], Any]) -> Any:
+    def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on the exchange lane of every rank at once, and returns or raises what it does."""
-        seat = self.seats[job]
-        seat.sync = work
-        answer = self._ask(seat, m.SyncWanted(job, label))
+        collective = CollectiveCall(work)
+        job.collective = collective
+        answer = self._ask(job, m.SyncWanted(job.number, label))
         assert isinstance(answer, m.SyncReturned)
-        seat.is_only_job = answer.is_only_job
-        result, error = seat.sync_result
-        seat.sync, seat.sync_result = None, (None, None)
-        if error is not None:
-            raise error
-        return result
+        job.is_only_job = answer.is_only_job
+        job.collective = None
+        return collective.result()
 
-    def _ask(self, seat: JobRecord, event: m.Event) -> m.Instruction:
+    def _ask(self, job: JobRecord, event: m.Event) -> m.Instruction:
+        """Posts a job's event and waits for the answer to it.
+
+        Raises:
+            Stopped: The job is over without an error.
+            JobError, ExchangeError: The job is over.
+        """
         self.post(event)
-        answer = seat.answers.get() if self._fatal is None else m.Raised(seat.number)
+        answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        seat.refusals += 1
-        if seat.refusals > MOST_REFUSALS:
-            seat.abandon()
-        if seat.error is not None:
-            raise seat.error
+        # A function that catches every exception would call again for ever, and `Runner.run` wait for its thread.
+        job.refusals += 1
+        if job.refusals > MAX_REFUSALS:
+            job.abandon()
+        if job.error is not None:
+            raise job.error
         raise Stopped
 
-    def resumed(self, job: int, step: int) -> None:
-        """The job goes on after `step` steps of another run: spans and errors count from there."""
-        self.post(m.StepsRestored(job, step))
+    def resumed(self, job: JobRecord, step: int) -> None:
+        """Makes the spans and errors of a job count from `step`, the steps that an earlier run made."""
+        self.post(m.StepsRestored(job.number, step))
 
-    def job_returned(self, job: int) -> None:
-        """The job's function returned."""
-        self.post(m.JobReturned(job))
+    def job_returned(self, job: JobRecord) -> None:
+        """Notes that the job's function returned."""
+        self.post(m.JobReturned(job.number))
 
-    def job_raised(self, job: int, error: BaseException, where: str) -> None:
-        """The job's function, or its data, raised."""
-        seat = self.seats.get(job)
-        if seat is not None and seat.how is None and seat.cause is None:
-            seat.cause = error
-        self.post(m.JobRaised(job, f"{where}: {describe(error)}"))
+    def job_raised(self, job: JobRecord, error: BaseException, where: str) -> None:
+        """Notes that the job's function, or its data, raised."""
+        if job.status is None and job.cause is None:
+            job.cause = error
+        self.post(m.JobRaised(job.number, f"{where}: {describe(error)}"))
 
-    def leave_behind(self, thread: threading.Thread) -> None:
-        """Nobody needs to wait for the end of this thread: it will not end."""
-        self._left_behind.add(thread)
+    def abandon(self, thread: threading.Thread) -> None:
+        """Makes the run end without this thread, which will not end."""
+        self._abandoned.add(thread)
 
-    def vacate(self, job: int) -> None:
-        """The job is over on all ranks, and its thread ends."""
-        with self._lock:  # who is told that it has left runs on at once, before that instruction is followed to its end
-            seat = self.seats.pop(job, None)
-            if seat is not None:
-                seat.thread = None  # the job's context keeps the seat
+    def release(self, job: JobRecord) -> None:
+        """Drops a job that is over on all ranks, as its thread ends."""
+        # The lock: the thread may run on as soon as `done` is set, while `_finish` has not come to its end.
+        with self._lock:
+            if self._jobs.pop(job.number, None) is not None:
+                job.thread = None  # the job's context keeps the record
 
     # For lanes.
 
+    def record(self, number: int) -> JobRecord:
+        """Returns the record of the job that an instruction names."""
+        return self._jobs[number]
+
     def segment_failed(
-        self, instruction: m.Dispatch | m.RunExchange, call: Call, error: Exception, *, ejects: bool = False
+        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
     ) -> m.SegmentFailed:
-        """What to post of a segment that raised: the job learns it once all ranks have agreed what to do about it."""
-        job, segment = instruction.job, instruction.segment
-        seat = self.seats.get(job)
-        if seat is not None and seat.cause is None:
-            seat.cause = error
+        """Returns the event for a segment that raised. The job gets the error once all ranks agree on the outcome."""
+        segment = instruction.segment
+        job = self._jobs.get(instruction.job)
+        if job is not None and job.cause is None:
+            job.cause = error
         what: str = call.graph.kinds[segment]
         if segment in call.graph.after_commit:
             what += f", after the commit: this rank lacks state {instruction.step}"
         where = "in step" if call.in_step else "in a call after step"
         text = f"{where} {instruction.step}, segment {segment} ({what}): {describe(error)}"
-        return m.SegmentFailed(job, instruction.call, segment, text, ejects)
+        return m.SegmentFailed(instruction.job, instruction.call, segment, text, ejects)
 
     def announcement(self) -> str:
-        """What this rank tells all of them about jobs that may join."""
+        """Returns this rank's announcement of jobs that may join, for all ranks."""
         with self._lock:
             return self._interleaver.announcement()
 
-    def over(self) -> None:
-        """The exchange lane is through."""
+    def finished(self) -> None:
+        """Ends the run: the exchange lane has done its last instruction."""
         self._over.set()
 
-    def die(self, error: BaseException) -> None:
-        """A lane broke: nobody can be served any more. Aborts all ranks where there are others."""
-        with self._lock:  # what is followed now is followed to its end, and nothing after it
+    def fail(self, error: BaseException) -> None:
+        """Ends the run, because a lane broke and can serve no job any more. Aborts all ranks where there are others."""
+        # The lock: an instruction that is being followed is followed to its end, and none after it.
+        with self._lock:
             if self._fatal is None:
                 self._fatal = error
                 if self.world.size > 1:
                     text = "".join(traceback.format_exception(error))
                     self.world.abort(f"a lane of the runner broke\n{text}")
-                for seat in (*self.seats.values(), *self._joining.values()):
-                    if seat.how is None:
-                        seat.how = "failed"
-                        seat.error = JobError(f"Job `{seat.name}` cannot go on: the run broke.")
-                        seat.error.__cause__ = error
-                    seat.answers.put(m.Raised(seat.number))
-                    seat.left.set()
+                for job in (*self._jobs.values(), *self._joining.values()):
+                    self._break_off(job, error)
         self._over.set()
+
+    def _break_off(self, job: JobRecord, error: BaseException) -> None:
+        if job.status is None:
+            job.status = "failed"
+            job.error = JobError(f"Job `{job.name}` cannot go on: the run broke.")
+            job.error.__cause__ = error
+        job.answers.put(m.Raised(job.number))
+        job.done.set()

@@ -1,4 +1,4 @@
-"""An emulated network link, for machines on which no real slow one can be had."""
+"""An emulated network link, for machines without a real slow one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`. The held time costs no processor.
+    """A link that holds each exchange for at least `latency_s + bytes / rate_bytes_per_s`, without using a core.
 
-    It shows how exchanges hide, not how fast a network is: no speed-up may be quoted from it. Same on every rank.
+    It shows whether computation hides the exchanges, not how fast a network is: do not quote a speed-up from it. The
+    same on every rank.
     """
 
     rate_bytes_per_s: float
@@ -23,7 +24,7 @@ class Link:
             raise ValueError(f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}")
 
     def seconds(self, nbytes: int) -> float:
-        """How long a message of `nbytes` occupies the link."""
+        """Returns how long a message of `nbytes` occupies the link."""
         return self.latency_s + nbytes / self.rate_bytes_per_s
 
     def __str__(self) -> str:
@@ -31,10 +32,10 @@ class Link:
 
     @staticmethod
     def parse(text: str) -> Link | None:
-        """`500mbit`, `10gbit`, or `none`.
+        """Returns the link that a text like `500mbit` or `10gbit` describes; None for `none`.
 
         Raises:
-            ValueError: It is none of these.
+            ValueError: The text is anything else.
         """
         if text == "none":
             return None

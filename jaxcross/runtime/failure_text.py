@@ -1,4 +1,4 @@
-"""Turns what the ranks said about a job that cannot go on into one error, the same on every rank."""
+"""One error, the same on every rank, from the ranks' texts about a job that cannot go on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.program.mismatch import branch_call_mismatch, signature_mismatch
 
-_LONGEST = 4000  # of what one rank tells all others of an exception
+_LONGEST = 4000  # characters of an exception that one rank sends to all others
 
 _NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"  # JAX notes on many errors how to see its own frames
 
 
 def describe(error: BaseException) -> str:
-    """Text for an exception, its notes included, that a sentence can go on or end behind."""
+    """Returns a text for an exception, its notes included, that fits into a sentence."""
     try:
         notes = [note for note in getattr(error, "__notes__", ()) if _NOT_OF_THE_ERROR not in note]
         text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in notes)])
@@ -25,11 +25,11 @@ def describe(error: BaseException) -> str:
 
 
 def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeError:
-    """The error that ends a job.
+    """Returns the error that ends a job.
 
     Args:
         job: Its name.
-        step: How many of its steps are committed, on every rank.
+        step: Number of its steps that are committed, on every rank.
         texts: By rank: a kind (`failed`, `ejected`, `step`, `end`, `batch`, `sync`, or nothing), a line break, and
             details.
     """
@@ -57,13 +57,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     if kinds == {"step"}:
         return ExchangeError(f"Job {branch_call_mismatch(job, [head.removeprefix('called ') for head in heads])}")
     lines = [clause(first_line(body)) if body else "was busy" for _, body in parts]
-    said = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
+    by_rank = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (
         " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter last batch? There "
-        'other exchanges, or the cut under `cut="auto"`, are agreed on anew: change them on all ranks at once.'
+        'other exchanges, or the cut under `cut="auto"`, are agreed on again: change them on all ranks at once.'
     )
     return JobError(
-        f"Job `{job}` does different things on different ranks after step {step}: {said}. All ranks must run the same "
-        "loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the loop, "
-        f"and decide from values that are equal on all ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
+        f"Job `{job}` does different things on different ranks after step {step}: {by_rank}. All ranks must run the "
+        "same loop: the same number of steps, and the same calls in the same order. Let `job.batches(...)` end the "
+        f"loop, and decide from values that are equal on all ranks.{shapes if {'step', 'sync'} <= kinds else ''}"
     )

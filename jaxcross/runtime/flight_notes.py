@@ -1,4 +1,4 @@
-"""Facts about jobs for the flight recorder, where they tell a post-mortem what the run was about."""
+"""Facts about jobs for the flight recorder, so that a post-mortem shows what the run was about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxcross.interleave.instrument import Instrument
 
 @final
 class FlightNotes(Instrument):
-    """Passes what became of jobs on to the event file; losses, of which there is one a step, are not for it."""
+    """Writes each job's status to the event file, but not its losses, of which there is one a step."""
 
     def __init__(self, flight: FlightRecorder) -> None:
         self._flight = flight

@@ -1,28 +1,31 @@
-"""What the driver holds for a job and for one call of its step, and what it needs of others."""
+"""The driver's records of a job and of one call of its step, and the interfaces that it needs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, NoReturn, Protocol, get_args
+from typing import Any, Literal, NoReturn, Protocol, final, get_args
 
+from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Awaited, Watch
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.runtime.collective_call import CollectiveCall
+from jaxcross.world.control_plane import Control
 from jaxcross.world.exchange_owner import ExchangeOwner
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
-"""What a job does about a step whose exchanged values are not all finite."""
+"""A job's policy for a step whose exchanged values are not all finite."""
 
 
 Initial = Literal["check", "broadcast", "local"]
-"""What becomes of the ranks' values of the state that a job begins with."""
+"""How the ranks' values of the state that a job begins with become one."""
 
 
-def check_choice(value: object, choices: Any, what: str) -> None:
+def check_choice(value: object, choices: object, what: str) -> None:
     """Makes sure that `value` is one of the words of a `Literal`.
 
     Raises:
@@ -33,7 +36,7 @@ def check_choice(value: object, choices: Any, what: str) -> None:
 
 
 class Stopped(BaseException):
-    """Unwinds a job's function after somebody asked it, or all jobs, to stop. Never leaves its thread."""
+    """Unwinds a job's function after a request to stop it, or all jobs. Never leaves its thread."""
 
 
 class Execution(Protocol):
@@ -48,18 +51,18 @@ class Execution(Protocol):
     def skip(self) -> None: ...
     @property
     def skippable(self) -> bool: ...
-    def outputs(self) -> Any: ...
+    def outputs(self) -> PyTree: ...
 
 
 class RunWorld(Protocol):
-    """What a run needs of the world."""
+    """The part of the world that a run needs."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
-    def control(self) -> Any: ...
+    def control(self) -> Control: ...
     def watching(
         self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
     ) -> Watch: ...
@@ -70,13 +73,19 @@ class RunWorld(Protocol):
     def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
 
 
-class Call:
-    """One call of a step on this rank, with what the lanes note of it.
+@final
+class StepCall:
+    """One call of a step on this rank, with the times that the lanes note.
 
     Attributes:
-        nonfinite: What is to be done about exchanged values that are not finite.
-        ends_ns: When each finished segment's outputs were there.
+        name: The job's name.
+        number: Counts the job's calls.
+        graph: The step's segments.
+        execution: The call's values.
+        called_ns: When the job called.
+        nonfinite: Policy for exchanged values that are not finite.
         in_step: Whether it is a step of the job.
+        ends_ns: When the outputs of each finished segment were there.
     """
 
     __slots__ = ("called_ns", "ends_ns", "execution", "graph", "in_step", "name", "nonfinite", "number")
@@ -91,56 +100,79 @@ class Call:
         nonfinite: NonFinite,
         in_step: bool = True,
     ) -> None:
-        self.name, self.number, self.graph, self.execution = name, number, graph, execution
-        self.called_ns, self.nonfinite, self.in_step = called_ns, nonfinite, in_step
+        self.name = name
+        self.number = number
+        self.graph = graph
+        self.execution = execution
+        self.called_ns = called_ns
+        self.nonfinite: NonFinite = nonfinite
+        self.in_step = in_step
         self.ends_ns: dict[int, int] = {}
 
     def ready_ns(self, segment: int, start_ns: int) -> int:
-        """When the inputs of a segment that began at `start_ns` were there. An end that its lane has not noted yet is
-        not earlier than that by more than a thread's delay.
+        """Returns when the inputs of a segment that began at `start_ns` were there.
+
+        If the other lane has not noted the end of a producer yet, that end is at most a thread's delay before
+        `start_ns`, which stands in for it.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
 
 
-MOST_REFUSALS = 100  # that a job's function may catch
+MAX_REFUSALS = 100  # errors for a job that is over, which its function may catch
 
 
+@final
 class JobRecord:
-    """What the driver holds for one job.
+    """The driver's knowledge of one job.
 
     Attributes:
-        number: The job's; -1 while it has not joined.
-        left: Set once the job is over on every rank; `how` and `error` are final then.
-        is_only_job: Whether it was the run's only job ever, when the ranks last did something together in it.
+        number: The job's number in the interleaver; -1 while it has not joined.
+        name: The job's name.
+        make_thread: Makes the thread that runs the job's function.
+        thread: That thread, from its start to its end.
+        answers: The interleaver's answers to the job's thread.
+        call: The call of a step that is under way.
+        calls: How many calls there were.
+        collective: The work that the exchange lanes of all ranks are to run for the job.
+        cause: The first exception of this rank that is the job's failure.
+        done: Set once the job is over on every rank; `status` and `error` are final then.
+        paused: Whether the job is paused on all ranks.
+        is_only_job: Whether it was the run's only job ever, as of the latest `run_on_all_ranks`.
         skipped: Committed steps that kept their state.
-        refusals: How often its function was told that the job is over.
-        tell_left: Hears how the job left, and whether somebody asked it alone to stop; must not wait.
-        tell_paused: Hears whether it rests; must not wait.
-        abandon: Sees to it that the others need not wait for the function, and never returns.
+        refusals: How many errors its function got because the job is over.
+        on_end: Called with the final status, and whether a request was for this job alone to stop; must not wait.
+        on_pause: Called with whether the job is paused now; must not wait.
+        abandon: Called to leave the job's thread behind; never returns.
     """
 
     def __init__(
         self, number: int, name: str, thread: Callable[[], threading.Thread], answers: SimpleQueue[m.Instruction]
     ) -> None:
-        self.number, self.name = number, name
+        self.number = number
+        self.name = name
         self.make_thread = thread
         self.thread: threading.Thread | None = None
         self.answers = answers
-        self.call: Call | None = None
+        self.call: StepCall | None = None
         self.calls = 0
-        self.sync: Callable[[Any], Any] | None = None
-        self.sync_result: tuple[Any, BaseException | None] = (None, None)
-        self.cause: BaseException | None = None  # the first thing that went wrong on this rank
+        self.collective: CollectiveCall[Any] | None = None
+        self.cause: BaseException | None = None
         self.error: JobError | ExchangeError | None = None
-        self.how: m.FinalStatus | None = None
-        self.left = threading.Event()
-        self.paused = self.is_only_job = False
-        self.skipped = self.refusals = 0
-        self.tell_left: Callable[[m.FinalStatus, bool], None] = _nobody
-        self.tell_paused: Callable[[bool], None] = _nobody
-        self.abandon: Callable[[], None] = _nobody
+        self.status: m.FinalStatus | None = None
+        self.done = threading.Event()
+        self.paused = False
+        self.is_only_job = False
+        self.skipped = 0
+        self.refusals = 0
+        self.on_end: Callable[[m.FinalStatus, bool], None] = _ignore
+        self.on_pause: Callable[[bool], None] = _ignore
+        self.abandon: Callable[[], None] = _ignore
+
+    def detach(self) -> None:
+        """Drops the callbacks, and with them the job's context."""
+        self.on_end = self.on_pause = self.abandon = _ignore
 
 
-def _nobody(*_: Any) -> None:
-    """In place of what a job's context provides."""
+def _ignore(*_: object) -> None:
+    """Does nothing, in place of a callback of the job's context."""

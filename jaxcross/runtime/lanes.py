@@ -1,7 +1,7 @@
 """The threads of the lanes. Each does one thing at a time and reports it to the driver; none decides anything.
 
-They let go of a step before they report that they are through with it: who hears of it may count on its memory, and no
-thread runs at once.
+A thread drops its references to a step before it reports that the step is done: the report may end the job, whose
+caller then counts on the step's memory being free.
 """
 
 from __future__ import annotations
@@ -9,46 +9,72 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, final
 
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import Activity
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import TOGETHER, Span, SpanKind
+from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
 from jaxcross.interleave.vote import Verdict
-from jaxcross.runtime.collective_call import meet
+from jaxcross.runtime.emulated_link import Link
+from jaxcross.runtime.job_record import JobRecord, RunWorld, StepCall
 from jaxcross.world.sched_slice import ask_for_short_slices
 
-if TYPE_CHECKING:
-    from jaxcross.runtime.driver import Driver
-    from jaxcross.runtime.job_record import Call
-
-_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 0.002, 0.05
+_FIRST_BACKOFF_S = 0.002
+_LONGEST_BACKOFF_S = 0.05
 
 
 def backoff_s(level: int) -> float:
-    """How long an exchange lane without news waits before it votes all the same: it only decides when, never what."""
-    return min(_FIRST_PATIENCE_S * 2**level, _LONGEST_PATIENCE_S)
+    """Returns how long an exchange lane with nothing to report waits before its next vote.
+
+    It decides only when the lane votes, never what, so ranks may wait for different times.
+    """
+    return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
+
+
+class LaneDriver(Protocol):
+    """The part of `jaxcross.runtime.driver.Driver` that lanes use."""
+
+    world: RunWorld
+    listeners: Listeners
+    link: Link | None
+    clock_ns: Callable[[], int]
+
+    def queue(self) -> SimpleQueue[Any]: ...
+    def post(self, event: m.Event) -> None: ...
+    def record(self, number: int) -> JobRecord: ...
+    def segment_failed(
+        self, instruction: m.Dispatch | m.RunExchange, call: StepCall, error: Exception, *, ejects: bool = False
+    ) -> m.SegmentFailed: ...
+    def announcement(self) -> str: ...
+    def finished(self) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
 
 
 class LaneThread(threading.Thread):
     """A thread of a runner. While one lives, a run is in progress in this process.
 
     Args:
-        name: Of the thread, after `jaxcross-`.
+        name: The thread's name, after `jaxcross-`.
         work: Its body.
-        living: Holds the thread from its start to its end.
-        driver: Stopped by an exception of `work`; None for a thread that handles its own.
+        living: A set that contains the thread from its start to its end.
+        driver: Fails with an exception of `work`; None for a thread that handles its own.
     """
 
     def __init__(
-        self, name: str, work: Callable[[], None], living: set[threading.Thread], driver: Driver | None = None
+        self,
+        name: str,
+        work: Callable[[], object],
+        living: set[threading.Thread],
+        driver: LaneDriver | None = None,
     ) -> None:
         super().__init__(name=f"jaxcross-{name}", daemon=True)
         self.living = living
-        self._work, self._driver = work, driver
+        self._work = work
+        self._driver = driver
 
     def start(self) -> None:
+        # Before it starts: a thread that it starts itself must already find it.
         self.living.add(self)
         try:
             super().start()
@@ -62,20 +88,22 @@ class LaneThread(threading.Thread):
         except BaseException as error:
             if self._driver is None:
                 raise
-            self._driver.die(error)
+            self._driver.fail(error)
         finally:
             self.living.discard(self)
 
 
+@final
 class ComputeLane:
-    """Dispatches compute segments in the interleaver's order; a second thread waits for them in that order, so that a
-    segment's span begins when the device was free for it.
+    """Dispatches compute segments in the interleaver's order.
+
+    A second thread waits for them in that order, so that a segment's span begins when the device was free for it.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
-        self._todo: SimpleQueue[tuple[m.Dispatch, Call] | None] = driver.queue()
-        self._on_device: SimpleQueue[tuple[m.Dispatch, Call, int, int] | None] = driver.queue()
+        self._todo: SimpleQueue[tuple[m.Dispatch, StepCall] | None] = driver.queue()
+        self._on_device: SimpleQueue[tuple[m.Dispatch, StepCall, int, int] | None] = driver.queue()
         living = driver.world.exchange_owner.lane_threads
         self._threads = [
             LaneThread("compute", self._dispatch_all, living, driver),
@@ -83,6 +111,7 @@ class ComputeLane:
         ]
 
     def start(self) -> None:
+        """Starts both threads."""
         for thread in self._threads:
             thread.start()
 
@@ -92,7 +121,8 @@ class ComputeLane:
         for thread in self._threads:
             thread.join()
 
-    def put(self, instruction: m.Dispatch, call: Call) -> None:
+    def put(self, instruction: m.Dispatch, call: StepCall) -> None:
+        """Queues a segment."""
         self._todo.put((instruction, call))
 
     def _dispatch_all(self) -> None:
@@ -101,12 +131,14 @@ class ComputeLane:
             d, call = item
             dispatched_ns = driver.clock_ns()
             token = driver.world.flight.begin(Activity.now("compute", job=call.name, step=d.step, segment=d.segment))
+            event: m.Event
             try:
                 call.execution.run(d.segment)
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.segment_failed(d, call, error)
             else:
+                # Before the post: the wait thread sees segments in the order of their dispatch.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
@@ -114,7 +146,8 @@ class ComputeLane:
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
-        driver, free_ns = self._driver, 0
+        driver = self._driver
+        free_ns = 0  # when the device ended the previous segment
         while (item := self._on_device.get()) is not None:
             d, call, dispatched_ns, token = item
             try:
@@ -128,30 +161,41 @@ class ComputeLane:
             driver.world.flight.end(token)
             end_ns = driver.clock_ns()
             call.ends_ns[d.segment] = end_ns
+            # Dispatch is asynchronous: a segment that was dispatched early waited for the device until then.
             start_ns = max(dispatched_ns, free_ns)
-            # Before the post: whoever hears of the completion may end the run and ask for the spans.
+            # Before the post: a thread that learns of the completion may end the run and ask for the spans.
             driver.listeners.span(
                 Span(
-                    rank=driver.world.rank, job=call.name, step=d.step, segment=d.segment, kind="compute", lane=0,
-                    start_ns=start_ns, end_ns=end_ns, ready_ns=call.ready_ns(d.segment, start_ns),
-                    in_step=call.in_step, other_calls=d.other_calls,
+                    rank=driver.world.rank,
+                    job=call.name,
+                    step=d.step,
+                    segment=d.segment,
+                    kind="compute",
+                    lane=0,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    ready_ns=call.ready_ns(d.segment, start_ns),
+                    in_step=call.in_step,
+                    other_calls=d.other_calls,
                 )
-            )  # fmt: skip
+            )
             free_ns = end_ns
             del item, call
             driver.post(m.SegmentCompleted(d.job, d.call, d.segment, end_ns - start_ns))
 
 
+@final
 class ExchangeLane:
-    """Makes exchanges, votes and what jobs do together, one at a time, in the order that all ranks share."""
+    """Makes exchanges, votes and collective calls of jobs, one at a time, in the order that all ranks share."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: LaneDriver) -> None:
         self._driver = driver
-        self._todo: SimpleQueue[tuple[m.Instruction, Call | None] | None] = driver.queue()
+        self._todo: SimpleQueue[tuple[m.Instruction, StepCall | None] | None] = driver.queue()
         self._pause = threading.Event()  # never set: a wait that is not a sleep
         self._thread = LaneThread("exchange", self._work, driver.world.exchange_owner.lane_threads, driver)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -159,10 +203,12 @@ class ExchangeLane:
         self._todo.put(None)
         self._thread.join()
 
-    def put(self, instruction: m.Instruction, call: Call | None) -> None:
+    def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
+        """Queues an instruction, with the call of a step that it belongs to, if any."""
         self._todo.put((instruction, call))
 
     def _work(self) -> None:
+        # The kernel then wakes this thread up soon after a message, though XLA's threads are computing.
         ask_for_short_slices()
         backoff = None
         while True:
@@ -176,10 +222,10 @@ class ExchangeLane:
                 return
             instruction, call = item
             del item
-            backoff = None
+            backoff = None  # an instruction that comes during a backoff takes its place
             match instruction:
                 case m.Finish():
-                    self._driver.over()
+                    self._driver.finished()
                     return
                 case m.Backoff(level):
                     backoff = backoff_s(level)
@@ -188,11 +234,11 @@ class ExchangeLane:
                     assert call is not None
                     event = self._exchange(instruction, call)
                 case _:
-                    event = self._talk(instruction)
+                    event = self._communicate(instruction)
             del call
             self._driver.post(event)
 
-    def _exchange(self, x: m.RunExchange, call: Call) -> m.Event:
+    def _exchange(self, x: m.RunExchange, call: StepCall) -> m.Event:
         driver, execution, segment = self._driver, call.execution, x.segment
         zero = x.zero
         if not zero:
@@ -212,65 +258,81 @@ class ExchangeLane:
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
-        ready_ns = call.ready_ns(segment, start_ns)
-        self._span(
-            "collective",
-            start_ns,
-            end_ns,
-            ready_ns,
-            call.name,
-            x.step,
-            segment,
-            nbytes,
-            label,
-            call.in_step,
-            x.other_calls,
+        driver.listeners.span(
+            Span(
+                rank=driver.world.rank,
+                job=call.name,
+                step=x.step,
+                segment=segment,
+                kind="collective",
+                lane=0,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                ready_ns=call.ready_ns(segment, start_ns),
+                nbytes=nbytes,
+                label=label,
+                in_step=call.in_step,
+                other_calls=x.other_calls,
+            )
         )
-        if not zero and (what := execution.branch_mismatch(segment)) is not None:
-            driver.post(driver.segment_failed(x, call, ExchangeError(what)))
         finite = True
-        if call.nonfinite != "ignore" and not zero and (what := execution.nonfinite(segment)) is not None:
-            if call.nonfinite == "skip":
-                finite = not execution.skippable
-            else:
-                error = FloatingPointError(what)
-                driver.post(driver.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
+        if not zero:  # after a failure on this rank, its own results mean nothing
+            finite = self._check_results(x, call)
         return m.ExchangeDone(x.job, segment, finite)
 
-    def _talk(self, instruction: m.Instruction) -> m.Event:
+    def _check_results(self, x: m.RunExchange, call: StepCall) -> bool:
+        """Posts a failure if ranks took different branches, or values are not finite.
+
+        Returns:
+            Whether the step may change the state, as far as `nonfinite="skip"` is concerned.
+        """
+        driver, execution = self._driver, call.execution
+        mismatch = execution.branch_mismatch(x.segment)
+        if mismatch is not None:
+            driver.post(driver.segment_failed(x, call, ExchangeError(mismatch)))
+        # Here and not later: segments after this one may overwrite what was exchanged.
+        what = None if call.nonfinite == "ignore" else execution.nonfinite(x.segment)
+        if what is None:
+            return True
+        if call.nonfinite == "skip":
+            return not execution.skippable
+        error = FloatingPointError(what)
+        driver.post(driver.segment_failed(x, call, error, ejects=call.nonfinite == "eject"))
+        return True
+
+    def _communicate(self, instruction: m.Instruction) -> m.Event:
+        """Does what needs all ranks but belongs to no step: votes, comparisons and collective calls."""
         driver, world = self._driver, self._driver.world
         start_ns = driver.clock_ns()
         event: m.Event
+        job = ""
         match instruction:
             case m.CastVote(ballot):
                 with world.watching(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
-                label, job = self._hold(start_ns, 0), ""
+                label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text):
-                job, label = driver.seats[number].name, "compare"
+                job, label = driver.record(number).name, "compare"
                 with world.watching(job=job, step=0, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
-                job, label = "", "news"
+                label = "news"
                 with world.watching(job="", step=0, segment=-1, what="news of jobs"):
                     event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
             case m.RunSync(number):
-                seat = driver.seats[number]
-                job, label = seat.name, TOGETHER
-                assert seat.sync is not None
+                record = driver.record(number)
+                job, label = record.name, TOGETHER
+                assert record.collective is not None
                 with world.watching(job=job, step=0, segment=-1, what="restore or the like"):
-                    try:
-                        seat.sync_result = (meet(seat.sync, world.control), None)
-                    except Exception as error:
-                        seat.sync_result = (None, error)
+                    record.collective.run(world.control)
                 event = m.SyncDone(number)
             case _:
                 raise TypeError(f"no instruction for the exchange lane: {instruction!r}")
-        self._span("vote", start_ns, driver.clock_ns(), start_ns, job, 0, -1, 0, label)
+        self._note_vote(job, label, start_ns)
         return event
 
     def _hold(self, start_ns: int, nbytes: int) -> str:
-        """Makes what began at `start_ns` last as long as the emulated link would."""
+        """Makes an exchange that began at `start_ns` last as long as on the emulated link. Returns its span's label."""
         driver = self._driver
         if driver.link is None:
             return ""
@@ -279,14 +341,19 @@ class ExchangeLane:
             self._pause.wait(rest_s)
         return "emulated"
 
-    def _span(
-        self, kind: SpanKind, start_ns: int, end_ns: int, ready_ns: int, job: str, step: int, segment: int, nbytes: int,
-        label: str, in_step: bool = True, other_calls: int = 0,
-    ) -> None:  # fmt: skip
-        self._driver.listeners.span(
+    def _note_vote(self, job: str, label: str, start_ns: int) -> None:
+        driver = self._driver
+        driver.listeners.span(
             Span(
-                rank=self._driver.world.rank, job=job, step=step, segment=segment, kind=kind, lane=0,
-                start_ns=start_ns, end_ns=end_ns, ready_ns=ready_ns, nbytes=nbytes, label=label,
-                in_step=in_step, other_calls=other_calls,
+                rank=driver.world.rank,
+                job=job,
+                step=0,
+                segment=-1,
+                kind="vote",
+                lane=0,
+                start_ns=start_ns,
+                end_ns=driver.clock_ns(),
+                ready_ns=start_ns,
+                label=label,
             )
-        )  # fmt: skip
+        )

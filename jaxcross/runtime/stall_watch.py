@@ -1,4 +1,7 @@
-"""Waits of jobs between their steps: where votes go on without result, nothing else would notice them."""
+"""A watch over the waits of jobs between their steps.
+
+No exchange waits then: the ranks vote again and again without a result, so nothing else would notice the stall.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,14 @@ if TYPE_CHECKING:
 
 
 class JobWaits:
-    """Has the watchdog watch each wait of a job that is seen twice in a row.
+    """Passes each wait of a job that is seen twice in a row to the watchdog.
 
-    A job waits for what all ranks do together (a batch, a call of the step, its end), hence for every rank that is not
-    there; or for what is its rank's own affair, as its data. Both may last for ever, while votes say again and again
-    that nothing has changed. A rank that waits for its own affair, or has done so lately, is not blamed by others: it
-    knows best for how long.
+    A job waits for something that all ranks do at once (a batch, a call of the step, its end), hence for every rank
+    that has not come; or for something local to its rank, as its data. Both may last for ever. A rank in a local wait,
+    or lately in one, is not blamed by the others: its own watchdog measures that wait.
 
     Args:
-        world: Who watches.
+        world: Has the watchdog.
     """
 
     def __init__(self, world: RunWorld) -> None:
@@ -32,9 +34,10 @@ class JobWaits:
         self._watched: dict[str, Watch] = {}
 
     def look(self, waits: Mapping[str, Wait]) -> None:
-        """These jobs wait now, by name. To be called now and then; neither waits nor communicates."""
+        """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor communicates."""
         before, self._seen = self._seen, dict(waits)
         same = {job for job, wait in waits.items() if job in before and before[job].point == wait.point}
+        # The same point of the job's program in two looks: most waits are over before the second one.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:
@@ -54,24 +57,24 @@ class JobWaits:
 
 
 def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Watch:
-    """A wait for all ranks at the end of a run; one whose job is still in work that it declared may take its time."""
+    """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure may take its time."""
     others = [rank for rank in range(world.size) if rank != world.rank]
     awaited = partial(missing, job, what, others, patient=True)
     return world.watching(job=job, step=step, segment=-1, what=what, awaited=awaited)
 
 
 def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-    """The other ranks for which a job's wait is, and why. Pure.
+    """Returns the other ranks that a job's wait is for, and why. Pure.
 
     Args:
         job: Its name.
-        what: What it waits for.
-        answers: Every other rank's standing; None where none came.
+        what: The event that it waits for.
+        answers: The status of every other rank; None where none came.
     """
     found = {}
-    for other, standing in answers.items():
-        if standing is not None and not standing.excused(job):
-            waits = [wait for wait in standing.waits if wait.job == job]
+    for other, status in answers.items():
+        if status is not None and not status.excused(job):
+            waits = [wait for wait in status.waits if wait.job == job]
             if not any(wait.what == what for wait in waits):
                 found[other] = f"it waits for its {waits[-1].what}" if waits else f"its job {job!r} has not come so far"
     return found

@@ -1,16 +1,18 @@
-"""One step without a runner: its exchanges are made by a second thread where computation can go on."""
+"""A step without a runner. A second thread makes its exchanges where computation can go on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import RankStatus, missing
+from jaxcross.health.watchdog import Watch
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.ir import Program
@@ -28,8 +30,8 @@ class Standalone:
 
     Attributes:
         world: All ranks.
-        name: The step's.
-        calls: How many calls of the step were begun.
+        name: The step's name.
+        calls: Number of calls of the step that were begun.
     """
 
     in_run = False
@@ -52,10 +54,11 @@ class Standalone:
         return candidate
 
     def agree(self, agreement: Agreement) -> None:
+        """Makes an agreement of all ranks that come. Waits for them."""
         agreement.standalone()
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:  # noqa: ARG002
-        """Runs `work(control)` here: the other ranks come to it in the same order."""
+        """Runs `work(control)` in this thread: the other ranks call it in the same order."""
         return work(self.world.control)
 
     def compiling(self, name: str) -> AbstractContextManager[None]:
@@ -68,6 +71,8 @@ class Standalone:
         try:
             return run_execution(self.world, compiled, compiled.execution(leaves), self.calls, ended)
         except BaseException:
+            # Halfway through, other ranks may be in exchanges that this rank will never join. Before the first one,
+            # perhaps only this rank has failed: the next step then begins with an agreement.
             due = sum(r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables)
             if ended and sum(ended.values()) < due:
                 self.world.exchange_owner.broken_step = compiled.program.name
@@ -76,18 +81,22 @@ class Standalone:
             raise
 
 
-def run_execution(
-    world: World, compiled: Compiled, execution: Execution, step: int, ended: dict[int, bool]
-) -> Any:  # fmt: skip
-    """Like `Standalone.run`, for an execution that has not begun. Notes of each exchange that begins whether it ended.
+def run_execution(world: World, compiled: Compiled, execution: Execution, step: int, ended: dict[int, bool]) -> PyTree:
+    """Runs one call whose execution has not begun, like `Standalone.run`.
 
-    The caller's thread dispatches all that computes, in program order; exchanges follow one another in a thread of
-    their own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was
+    The caller's thread dispatches all computation, in program order. Exchanges follow one another in a thread of their
+    own, because XLA runs what one thread dispatches in order: an exchange would wait for the computation that was
     dispatched before it (wait-free backpropagation: Zhang et al., Poseidon, 2017, section 3).
+
+    Args:
+        world: All ranks.
+        compiled: The executables.
+        execution: The call's values.
+        step: Number of the call, for errors.
+        ended: Receives for each exchange that begins whether it ended.
     """
     exchanges: dict[int, Future[None]] = {}
-    failed: list[BaseException] = []
-    exchange = partial(_exchange, world, compiled, execution, step, failed, ended)
+    call = _Call(world=world, compiled=compiled, execution=execution, step=step, ended=ended)
     try:
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
             index = runnable.segment.index
@@ -98,57 +107,85 @@ def run_execution(
                 execution.run(index)
                 execution.forget(index)
             elif compiled.overlaps:
-                # What it reads was dispatched before it, or stands before it in the same queue.
-                exchanges[index] = world.exchanger.submit(exchange, index)
+                # Its inputs were dispatched before it, or come from exchanges before it in the same queue.
+                exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
-                exchange(index)
-        for begun in exchanges.values():
-            begun.result()
+                call.exchange(index)
+        for exchange in exchanges.values():
+            exchange.result()
     except BaseException as error:
-        # This thread's next exchange must not meet another one on its communicator. Those that have not begun are made
-        # as well, since which ones these are differs between ranks; not if a person or a batch system wants an end.
+        # This thread's next exchange must not meet another one on its communicator. Exchanges that have not begun are
+        # made as well, since which ones these are differs between ranks, but not after an interrupt, which is to end
+        # the program.
         if not isinstance(error, Exception):
-            failed.append(error)
+            call.failed.append(error)
         if compiled.overlaps:
-            world.exchanger.submit(_nothing).result()  # behind all others; a second interrupt ends the wait
+            # Empty work, queued after all exchanges. A second interrupt ends the wait.
+            world.exchanger.submit(_nothing).result()
         raise
     return execution.outputs()
 
 
 def _nothing() -> None:
-    """What an idle thread does at once."""
+    """Does nothing."""
 
 
-def _missing_partners(
-    world: World, program: Program, what: str, answers: Mapping[int, RankStatus | None]
-) -> dict[int, str] | None:
-    partners = rank_lists.partners(world.wire().calls(program), world.rank)
-    return missing(program.name, what, sorted(partners), answers, patient=False)
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call outside a run.
 
+    Attributes:
+        world: All ranks.
+        compiled: The executables.
+        execution: The call's values.
+        step: Number of the call, for errors.
+        ended: Whether each exchange that began has ended.
+        failed: The first error of an exchange, if any.
+    """
 
-def _exchange(
-    world: World, compiled: Compiled, execution: Execution, step: int, failed: list[BaseException],
-    ended: dict[int, bool], index: int,
-) -> None:  # fmt: skip
-    if failed:
-        raise failed[0]  # the other ranks are in the one that failed: what comes next must not be summed with it
-    program = compiled.program
-    try:
-        execution.wait_inputs(index)
+    world: World
+    compiled: Compiled
+    execution: Execution
+    step: int
+    ended: dict[int, bool]
+    failed: list[BaseException] = field(default_factory=list)
+
+    def exchange(self, index: int) -> None:
+        """Makes one exchange. Waits for its inputs and for the other ranks.
+
+        Raises:
+            BaseException: This exchange failed, or one before it.
+        """
+        if self.failed:
+            # The other ranks are in the one that failed: the next one must not be summed with it.
+            raise self.failed[0]
+        program, execution = self.compiled.program, self.execution
+        try:
+            execution.wait_inputs(index)
+            with self._watching(index):
+                self.ended[index] = False
+                execution.run(index)
+                execution.wait_outputs(index)
+            self.ended[index] = True
+            mismatch = execution.branch_mismatch(index)
+            if mismatch is not None:
+                raise ExchangeError(f"in step {self.step} of `{program.name}`: {mismatch}")
+        except BaseException as error:
+            self.failed.append(error)
+            raise
+
+    def _watching(self, index: int) -> Watch:
+        program = self.compiled.program
         exchanges = program.segments[index].exchanges
-        watching = partial(world.watching, job=program.name, step=step, segment=index)
-        what = exchanges[0].op
-        if any(map(rank_lists.is_call, exchanges)):
-            # Ranks that do not exchange with one another may make other numbers of such calls.
-            what = "calls of mpi4jax"
-            watching = partial(watching, awaited=partial(_missing_partners, world, program, what))
-        with watching(what=what):
-            ended[index] = False
-            execution.run(index)
-            execution.wait_outputs(index)
-        ended[index] = True
-        if (what := execution.branch_mismatch(index)) is not None:
-            raise ExchangeError(f"in step {step} of `{program.name}`: {what}")
-    except BaseException as error:
-        failed.append(error)
-        raise
+        watching = partial(self.world.watching, job=program.name, step=self.step, segment=index)
+        if not any(map(rank_lists.is_call, exchanges)):
+            return watching(what=exchanges[0].op)
+        # Calls of mpi4jax are made with some ranks only. Others may make different numbers of them, and are not late.
+        what = "calls of mpi4jax"
+        return watching(what=what, awaited=partial(self._missing_partners, what))
+
+    def _missing_partners(self, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str] | None:
+        program, world = self.compiled.program, self.world
+        partners = rank_lists.partners(world.wire().calls(program), world.rank)
+        return missing(program.name, what, sorted(partners), answers, patient=False)

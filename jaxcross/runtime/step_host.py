@@ -34,7 +34,7 @@ class Agreement(Protocol):
 class StepHost(Protocol):
     """Runs a step's programs, and gives the step what it needs of other ranks to prepare them.
 
-    Implemented by `jaxcross.jobs.context.JobContext` and by `jaxcross.runtime.standalone.Standalone`.
+    Implemented by `jaxcross.jobs.host.JobHost` and by `jaxcross.runtime.standalone.Standalone`.
     """
 
     @property
@@ -51,7 +51,7 @@ class StepHost(Protocol):
 
     @property
     def steps_left(self) -> int | None:
-        """How many steps this rank still expects to make; None if that is not known."""
+        """The number of steps that this rank still expects to make; None if that is not known."""
         ...
 
     def cut_before_restart(self, key: str) -> int | None:

@@ -16,8 +16,7 @@ import optax
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import RankStatus
-from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.thread import current_job
+from jaxcross.jobs.context import JobContext, current_job
 from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.job_record import Stopped
@@ -121,7 +120,7 @@ class ParameterServer:
             raise JobError("This parameter server was used. Make a new one, with `server.params` to go on from them.")
         self._job = current_job()
         if self._job is not None:
-            self._job.replicas.serve()
+            self._job.host.replicas.serve()
         mailbox = self._meet(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
         self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
@@ -171,7 +170,7 @@ class ParameterServer:
                 "`push_pull` of a parameter server works inside its `with` block, in the thread that entered it."
             )
         leaves = self._layout.leaves(grads)
-        if job is not None and job.stopping:
+        if job is not None and job.host.stopping:
             raise Stopped
         parts = self._layout.parts(jax.block_until_ready(leaves))
         pushed_ns, start_ns = time.monotonic_ns(), self._pulled_ns
@@ -181,7 +180,7 @@ class ParameterServer:
         self._pulled_ns = time.monotonic_ns()
         if job is not None:
             nbytes = 2 * (self._world.size - 1) * self._layout.nbytes
-            job.served(start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes)
+            job.host.served(start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes)
         return self.params
 
     def _meet(self, work: Callable[[Any], Mailbox]) -> Mailbox:

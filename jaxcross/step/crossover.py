@@ -14,7 +14,7 @@ from jaxcross._arguments import as_numbers, by_position, positions
 from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.jobs.thread import current_job
+from jaxcross.jobs.context import current_job
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
@@ -177,7 +177,7 @@ class Step(Generic[P, R]):
             variant = self._variant(world, function, arrays, named, leaves, cache_key)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
-            return job.run(prepare(variant, job), leaves)
+            return job.host.run(prepare(variant, job.host), leaves)
         world.exchange_owner.check_not_stray(self.__name__)
         return self._run_standalone(variant, world, leaves)
 

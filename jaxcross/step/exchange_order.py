@@ -1,4 +1,4 @@
-"""Whether all ranks make the same exchanges in the same order, beyond what their signatures say."""
+"""A check that all ranks make the same exchanges in the same order, beyond the equality of their signatures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxcross.world.control_plane import Control
 
 
 def order_hash(program: Program) -> int:
-    """62 bits of the labels of a program's exchanges in their order; see `jaxcross.program.labels`.
+    """Returns 62 bits of the labels of a program's exchanges in their order; see `jaxcross.program.labels`.
 
     Not the same on all ranks: a short batch may change labels. Does not wait or communicate.
     """

@@ -34,7 +34,7 @@ class JobComms:
 
     def in_use(self) -> list[tuple[Key, int]]:
         """Those that jobs have which have not left on this rank."""
-        return [place for place, lent in self._lent.copy().items() if (job := lent.job()) and not job.left.is_set()]
+        return [place for place, lent in self._lent.copy().items() if (job := lent.job()) and not job.done.is_set()]
 
     def assign(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
         """Gives a job communicator `number` of those with this key; made first if there is none."""

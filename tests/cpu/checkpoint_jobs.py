@@ -7,8 +7,8 @@ from fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
+from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.thread import current_job
 
 STEPS = 12
 
@@ -31,7 +31,7 @@ def make_step(world, name="step", result=lambda new: new):
         return result(new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {}))
 
     compiled = FakeCompiled(plain_program(name), world, compute)
-    return lambda state, batch: current_job().run(compiled, [state, batch])
+    return lambda state, batch: current_job().host.run(compiled, [state, batch])
 
 
 def batches(world, seed=0):

@@ -7,8 +7,8 @@ import pytest
 from fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.errors import JobError
+from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.thread import current_job
 from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
 
 
@@ -22,7 +22,7 @@ def trained(world, **options):
         for batch in job.batches(float(n) for n in range(4 + world.rank)):
             if job.name == "bad" and job.step == 2 and world.rank == world.size - 1:
                 raise ValueError("boom")
-            state = current_job().run(compiled[job.name], [state, batch + world.rank])
+            state = current_job().host.run(compiled[job.name], [state, batch + world.rank])
             job.state = state
         return state
 
@@ -78,7 +78,7 @@ def test_without_chaos_nothing_is_in_the_way(monkeypatch):
     def work(world):
         monkeypatch.setattr(Chaos, "pause", lambda self: pytest.fail("late"))
         runner = Runner(world)
-        runner.add("a", lambda job: queues.append(type(job._running().queue())))
+        runner.add("a", lambda job: queues.append(type(job._life.running()[0].queue())))
         runner.run()
 
     queues = []
@@ -91,5 +91,5 @@ def test_the_environment_names_a_seed():
     assert chaos_of({"JAXCROSS_CHAOS": " "}, 0) is None
     chaos = chaos_of({"JAXCROSS_CHAOS": "7"}, 3)
     assert chaos is not None and (chaos.seed, chaos.rank) == (7, 3)
-    with pytest.raises(ValueError, match="^`JAXCROSS_CHAOS` is `much`: it takes the number of a seed"):
+    with pytest.raises(ValueError, match="^`JAXCROSS_CHAOS` must be the number of a seed"):
         chaos_of({"JAXCROSS_CHAOS": "much"}, 0)

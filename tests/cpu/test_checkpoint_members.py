@@ -75,7 +75,7 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
         for name in added:
             runner.add(name, offered, seed=3)
         runner.run()
-        return {job.name: (job.how, job.step, job.state) for job in runner.jobs}, rested
+        return {job.name: (job.status, job.step, job.state) for job in runner.jobs}, rested
 
     return run_ranks(2, work)
 

@@ -26,7 +26,7 @@ from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
-from jaxcross.runtime.collective_call import meet
+from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.step import cut_tuner, timed_trial
 from jaxcross.step.cut_tuner import CutHint, gather_hint, search
 from jaxcross.testing import LocalRanks
@@ -81,7 +81,7 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
                 return compile_for(world, program, fails)
 
             def together(_: str, work: Callable[[Any], Any]) -> Any:
-                return meet(work, world.control) if in_job else work(world.control)
+                return run_collectively(work, world.control) if in_job else work(world.control)
 
             with ThreadPoolExecutor(1) as world.exchanger:
                 pieces, compiled = search(

@@ -15,9 +15,10 @@ from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
+from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
 from jaxcross.jobs.step_registry import step_graph_of
-from jaxcross.jobs.thread import JobThread, current_job
+from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
@@ -32,7 +33,7 @@ def runner_of(world, *, steps=2, program=None, compiled=None, **options):
     def fn(job):
         state = 0.0
         for _ in range(steps):
-            state = current_job().run(compiled, [state, 1.0])
+            state = current_job().host.run(compiled, [state, 1.0])
         return state
 
     runner = Runner(world, **options)
@@ -138,11 +139,11 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
         runner = runner_of(
             world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
         )
-        second = runner.add("b", runner.jobs[0]._fn)
+        second = runner.add("b", runner.jobs[0]._function)
         with pytest.raises(OSError, match="no space left"):
             runner.run()
-        assert all(job.left.wait(60) for job in runner.jobs)
-        assert second.how == "failed"
+        assert all(job.done.wait(60) for job in runner.jobs)
+        assert second.status == "failed"
         assert str(second.error) == "Job `b` cannot go on: the run broke."
         with pytest.raises(RuntimeError, match="after shutdown"):
             runner._session._writer.submit(lambda: None)
@@ -163,13 +164,13 @@ def test_who_waits_for_a_job_that_joins_is_told_when_a_lane_breaks():
 
         def adds(job):
             new = runner.add("new", lambda job: None)
-            heard.append((new.left.wait(60), new.how))
+            heard.append((new.done.wait(60), new.status))
 
         runner = Runner(world, instruments=[BreaksWhileOneJoins()])
         parent = runner.add("a", adds)
         with pytest.raises(OSError, match="no space left"):
             runner.run()
-        assert parent.left.wait(60)
+        assert parent.done.wait(60)
         return heard
 
     assert run_ranks(1, work) == [[(True, "failed")]]
@@ -181,7 +182,7 @@ def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
 
     def steps_once_it_is_asked(job):
         found[1].join()
-        return Overtaken.runner.jobs[0]._fn(job)
+        return Overtaken.runner.jobs[0]._function(job)
 
     class Overtaken(Driver):
         def run(self, held):
@@ -201,7 +202,7 @@ def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
         Overtaken.runner = runner = runner_of(world)
         runner.run()
         found[1].join()
-        return [(job.name, job.how) for job in runner.jobs]
+        return [(job.name, job.status) for job in runner.jobs]
 
     assert run_ranks(1, work) == [[("a", "ended"), ("x", "stopped")]]
 
@@ -228,8 +229,8 @@ def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
     assert run_ranks(2, work) == [[0], [0]]
 
 
-def test_a_job_that_hears_that_it_has_left_may_be_gone_before_its_teller_goes_on(monkeypatch):
-    class SlowTeller(threading.Event):
+def test_a_finished_job_may_end_before_its_event_is_set(monkeypatch):
+    class SlowEvent(threading.Event):
         """Its `set` comes back late: the job's thread has all the time to end."""
 
         def set(self):
@@ -238,17 +239,17 @@ def test_a_job_that_hears_that_it_has_left_may_be_gone_before_its_teller_goes_on
             for thread in job_threads:
                 thread.join(0.3)
 
-    class SlowSeat(JobRecord):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.left = SlowTeller()
+    def slow_record(*args):
+        record = JobRecord(*args)
+        record.done = SlowEvent()
+        return record
 
-    monkeypatch.setattr("jaxcross.runtime.driver.JobRecord", SlowSeat)
+    monkeypatch.setattr("jaxcross.runtime.driver.JobRecord", slow_record)
 
     def work(world):
         runner = runner_of(world)
         runner.run()
-        return [(job.how, job.step) for job in runner.jobs]
+        return [(job.status, job.step) for job in runner.jobs]
 
     assert run_ranks(1, work) == [[("ended", 2)]]
 
@@ -349,9 +350,9 @@ def test_any_exception_can_be_told_of_in_few_words():
 
 def test_an_interrupt_says_nothing_of_jobs_that_have_left():
     noted: list[str] = []
-    seats = {n: SimpleNamespace(name=name, how=how) for n, (name, how) in enumerate((("a", "stopped"), ("b", None)))}
+    jobs = {0: SimpleNamespace(name="a", status="stopped"), 1: SimpleNamespace(name="b", status=None)}
     driver: Any = SimpleNamespace(
-        terminated=False, interrupt=None, seats=seats, post=lambda event: None,
+        terminated=False, interrupt=None, _jobs=jobs, post=lambda event: None,
         listeners=SimpleNamespace(note=lambda job, **_: noted.append(job)),
     )  # fmt: skip
     Driver._interrupted(driver, KeyboardInterrupt())

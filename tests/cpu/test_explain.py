@@ -13,7 +13,7 @@ from jaxcross.errors import JobError
 from jaxcross.health.abort import _short
 from jaxcross.jobs.outcome import raise_errors
 from jaxcross.jobs.runner import Runner
-from jaxcross.runtime.collective_call import meet
+from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.step.timed_trial import gather_failures
 
@@ -47,7 +47,7 @@ def test_meetings_and_trials_join_errors_likewise() -> None:
             raise OSError(f"disk {world.rank} is full. ")
 
         with pytest.raises(OSError, match=r"^disk \d is full"):
-            meet(fails, world.control)
+            run_collectively(fails, world.control)
         return gather_failures(world.control, describe(OSError("no space.\n"))), describe(OSError("(a.)"))
 
     joined = "rank 0 failed: OSError: no space; rank 1 failed: OSError: no space"

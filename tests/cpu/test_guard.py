@@ -156,6 +156,6 @@ def test_an_evaluation_after_the_step_is_left_alone():
         return state
 
     job = in_a_job(fn, [np.full(4, value, np.float32) for value in (1.0, np.nan, 2.0)])
-    assert (job.how, job.step, job.skipped) == ("ended", 3, 1)
+    assert (job.status, job.step, job.skipped) == ("ended", 3, 1)
     assert job.state["w"].tolist() == [12.0] * 3
     assert [bool(np.isfinite(values["value"])) for _, values in job.history] == [True, False, True]

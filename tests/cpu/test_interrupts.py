@@ -112,7 +112,7 @@ def at_once(job):
 runner = jaxcross.Runner(world)
 job = runner.add("a", at_once)
 try: runner.run()
-except BaseException as error: print(type(error).__name__, job.how, job.error)
+except BaseException as error: print(type(error).__name__, job.status, job.error)
 """
 
 

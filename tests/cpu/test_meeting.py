@@ -5,7 +5,7 @@ import pytest
 from fakes import run_ranks
 
 from jaxcross.errors import JobError
-from jaxcross.runtime.collective_call import meet
+from jaxcross.runtime.collective_call import run_collectively
 
 
 def told(ranks, work):
@@ -13,7 +13,7 @@ def told(ranks, work):
 
     def rank_work(world):
         try:
-            return meet(lambda control: work(control, world.rank), world.control)
+            return run_collectively(lambda control: work(control, world.rank), world.control)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -18,9 +18,9 @@ import jaxcross
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.jobs.context import current_job
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.thread import current_job
 from jaxcross.report import Report
 
 
@@ -29,7 +29,7 @@ def make_step(world, name="step", *, exchanges=1, compute=lambda index, values: 
     compiled = FakeCompiled(plain_program(name, exchanges=exchanges), world, compute)
 
     def step(state, batch):
-        return current_job().run(compiled, [state, batch])
+        return current_job().host.run(compiled, [state, batch])
 
     return step
 
@@ -97,7 +97,7 @@ def test_jobs_join_that_ranks_add_in_other_orders(policy):
         runner.add("b", loop, step=make_step(world, "b"), data=batches)
         report = runner.run()
         assert report is runner.report
-        return [(job.name, job.state, job.step, job.how) for job in runner.jobs], [job.name for job in report.jobs]
+        return [(job.name, job.state, job.step, job.status) for job in runner.jobs], [job.name for job in report.jobs]
 
     long, short = solo(2, [1.0, 2.0, 3.0, 4.0]), solo(2, [5.0, 6.0])
     for jobs, names in run_ranks(2, work):
@@ -116,8 +116,8 @@ def test_a_control_thread_adds_a_job_and_waits_for_its_end():
         def control():
             begun.wait(60)
             job = runner.add("b", loop, step=make_step(world, "b"), data=[1.0])
-            assert job.left.wait(60)
-            got.append((job.state, job.how))
+            assert job.done.wait(60)
+            got.append((job.state, job.status))
 
         def parent(job, step):
             begun.set()
@@ -149,7 +149,7 @@ def test_a_job_that_some_rank_does_not_add_is_an_error_on_all():
         ):
             runner.run()
         assert [job.name for job in runner.report.jobs] == ["a"]
-        return [(job.name, job.how, job.left.is_set(), job.error is not None) for job in runner.jobs]
+        return [(job.name, job.status, job.done.is_set(), job.error is not None) for job in runner.jobs]
 
     first, second = run_ranks(2, work)
     assert first == [("a", "ended", True, False)]
@@ -168,14 +168,14 @@ def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
                 state = step(state, batch)
             if world.rank == world.size - 1:
                 other.stop()
-            until(job, make_step(world, "beat"), other.left.is_set)
+            until(job, make_step(world, "beat"), other.done.is_set)
             return state
 
         runner.add("a", parent, step=make_step(world, "a"))
         other = runner.add("b", endless, step=make_step(world, "b"))
         report = runner.run()
         other.stop()  # of no consequence, once it has left
-        assert report.jobs[1].how == other.how == "stopped"
+        assert report.jobs[1].how == other.status == "stopped"
         assert other.error is None
         assert runner.jobs[0].state == solo(ranks, batches)
         assert other.state == solo(ranks, [1e-3] * other.step)
@@ -240,7 +240,7 @@ def test_rank_0_submits_a_job_by_name():
 
         runner.add("a", parent, step=make_step(world, "a"))
         runner.run()
-        return [(job.name, job.state, job.how) for job in runner.jobs]
+        return [(job.name, job.state, job.status) for job in runner.jobs]
 
     assert run_ranks(3, work) == [[("a", None, "ended"), ("late", 9.0, "ended")]] * 3
 
@@ -308,7 +308,7 @@ def test_only_rank_0_submits_and_a_rank_that_offers_nothing_ends_the_job():
         runner.add("a", parent, step=make_step(world, "a"))
         with pytest.raises(JobError, match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 offers no `f`"):
             runner.run()
-        return runner.jobs[0].how
+        return runner.jobs[0].status
 
     assert run_ranks(2, work) == ["ended", "ended"]
 
@@ -339,9 +339,9 @@ def test_what_is_not_finite(ranks, policy, exchanges):
         report, bad, good, error = nonfinite_run(world, policy, exchanges=exchanges)
         assert good.state == solo(ranks, [1.0, 2.0, 3.0, 4.0])
         facts = report.jobs[0]
-        assert (facts.how, facts.steps, facts.skipped) == (bad.how, bad.step, bad.skipped)
+        assert (facts.how, facts.steps, facts.skipped) == (bad.status, bad.step, bad.skipped)
         assert facts.why == ("" if bad.error is None else str(bad.error))
-        return bad.how, bad.step, bad.skipped, repr(bad.state), str(bad.error), error is not None
+        return bad.status, bad.step, bad.skipped, repr(bad.state), str(bad.error), error is not None
 
     def alone(batches):
         state = 0.0
@@ -391,11 +391,13 @@ def test_what_one_rank_alone_sees_counts_on_all(policy):
 
         def train(job):
             job.nonfinite = policy
-            return loop(job, lambda state, batch: current_job().run(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0])
+            return loop(
+                job, lambda state, batch: current_job().host.run(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0]
+            )
 
         job = (runner := Runner(world)).add("a", train)
         runner.run()
-        return job.how, job.step, job.skipped, job.state
+        return job.status, job.step, job.skipped, job.state
 
     expected = (
         ("ejected", 2, 0, solo(3, [1.0, 2.0])) if policy == "eject" else ("ended", 4, 1, solo(3, [1.0, 2.0, 4.0]))
@@ -460,7 +462,7 @@ def test_memory_of_a_job_that_left_is_free_while_others_run(how):
         runner = Runner(world)
 
         def watch(job, step):
-            until(job, step, other.left.is_set)
+            until(job, step, other.done.is_set)
             late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
             until(job, step, lambda: len(arrays()) <= 1 or time.monotonic() > late)
             probes["arrays"] = len(arrays())
@@ -475,7 +477,7 @@ def test_memory_of_a_job_that_left_is_free_while_others_run(how):
                 runner.run()
         else:
             runner.run()
-        return other.how
+        return other.status
 
     assert run_ranks(1, work) == [how]
     assert probes["held"]() is None
@@ -490,11 +492,11 @@ def test_many_jobs_come_and_go_and_nothing_of_them_stays():
             return step(0.0, 1.0)
 
         def parent(job, step):
-            driver = job._driver
+            driver = job._life.driver
             for n in range(60):
                 one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
-                until(job, step, one.left.is_set)
-                peak.append((len(driver.seats), driver._interleaver.shared.rows, len(driver._threads)))
+                until(job, step, one.done.is_set)
+                peak.append((len(driver._jobs), driver._interleaver.shared.rows, len(driver._threads)))
 
         runner.add("a", parent, step=make_step(world, "a"))
         runner.run()
@@ -626,7 +628,7 @@ def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
 
         def fn(job):
             job.nonfinite = "skip" if world.rank else "ignore"
-            job.run_on_all_ranks("first call", job.check_alike)
+            job.run_on_all_ranks("first call", job.host.check_nonfinite)
             return loop(job, step, [1.0])
 
         runner = Runner(world)
@@ -688,7 +690,7 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
         else:
             with pytest.raises(JobError, match="division by zero"):
                 runner.run()
-        return bad.how, bad.state is not None, other.state
+        return bad.status, bad.state is not None, other.state
 
     (how, kept, state), second = run_ranks(2, work)
     assert (how, kept, state) == second

@@ -21,11 +21,11 @@ from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-from jaxcross.jobs.context import _examples
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.examples import count_examples
 from jaxcross.jobs.outcome import TOLD
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from jaxcross.jobs.thread import current_job
 from jaxcross.report import LiveView
 
 
@@ -39,7 +39,7 @@ def make_step(world, name="step", *, exchanges=1, compute=add, shape=()):
     compiled = FakeCompiled(plain_program(name, exchanges=exchanges, shape=shape), world, compute)
 
     def step(state, batch):
-        return current_job().run(compiled, [state, batch])
+        return current_job().host.run(compiled, [state, batch])
 
     return step
 
@@ -111,7 +111,7 @@ def test_a_loop_that_cannot_run_fails_its_job(data, steps, message):
         other = runner.add("b", loop, step=make_step(world), data=[1.0, 2.0])
         with pytest.raises(JobError, match=f"^Job `a` failed on (ranks 0, 1|rank [01]) after step 0: {message}"):
             runner.run()
-        return other.how
+        return other.status
 
     assert run_ranks(2, work) == ["ended", "ended"]
 
@@ -384,7 +384,7 @@ def test_a_run_is_refused_in_another_thread_also_where_one_has_no_lanes(at):
         jobs = [runner.add("a", lambda job: 7.0) for runner in runners]
 
         def late(what, value):
-            if not world.exchange_owner.lane_threads and (at == "the first word") == (jobs[0].how is None):
+            if not world.exchange_owner.lane_threads and (at == "the first word") == (jobs[0].status is None):
                 begun.set()
                 assert go_on.wait(60)
             return meet(what, value)
@@ -462,7 +462,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
             state = 0.0
             for batch in job.batches(iter(lambda: 1.0, None)):
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
                 state = step(state, batch)
                 job.save(state)
 
@@ -488,7 +488,7 @@ def test_ranks_that_exchange_at_different_calls_are_told():
         def fn(job):
             state = 0.0
             for n in range(world.rank, world.rank + 6):
-                state = exchanges(state, 1.0) if n % 3 == 2 else job.run(compiled, [state, 1.0])
+                state = exchanges(state, 1.0) if n % 3 == 2 else job.host.run(compiled, [state, 1.0])
 
         runner = Runner(world)
         bad = runner.add("bad", fn)
@@ -497,7 +497,7 @@ def test_ranks_that_exchange_at_different_calls_are_told():
             ExchangeError, match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank "
         ) as error:
             runner.run()
-        return str(error.value), bad.how, good.how, good.state
+        return str(error.value), bad.status, good.status, good.state
 
     first, second = run_ranks(2, work)
     assert first == second
@@ -564,7 +564,7 @@ def test_steps_have_their_numbers_beside_evaluations():
         runner.add("a", fn, step=make_step(world))
         with pytest.raises(JobError, match="after step 3: ValueError: boom. Every rank leaves the job after step 3,"):
             runner.run()
-        exchanges = [(s.step, s.others, s.in_step) for s in log.spans if s.kind == "collective"]
+        exchanges = [(s.step, s.other_calls, s.in_step) for s in log.spans if s.kind == "collective"]
         return exchanges, [step for _, kind, step, _ in log.notes if kind == "status"]
 
     calls = [(step, 2 * step - 2 + n, n == 0) for step in (1, 2, 3) for n in range(3)]
@@ -889,4 +889,4 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
     ],
 )  # fmt: skip
 def test_only_batches_of_images_are_called_images(shape, unit):
-    assert _examples({"x": np.zeros(shape, np.float32), "y": np.zeros(4)}, 2) == (8.0, unit)
+    assert count_examples({"x": np.zeros(shape, np.float32), "y": np.zeros(4)}, 2) == (8.0, unit)

@@ -106,7 +106,7 @@ def test_an_interrupt_stops_all_ranks(staleness):
         with ParameterServer(parameters(), optax.sgd(0.01), staleness=staleness, world=world) as server:
             while True:
                 if world.rank == 0 and job.step == 3 and job.name == "a":
-                    job._driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
                 server.push_pull(gradient(server.params, world.rank, job.step))
 
     def work(world):
@@ -134,7 +134,7 @@ def test_one_ranks_wish_stops_its_job_alone(staleness):
         endless_job = runner.add("endless", endless, world=world)
         good = runner.add("good", train, world=world, optimizer=optax.sgd(0.1), staleness=0)
         report = runner.run()
-        assert [job.how for job in report.jobs] == [endless_job.how, good.how] == ["stopped", "ended"]
+        assert [job.how for job in report.jobs] == [endless_job.status, good.status] == ["stopped", "ended"]
         return good.state
 
     for state in run_ranks(2, work):

@@ -16,12 +16,13 @@ def known(job):
     """How many loops each part of a run knows of, once the threads of those that are over have said their last."""
     for thread in threading.enumerate():
         feed = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(feed, Prefetcher) and feed._driver is job._driver and feed.closed:
+        if isinstance(feed, Prefetcher) and feed._driver is job._life.driver and feed.closed:
             thread.join(60)
             assert not thread.is_alive()
-    interleaver = job._driver._interleaver
-    mine, shared = interleaver._jobs[job._number], interleaver.agreed.jobs[job._number]
-    return max(map(len, (job._feeds, mine.prepared, mine.limits, shared.streams)))
+    interleaver = job._life.driver._interleaver
+    number = job._life.record.number
+    mine, shared = interleaver._jobs[number], interleaver.shared.jobs[number]
+    return max(map(len, (job.host.loops, mine.prepared, mine.limits, shared.streams)))
 
 
 def loops(job, n):
@@ -67,10 +68,10 @@ def test_the_places_of_the_loops_that_are_open_are_kept_in_their_order(tmp_path)
             for inner in job.batches([1.0, 2.0]):
                 loops(job, n)
                 state = step(state, batch + inner)
-                places.append([place.taken for place in job._resumption._places])
+                places.append([place.taken for place in job._life.resumption._places])
             loops(job, n)
             state = step(state, batch)
-            places.append([place.taken for place in job._resumption._places])
+            places.append([place.taken for place in job._life.resumption._places])
         job.log(places)
         return state
 

@@ -249,7 +249,7 @@ def differs(job):
 
 def goes_on(job):
     w = job.restore(0.0)
-    over = lambda control: control.allreduce_min(np.array([all(other.left.is_set() for other in bad)]))[0]
+    over = lambda control: control.allreduce_min(np.array([all(other.done.is_set() for other in bad)]))[0]
     while not job.run_on_all_ranks("are they over?", over):
         pass
     for _ in range(3):
@@ -264,7 +264,7 @@ try:
 except Exception as error:
     print(f"rank {world.rank}: {type(error).__name__}", flush=True)
 for job in runner.jobs:
-    print(f"rank {world.rank}: {job.name} {job.how}: {job.error or job.state}", flush=True)
+    print(f"rank {world.rank}: {job.name} {job.status}: {job.error or job.state}", flush=True)
 """
 
 
@@ -374,7 +374,7 @@ for policy, functions in (
     jobs = [runner.add(f"job-{n}", function) for n, function in enumerate(functions)]
     other = jobs[-1]
     runner.run()
-    print(f"rank {world.rank}: {[job.how for job in jobs]}", flush=True)
+    print(f"rank {world.rank}: {[job.status for job in jobs]}", flush=True)
 """
 
 
@@ -405,7 +405,7 @@ def trains(job):
         threading.Event().wait()
 
 def waits(job):
-    jobs[0].left.wait()
+    jobs[0].done.wait()
 
 runner = Runner(world, {policy})
 jobs = [runner.add("a", trains), runner.add("b", {other})]
@@ -457,7 +457,7 @@ job = runner.add("a", work)
 try:
     runner.run()
 except BaseException as error:
-    print(f"rank {world.rank}: {type(error).__name__} {error} after step {job.step}, {job.how}", flush=True)
+    print(f"rank {world.rank}: {type(error).__name__} {error} after step {job.step}, {job.status}", flush=True)
     steps = set(world.control.allgather_text(str(job.step)))
     print("steps agree" if len(steps) == 1 and job.step >= 3 else f"steps {steps}", flush=True)
 """

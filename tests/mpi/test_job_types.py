@@ -48,7 +48,7 @@ narrow = runner.add("narrow", narrow)
 with pytest.raises(jaxcross.JobError, match="(?s)^Job `bad` failed on rank 1 in step 3, segment 0 .*boom"):
     runner.run()
 good, bad = jobs
-assert (good.how, good.step, bad.how, bad.step) == ("ended", 2, "failed", 2)
+assert (good.status, good.step, bad.status, bad.step) == ("ended", 2, "failed", 2)
 assert good.state["w"].dtype == jnp.float64 and (np.asarray(good.state["w"]) == 1 - 0.1 * 2).all()
 assert narrow.state.dtype == jnp.bfloat16
 

@@ -81,7 +81,7 @@ def a_job_leaves_and_another_stays():
         jaxcross.JobError, match=f"^Job `forked` failed on ranks {ranks} in step 3, .*ExchangeError: {SAID}"
     ):
         runner.run()
-    assert (forked.how, good.how, good.step) == ("failed", "ended", 4)
+    assert (forked.status, good.status, good.step) == ("failed", "ended", 4)
     assert (good.state[0] == -4).all()
 
 

@@ -123,7 +123,7 @@ def a_rank_that_fails_ends_the_loop_of_the_others():
     bad, good = runner.add("bad", fails), runner.add("good", training)
     with pytest.raises(jaxcross.JobError, match="boom"):
         runner.run()
-    assert (bad.how, bad.step, good.how, good.step) == ("failed", 2, "ended", 12)
+    assert (bad.status, bad.step, good.status, good.step) == ("failed", 2, "ended", 12)
 
 
 def a_branch_that_no_rank_takes():

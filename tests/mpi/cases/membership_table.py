@@ -93,7 +93,7 @@ def jobs_join_and_leave():
                 for name in ("b", "c") if WORLD.rank % 2 else ("c", "b"):
                     runner.add(name, train, step=step, n=5, seed=1)
             state, _ = step(state, batch)
-        while not all_see(job, lambda: len(late) == 1 and late[0].left.is_set()):
+        while not all_see(job, lambda: len(late) == 1 and late[0].done.is_set()):
             pass
         return state
 
@@ -106,7 +106,7 @@ def jobs_join_and_leave():
     thread.start()
     report = runner.run()
     thread.join()
-    equal_on_ranks([(job.name, job.step, job.how) for job in runner.jobs])
+    equal_on_ranks([(job.name, job.step, job.status) for job in runner.jobs])
     assert sorted(job.name for job in report.jobs) == ["a", "b", "c", "d"]
     same(first.state, alone(step, 30))
     for job in runner.jobs:
@@ -168,7 +168,7 @@ def one_is_ejected():
     bad = runner.add("bad", train, step=step, n=8, bad=(3,), nonfinite="eject")
     good = runner.add("good", train, step=step, n=8, seed=1)
     report = runner.run()
-    assert (bad.step, bad.how, good.how) == (3, "ejected", "ended")
+    assert (bad.step, bad.status, good.status) == (3, "ejected", "ended")
     same(bad.state, alone(step, 3))
     by_request = Runner(WORLD)
     left = by_request.add("bad", train, step=step, n=3)
@@ -188,7 +188,7 @@ def one_raises_for_it():
         JobError, match=r"^Job `bad` failed on ranks? \d.* in step 3, .*FloatingPointError: `psum batch f"
     ):
         runner.run()
-    assert (bad.step, bad.how) == (2, "failed")
+    assert (bad.step, bad.status) == (2, "failed")
     same(bad.state, alone(step, 2))
     same(good.state, alone(step, 8, seed=1))
 
@@ -233,7 +233,7 @@ def memory_is_freed():
         return len([a for a in jax.live_arrays() if a.shape == (WIDTH,)])
 
     def parent(job):
-        while not all_see(job, other.left.is_set):
+        while not all_see(job, other.done.is_set):
             pass
         late = time.monotonic() + 30  # what it had begun may still be on the device, or being read
         while not all_see(job, lambda: count() <= before + 2 or time.monotonic() > late):

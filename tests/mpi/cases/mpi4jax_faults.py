@@ -82,7 +82,7 @@ def opposite_orders():
         raise AssertionError("no error")
     jobs, text = run(bad=repeated(step, x), good=repeated(train, jnp.ones(3)))
     check(text)
-    assert [job.how for job in jobs.values()] == ["failed", "ended"]
+    assert [job.status for job in jobs.values()] == ["failed", "ended"]
     check_train(jobs["good"])
 
 
@@ -111,7 +111,7 @@ def a_rank_fails_before_its_calls():
 
     jobs, text = run(bad=repeated(step, x, n=40), good=repeated(train, jnp.ones(3)))
     assert "too large" in text, text
-    assert [job.how for job in jobs.values()] == ["failed", "ended"], text
+    assert [job.status for job in jobs.values()] == ["failed", "ended"], text
     check_train(jobs["good"])
     state = x
     plain = jax.jit(lambda c: jax.lax.fori_loop(0, 3, lambda _, c: jnp.minimum(walls(c), 50) + 1, c))
@@ -164,12 +164,12 @@ def eager_calls_in_another_job():
         for _ in range(40):
             state = jax.jit(step)(state)
         np.testing.assert_array_equal(jobs[name].state, state)
-    assert len(world.job_comms.for_job(jobs["step"])) == len(world.job_comms.for_job(jobs["again"])) == 1
+    assert len(world.job_comms.for_job(jobs["step"].host)) == len(world.job_comms.for_job(jobs["again"].host)) == 1
     # Others who come later get them.
     jobs, text = run(later=repeated(step, jnp.ones(7)))
     assert not text, text
-    assert len(world.job_comms.for_job(jobs["later"])) == 1
-    assert sum(map(len, map(world.job_comms.for_job, jobs.values()))) == 1
+    assert len(world.job_comms.for_job(jobs["later"].host)) == 1
+    assert sum(map(len, map(world.job_comms.for_job, (job.host for job in jobs.values())))) == 1
 
 
 def communicators_that_look_alike():
@@ -233,9 +233,9 @@ def values_that_are_not_finite():
     jobs, text = run(eject=partial(function, policy="eject"), skip=partial(function, policy="skip"))
     assert not text, text
     ejected, skipped = jobs.values()
-    assert (ejected.how, ejected.step) == ("ejected", 4), (ejected.how, ejected.error)
+    assert (ejected.status, ejected.step) == ("ejected", 4), (ejected.status, ejected.error)
     np.testing.assert_array_equal(ejected.state, x + 4)
-    assert (skipped.how, skipped.step, skipped.skipped) == ("ended", 5, 1), (skipped.how, skipped.error)
+    assert (skipped.status, skipped.step, skipped.skipped) == ("ended", 5, 1), (skipped.status, skipped.error)
     np.testing.assert_array_equal(skipped.state, jnp.full(4, jnp.nan) if rank == 0 else x + 4)
 
 

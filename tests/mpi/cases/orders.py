@@ -63,7 +63,7 @@ def in_a_runner():
     job = runner.add("good", good)
     with pytest.raises(jaxcross.ExchangeError, match=f"^Job `bad`, step 1: {SWAPPED}"):
         runner.run()
-    assert len(seen) == 1 and job.how == "ended"
+    assert len(seen) == 1 and job.status == "ended"
 
 
 def mpi4jax_calls():

@@ -135,7 +135,7 @@ def a_state_that_was_handed_over_and_donated_is_no_fault():
         return state
 
     job, report, lines = run(train)
-    assert job.how == "ended" and report.jobs[0].replicas.startswith("differ after batch")
+    assert job.status == "ended" and report.jobs[0].replicas.startswith("differ after batch")
     assert RANK or ("each of the" in lines[0] and "If it trains" not in lines[0]), lines
 
 
@@ -143,7 +143,7 @@ def a_rate_of_each_rank_is_found_at_the_end():
     step, state = crossed(sgd(), average=True, rate=1.0 + RANK)
     job, report, lines = run(loop, step=step, state=state)
     assert report.jobs[0].replicas.startswith(f"differ after step {STEPS}, first `[0]['b']` on ranks 0 and 1")
-    assert job.how == "ended" and job.error is None
+    assert job.status == "ended" and job.error is None
     assert RANK or len(lines) == 1, lines
     assert report.summary()["jobs"][0]["replicas"] == report.jobs[0].replicas
 
@@ -161,7 +161,7 @@ def a_rate_of_each_rank_is_raised_and_another_job_untouched():
     assert not lines
     for part in ("Job `bad`", "after step 3", "`[0]['b']`", "ranks 0 and 1", "equal at the start", "except_="):
         assert part in str(caught.value), (part, caught.value)
-    assert [(job.how, job.step) for job in jobs] == [("failed", 3), ("ended", STEPS)]
+    assert [(job.status, job.step) for job in jobs] == [("failed", 3), ("ended", STEPS)]
     assert alike(jobs[1].state, alone)
     assert runner.report.jobs[1].replicas == "equal in 4 of 5 leaves"
 
@@ -172,7 +172,7 @@ def what_is_not_due_any_more_is_raised_at_the_end():
     job = runner.add("a", loop, step=step, state=state)
     with pytest.raises(jaxcross.ExchangeError, match=f"differ after step {STEPS}"):
         runner.run()
-    assert job.how == "ended" and job.step == STEPS
+    assert job.status == "ended" and job.step == STEPS
 
 
 def exceptions_are_left_out():
@@ -221,7 +221,7 @@ def strategies_raise_no_false_alarm():
             if name not in models and mode == "check" and "short" not in name:
                 assert text.startswith("equal in "), (name, text)
             # Parameters are among those that are compared, unless each rank has a model of its own.
-            common = job.replicas._common
+            common = job.host.replicas._common
             assert ("[0]['w']" in common) == (not models & set(name.split())), (name, mode, common)
 
 

@@ -590,11 +590,11 @@ def a_branch_at_different_calls():
         match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank 1 in step 2",
     ):
         runner.run()
-    assert (bad.how, good.how, good.step) == ("failed", "ended", 4)
+    assert (bad.status, good.status, good.step) == ("failed", "ended", 4)
     alike = Runner(WORLD)
     job = alike.add("alike", fn, first=0)
     alike.run()
-    assert (job.how, job.step) == ("ended", 6)
+    assert (job.status, job.step) == ("ended", 6)
 
 
 CASES = [

@@ -1,0 +1,238 @@
+"""The steps of a job: `JobHost` runs them in the agreed order, counts them, and keeps the state that they leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import final, get_args
+
+import numpy as np
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import CutError, JobError
+from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
+from jaxcross.jobs.examples import ExampleCount
+from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.lifecycle import JobLifecycle
+from jaxcross.jobs.prefetch import Prefetcher
+from jaxcross.jobs.replica_checks import ReplicaChecks
+from jaxcross.jobs.replicas import CheckReplicas
+from jaxcross.jobs.step_registry import Calls
+from jaxcross.program.execution import Compiled
+from jaxcross.program.ir import Program
+from jaxcross.runtime.job_record import NonFinite, RunWorld, check_choice
+from jaxcross.runtime.step_host import Agreement, T
+from jaxcross.world.control_plane import Control
+
+
+@final
+class JobHost:
+    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the job's context.
+
+    Attributes:
+        name: The job's name.
+        step: Number of steps that the job has made.
+        cuts: The number of segments of each step that `cut="auto"` cut, by the step's key.
+        nonfinite: Policy for exchanged values that are not finite.
+        kept: The latest state.
+        registry: The functions with exchanges that the job calls.
+        replicas: Comparisons of the ranks' copies of the state.
+        examples: Examples of a step.
+        loops: The job's loops over batches that are not over, in their order.
+        done: Set once the job is over and its results are final.
+    """
+
+    in_run = True
+
+    def __init__(self, life: JobLifecycle, *, listeners: Listeners, world: RunWorld, checks: CheckReplicas) -> None:
+        self._life = life
+        self._listeners = listeners
+        self._world = world
+        self.name = life.name
+        self.step = 0
+        self.cuts: dict[str, int] = {}
+        self.nonfinite: NonFinite = "ignore"
+        self.kept = LatestState()
+        self.registry = Calls()
+        self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, kept=self.kept, checks=checks)
+        self.examples = ExampleCount()
+        self.loops: list[Prefetcher] = []
+        self.done = threading.Event()
+
+    @property
+    def is_only_job(self) -> bool:
+        """Whether it has been its runner's only job, so that nothing runs next to it; as of the latest
+        `run_on_all_ranks`, hence the same on all ranks.
+        """
+        return self._life.record is not None and self._life.record.is_only_job
+
+    @property
+    def steps_left(self) -> int | None:
+        """The number of batches that its loops still have on this rank; None if that is not known."""
+        left = [loop.batches_left for loop in self.loops if not loop.closed]
+        return None if None in left else max((n for n in left if n is not None), default=None)
+
+    def cut_before_restart(self, key: str) -> int | None:
+        """Returns the number of segments that the step with this key was cut into in an earlier run, if known."""
+        return self.cuts.get(key)
+
+    def remember_cut(self, key: str, n_segments: int) -> None:
+        """Notes the number of segments for a restart."""
+        self.cuts[key] = n_segments
+
+    def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
+        """Whether this job has not asked about `program` of `step`, or one like it, before. The same on every rank."""
+        return self.registry.first_use(program, step)
+
+    def agree(self, agreement: Agreement) -> None:
+        """Makes an agreement of all ranks. Waits for them.
+
+        Raises:
+            JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
+        """
+
+        def work(control: Control) -> None:
+            self.check_nonfinite(control)
+            agreement.in_run(control)
+
+        self.run_on_all_ranks(agreement.label, work)
+
+    def check_nonfinite(self, control: Control) -> None:
+        """Makes sure that all ranks have the same policy for values that are not finite. Waits for all ranks.
+
+        Raises:
+            JobError: On every rank: it differs.
+        """
+        number = get_args(NonFinite).index(self.nonfinite)
+        low, high = control.allreduce_min(np.array([number, -number], np.int64))
+        if low != -high:
+            policies = control.allgather_text(self.nonfinite)
+            text = ", ".join(f"`{policy}` on rank {n}" for n, policy in enumerate(policies))
+            raise JobError(
+                f"Job `{self.name}`: `nonfinite` is {text}. Ranks would drift apart: set the same on every rank."
+            )
+
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
+        """Runs `work(control)` on every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
+        driver, record = self._life.running()
+        if error := self._life.stray_error("`job.run_on_all_ranks` or `job.restore`", "called"):
+            raise error
+        return driver.run_on_all_ranks(record, label, work)
+
+    @contextmanager
+    def compiling(self, name: str) -> Iterator[None]:
+        """Returns a context whose length the report and the flight recorder show as compilation of `name`."""
+        with self._world.flight.during("compile", job=self.name, step=self.step), self.measure("compile", name):
+            yield
+
+    @contextmanager
+    def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
+        """Returns a context whose length appears in the report; see `JobContext.measure`."""
+        check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
+        start_ns = time.monotonic_ns()
+        busy = self._world.watching(
+            job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}
+        )
+        try:
+            with busy if kind == "host" else nullcontext():
+                yield
+        finally:
+            self.note_span(start_ns, kind, label)
+
+    def note_span(self, start_ns: int, kind: SpanKind, label: str = "") -> None:
+        """Reports work of the job's thread that began at `start_ns` and ends now."""
+        self._listeners.span(
+            Span(
+                rank=self._world.rank,
+                job=self.name,
+                step=self.step,
+                segment=-1,
+                kind=kind,
+                lane=0,
+                start_ns=start_ns,
+                end_ns=time.monotonic_ns(),
+                ready_ns=start_ns,
+                label=label,
+            )
+        )
+
+    def run(self, compiled: Compiled, leaves: Sequence[object]) -> PyTree:
+        """Runs one call of a `crossover` function in this job: waits until its last segment was dispatched.
+
+        Raises:
+            JobError, ExchangeError: The step failed on some rank; on every rank, and the job is over.
+            ExchangeError: On every rank: replicas were to be compared after this step, and differ.
+            CutError: The job is to skip steps, and this one does not return its state.
+        """
+        driver, record = self._life.running()
+        resumption = self._life.resumption
+        graph = self.registry.graph(compiled)
+        execution = compiled.execution(leaves)
+        if self.nonfinite != "ignore":
+            if self.nonfinite == "skip" and not execution.skippable and self.registry.leads(compiled):
+                self._refuse_to_skip(compiled)
+            execution.watch()
+        leads = self.registry.leads(compiled)
+        if leads and resumption is not None:
+            self.kept.used(leaves)
+        outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
+        # From here on the call is committed on every rank, so all that counts steps may count it.
+        trains = self.registry.trains(compiled)
+        if trains:
+            self.step += 1
+            self.examples.count_step()
+        if resumption is not None and graph.is_step:
+            resumption.called(compiled.program.name, self.loops, trains=trains, state=self.kept.state, results=outputs)
+        self.kept.committed(outputs, self.step)
+        if trains:
+            together = partial(driver.run_on_all_ranks, record)
+            self.replicas.stepped(self.step, local=graph.local_step, together=together)
+        return outputs
+
+    def _refuse_to_skip(self, compiled: Compiled) -> None:
+        """Raises CutError for a step that could not be skipped; a program without exchanges need not be."""
+        if compiled.program.has_exchanges:
+            raise CutError(
+                f"`{compiled.program.name}` cannot skip a step: none of its results has the structure, shapes and types"
+                ' of its first argument, and it donates none. With `nonfinite="skip"` the first function with exchanges'
+                " that a job calls is its step: name by `donate_argnums` the arguments that are its state, and return"
+                " what becomes of them. Evaluate after the first step."
+            )
+
+    # For `jaxcross.server`.
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job is to stop. Ranks learn it one after the other."""
+        driver, record = self._life.running()
+        return driver.stopping(record)
+
+    def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
+        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
+        self.step += 1
+        self.examples.count_step()
+        record = self._life.record
+        assert record is not None
+        parts: tuple[tuple[SpanKind, int, int, int], ...] = (
+            ("compute", start_ns, pushed_ns, 0),
+            ("collective", pushed_ns, end_ns, nbytes),
+        )
+        for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
+            self._listeners.span(
+                Span(
+                    rank=self._world.rank,
+                    job=self.name,
+                    step=self.step,
+                    segment=segment,
+                    kind=kind,
+                    lane=1 + record.number,  # one of the job's own: no lane orders what its thread does
+                    start_ns=begin_ns,
+                    end_ns=finish_ns,
+                    ready_ns=begin_ns,
+                    nbytes=size,
+                    label=PARAMETER_SERVER,
+                )
+            )
