@@ -1,4 +1,4 @@
-"""An executable whose first arguments are fixed: what its trace closed over."""
+"""An executable whose first arguments are fixed: the arrays that its trace closed over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Bound:
     call: Any
     first: tuple[Any, ...]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Sequence[Any]:
         return self.call(*self.first, *args)
 
     def memory_analysis(self) -> Any:
@@ -31,17 +31,19 @@ class Bound:
         return self.call.as_text()
 
 
-def compile_with_arguments(function: Callable[..., list[Any]], structs: Sequence[Any], host: Any, place: Any) -> Any:
+def compile_with_arguments(
+    function: Callable[..., list[Any]], structs: Sequence[Any], host: Any, sharding: jax.sharding.Sharding | None
+) -> Any:
     """Compiles a function for the host; arrays that its trace closes over become arguments of the executable.
 
-    XLA then cannot write them into its code, where they would tell kernels apart that are otherwise the same. Waits for
-    XLA.
+    XLA then cannot write them into its code, where they would make kernels differ that are otherwise the same. Waits
+    for XLA.
 
     Args:
         function: Takes and returns flat arrays.
         structs: Types of its arguments.
         host: CPU device for the arrays.
-        place: Their sharding, None where JAX may place them.
+        sharding: Of these arrays; None where JAX may place them.
     """
     closed, consts = compat.constants_first(jax.make_jaxpr(function)(*structs))
     if not consts:
@@ -53,5 +55,5 @@ def compile_with_arguments(function: Callable[..., list[Any]], structs: Sequence
 
     with_arguments.__name__ = function.__name__
     first = tuple(jax.device_put(list(consts), host))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in first]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in first]
     return Bound(jax.jit(with_arguments, keep_unused=True).lower(*types, *structs).compile(), first)

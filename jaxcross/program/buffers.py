@@ -13,16 +13,16 @@ OPERANDS = 64
 
 
 def packed(values: Sequence[jax.Array]) -> jax.Array:
-    """Returns the elements of all values, one value after the other, as a vector."""
+    """Concatenates the elements of all values, one value after the other, into a vector."""
     flat = [lax.reshape(value, (value.size,)) for value in values]
     while len(flat) > OPERANDS:
         chunks = [flat[start : start + OPERANDS] for start in range(0, len(flat), OPERANDS)]
-        # Without the barrier XLA makes one concatenation of all again.
+        # Without the barrier XLA fuses the chunks back into one concatenation.
         flat = list(lax.optimization_barrier([lax.concatenate(chunk, 0) for chunk in chunks]))
     return flat[0] if len(flat) == 1 else lax.concatenate(flat, 0)
 
 
 def unpacked(flat: jax.Array, shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """Returns the arrays of these shapes that `packed` put into a vector."""
+    """Splits a vector that `packed` made into arrays of these shapes."""
     pieces = lax.split(flat, [math.prod(shape) for shape in shapes])
     return [lax.reshape(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]

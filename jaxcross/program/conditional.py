@@ -15,8 +15,8 @@ from jaxcross.program import decision
 from jaxcross.program.emitter import Emitter
 from jaxcross.program.jaxpr_utils import drop_unread, ends_on_zeros
 
-# Which branch of a `cond` is taken, or None where the host cannot know. Gets the equations of the predicate.
 Choose = Callable[["Predicate"], int | None]
+"""Chooses the branch of a `cond` from the equations of its predicate; None where the host cannot know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Predicate:
     branches: int
 
 
-def predicate_of(flat: Emitter, index: Any, branches: int) -> Predicate | None:
-    """The backward slice of `index`, if it reads nothing but scalar integers and booleans of the input."""
+def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
+    """Returns the backward slice of `index`; None unless it reads only scalar integers and booleans of the input."""
     makers, positions = flat.makers(), flat.positions
     needed: set[int] = set()
     leaves: set[Any] = set()
@@ -44,57 +44,69 @@ def predicate_of(flat: Emitter, index: Any, branches: int) -> Predicate | None:
         atom = stack.pop()
         if isinstance(atom, compat.Literal):
             continue
-        integer = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.integer, jnp.bool_))
-        if atom.aval.shape != () or not integer:
+        kind = compat.array_type(atom)
+        if kind.shape != () or not any(jnp.issubdtype(kind.dtype, t) for t in (jnp.integer, jnp.bool_)):
             return None
-        if (place := makers.get(atom)) is not None:
-            eqn = flat.eqns[place]
+        position = makers.get(atom)
+        if position is not None:
+            eqn = flat.eqns[position]
             if flat.exchanges(eqn) or any(not compat.is_named_axis_effect(e) for e in eqn.effects):
                 return None
-            if eqn.primitive.name == "axis_index" or any(_speaks_of_rank(j) for j in compat.sub_jaxprs(eqn)):
+            if eqn.primitive.name == "axis_index" or any(_depends_on_rank(j) for j in compat.sub_jaxprs(eqn)):
                 return None
-            if place not in needed:
-                needed.add(place)
+            if position not in needed:
+                needed.add(position)
                 stack.extend(eqn.invars)
-        elif atom in positions:
+        elif atom in positions:  # an input of the step
             leaves.add(atom)
         else:
             return None
     inputs = sorted(leaves, key=positions.__getitem__)
-    eqns = [flat.eqns[place] for place in sorted(needed)]
+    eqns = [flat.eqns[position] for position in sorted(needed)]
     jaxpr = compat.make_jaxpr_of(inputs, [index], eqns, flat.like)
     return Predicate(inputs=tuple(positions[v] for v in inputs), jaxpr=jaxpr, branches=branches)
 
 
-def _speaks_of_rank(jaxpr: compat.Jaxpr) -> bool:
+def _depends_on_rank(jaxpr: compat.Jaxpr) -> bool:
     inner, _ = compat.open_jaxpr(jaxpr)
     return any(compat.is_named_axis_effect(e) for e in inner.effects)
 
 
-def split(flat: Emitter, eqn: compat.Equation, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
-    """`cond(p, pre; X; post | other)` -> `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeated.
+def split(
+    flat: Emitter, eqn: compat.Equation, index: compat.Atom, operands: list[Any], branches: list[Any]
+) -> list[Any]:
+    """Splits `cond(p, pre; X; post | other)` into `cond(p, pre | zeros)`, X, `cond(p, post | other)`, repeatedly.
 
-    X are all exchanges that need no other one of the branch. They are always made, with zeros where the branch is not
-    taken, so that ranks cannot disagree about who takes part. Only the branch taken contributes to the result. Next to
-    them, ranks count who takes it. Follows cut rule 5.
+    X are all exchanges that need no other exchange of the branch. They are always made, with zeros where the branch is
+    not taken, so that ranks cannot disagree about taking part. Only the branch taken contributes to the result. Next to
+    X, ranks count how many of them take the branch. Follows cut rule 5.
+
+    Args:
+        flat: Takes the equations.
+        eqn: The conditional.
+        index: The branch index.
+        operands: Of all branches.
+        branches: Inputs, flat equations and results of each.
     """
     counts = decision.count(flat, eqn, index, [eqns for _, eqns, _ in branches])
-    read = {a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs)
-            if not isinstance(a, compat.Literal)}  # fmt: skip
+    atoms = (a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs))
+    read = {a for a in atoms if not isinstance(a, compat.Literal)}
     consts = [v for v in flat.consts if v in read]
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
+    # Each round moves one level of exchanges of one branch in front of the conditional, until none is left inside.
     while True:
         which = next((i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None)
         if which is None:
             return _emit(flat, eqn, index, shared, [_close(flat, *branch) for branch in work])
         invars, eqns, outs = work[which]
-        pre, exchanges, post = _part(flat, eqns)
+        pre, exchanges, post = _partition(flat, eqns)
         for exchange in exchanges:
             _check_exchange(flat, exchange)
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
+        # The first conditional hands over the operands of the exchanges, and values that the rest of the branch reads.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         handed = [*sent, *residuals]
         first = [
@@ -120,21 +132,21 @@ def split(flat: Emitter, eqn: compat.Equation, index: Any, operands: list[Any], 
         local = [*residuals, *made]
         shared = [*shared, *extra]
         work = [
-            ([*ivs, *(local if i == which else [compat.new_var(v.aval) for v in local])],
-             post if i == which else body, res)
+            ([*ivs, *local], post, res) if i == which else ([*ivs, *(compat.new_var(v.aval) for v in local)], body, res)
             for i, (ivs, body, res) in enumerate(work)
-        ]  # fmt: skip
+        ]
 
 
-def _part(flat: Emitter, eqns: Sequence[compat.Equation]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Parts the equations of a branch: the exchanges that need no other one, what is before them, and what is after.
+def _partition(flat: Emitter, eqns: Sequence[compat.Equation]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the equations of a branch into those before, the exchanges that need no other exchange, and those after.
 
-    Before are those that are written before the first exchange, and those that an exchange needs.
+    Before are the equations written before the first exchange, and those that one of these exchanges needs.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
-    behind: set[Any] = set()  # made by an exchange, or after one
+    behind: set[Any] = set()  # results of an exchange, or of an equation after one
     exchanges: dict[int, Any] = {}
-    acted = False  # whether something that lasts, such as a callback, is after the exchanges: order is kept
+    # Callbacks keep their order: once one is after the exchanges, all later ones are.
+    acted = False
     for i, eqn in enumerate(eqns[first:], first):
         exchange, lasting = flat.exchanges(eqn), any(not compat.is_named_axis_effect(e) for e in eqn.effects)
         after = any(a in behind for a in eqn.invars if not isinstance(a, compat.Literal))
@@ -179,7 +191,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
 
 
 def _acts(flat: Emitter, eqn: compat.Equation) -> bool:
-    """Whether an equation does more than to compute and to exchange: it calls back."""
+    """Whether an equation does more than compute and exchange: it calls back."""
     if flat.wire.recognise(eqn, flat.axes) is not None or all(map(compat.is_named_axis_effect, eqn.effects)):
         return False
     inside = [e for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns]
@@ -188,8 +200,8 @@ def _acts(flat: Emitter, eqn: compat.Equation) -> bool:
 
 def _close(
     flat: Emitter, invars: list[Any], eqns: list[compat.Equation], outs: list[Any], *, zeros: bool = False
-) -> Any:
-    """A closed branch whose variables are its own; with `zeros`, one that returns zeros shaped like `outs`."""
+) -> compat.Jaxpr:
+    """Returns a closed branch; with `zeros`, one that returns zeros shaped like `outs`."""
     if zeros:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
         like = [(o.aval.shape, o.aval.dtype) for o in outs]
@@ -198,7 +210,9 @@ def _close(
     return compat.make_jaxpr_of(invars, outs, kept, flat.like)
 
 
-def _emit(flat: Emitter, eqn: compat.Equation, index: Any, operands: list[Any], branches: list[Any]) -> list[Any]:
+def _emit(
+    flat: Emitter, eqn: compat.Equation, index: compat.Atom, operands: list[Any], branches: list[Any]
+) -> list[Any]:
     outs = [compat.new_var(a.aval) for a in compat.open_jaxpr(branches[0])[0].outvars]
     params = dict(eqn.params, branches=tuple(branches))
     effects = set().union(*(compat.open_jaxpr(b)[0].effects for b in branches))

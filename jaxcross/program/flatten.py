@@ -1,9 +1,11 @@
-"""A traced jaxpr -> a flat one, in which every exchange is an equation of its own at top level.
+"""Turns a traced jaxpr into a flat one, in which every exchange is an equation of its own at top level.
 
-`jit`, remat and custom derivatives whose body holds an exchange are inlined, and so is a `shard_map` over our axes;
-`cond` is decided by the host where it can be, and split around its exchanges where it cannot; a short `scan` is
-unrolled, other loops keep their exchanges inside, and ranks vote on their end where they may reach it apart; whatever
-calls mpi4jax is kept as it is; what nobody reads is dropped.
+- `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they hold an exchange.
+- A `cond` is decided by the host if its predicate follows from counters, else split around its exchanges.
+- A short `scan` is unrolled. Other loops keep their exchanges inside; ranks vote on the end of those that they may end
+  after different numbers of iterations.
+- Equations that call mpi4jax are kept as they are.
+- Equations whose results are not read are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jaxcross.program.rank_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
-"""The longest `scan` that is unrolled for its exchanges, in iterations; of nested ones, all together."""
+"""The longest `scan`, in iterations, that is unrolled for its exchanges; nested ones count as their product."""
 _NO_OPS = frozenset({"pvary", "pcast"})  # varying-axes bookkeeping of `shard_map`; a rank holds its own shard anyway
 
 
@@ -44,8 +46,8 @@ class Flattener(Emitter):
     """Walks a jaxpr once and emits flat equations. One instance a trace."""
 
     choose: Choose = field(kw_only=True)
-    room: int = UNROLLED  # into how many iterations a `scan` may be unrolled here
-    _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)  # of arrays that a loop stacked or took apart
+    unroll_limit: int = UNROLLED  # iterations into which a `scan` may be unrolled here
+    _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)  # of arrays that a loop has stacked or unstacked
 
     def emit(self, eqn: compat.Equation, args: list[Any]) -> Sequence[Any]:
         """Emits one equation over `args`, flattened; returns its results."""
@@ -73,7 +75,7 @@ class Flattener(Emitter):
             inside
             and not whole
             and name == "scan"
-            and 0 < eqn.params["length"] <= self.room
+            and 0 < eqn.params["length"] <= self.unroll_limit
             and all(map(self._is_straight, inside))
         ):
             return self._unroll(eqn, inside[0], args)
@@ -86,8 +88,9 @@ class Flattener(Emitter):
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def _held_back(self, args: list[Any]) -> list[Any]:
-        """`args`, but that what equations made of them can only be had together: what `checkpoint` recomputes waits for
-        the gradients that need it, here as under `jit`.
+        """Returns `args` behind one barrier, so that `checkpoint` recomputes no sooner than the gradients need it.
+
+        Under `jit` the equation of `checkpoint` itself is that barrier; inlining has removed it.
         """
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
@@ -96,7 +99,7 @@ class Flattener(Emitter):
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
-        """Whether what a jaxpr exchanges depends on no condition: a `cond` in an unrolled loop would send more."""
+        """Whether no condition decides what a jaxpr exchanges. A split `cond` in an unrolled loop would send more."""
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
             if inside and not (eqn.primitive.name in (*INLINED, "scan") and all(map(self._is_straight, inside))):
@@ -104,28 +107,29 @@ class Flattener(Emitter):
         return True
 
     def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
-        """A `scan` as its iterations, one after another: each is cut, and like segments of theirs share executables."""
+        """Emits the iterations of a `scan` one after another. Each is cut, and equal segments share executables."""
         (n_consts, n_carry), length = compat.scan_counts(eqn), eqn.params["length"]
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-        rows = [self._take_apart(x, length) for x in xs]
+        rows = [self._unstack(x, length) for x in xs]
         ys: list[list[Any]] = [[]] * length
-        room, self.room = self.room, self.room // length
+        limit = self.unroll_limit
+        self.unroll_limit = limit // length  # what is left for loops inside
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             outs = self.inline(body, [*consts, *carry, *(row[i] for row in rows)])
             carry, ys[i] = outs[:n_carry], outs[n_carry:]
-        self.room = room
+        self.unroll_limit = limit
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
 
-    def _take_apart(self, whole: Any, length: int) -> Sequence[Any]:
-        """The rows of an array. One equation makes all of them: slices would tell each iteration's from another's."""
+    def _unstack(self, whole: Atom, length: int) -> Sequence[Atom]:
+        """Returns the rows of an array, all from one equation: slices would make the iterations' segments differ."""
         if isinstance(whole, compat.Literal):
             return self.emit_function(lambda x: _rows_of(x, length), whole)
         if whole not in self._rows:
             self._rows[whole] = self.emit_function(lambda x: _rows_of(x, length), whole)
         return self._rows[whole]
 
-    def _stack(self, rows: Sequence[Any]) -> Any:
-        """The rows as an array, which a later loop, as that of the gradient, need not take apart again."""
+    def _stack(self, rows: Sequence[Atom]) -> Atom:
+        """Stacks rows to an array, and remembers them for a later loop over it, such as that of the gradient."""
         (whole,) = self.emit_function(lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows)
         self._rows[whole] = rows
         return whole
@@ -140,7 +144,7 @@ class Flattener(Emitter):
                 )
 
     def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:
-        """The branch that the host takes; where it cannot know, the `cond` split, or as it is if it calls mpi4jax."""
+        """Emits the branch that the host chooses; if it cannot, the split `cond`, or all of it if it calls mpi4jax."""
         index, *operands = args
         branches = list(eqn.params["branches"])
         if isinstance(index, compat.Literal):
@@ -149,16 +153,19 @@ class Flattener(Emitter):
             predicate = predicate_of(self, index, len(branches))
             choice = None if predicate is None else self.choose(predicate)
         if choice is not None:
+            # JAX clamps an index that is out of range.
             return self.inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
         if whole:
             return lockstep.emit(self, eqn, args)
         return split(self, eqn, index, operands, [self._flat_branch(b) for b in branches])
 
     def _flat_branch(self, branch: compat.Jaxpr) -> tuple[list[Any], list[Any], list[Any]]:
-        """A branch as (inputs, flat equations, results)."""
+        """Returns the inputs, flat equations and results of a branch."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        walker = Flattener(self.axes, self.wire, invars, self.like, choose=lambda _: None, always_vote=True, room=0)
+        walker = Flattener(
+            self.axes, self.wire, invars, self.like, choose=lambda _: None, always_vote=True, unroll_limit=0
+        )
         walker._holds = self._holds
         outs = walker.run(branch)
         self.consts.update(walker.consts)

@@ -1,9 +1,8 @@
-"""What is asked of a jaxpr, and what of it nobody reads."""
+"""Answers simple questions about a jaxpr, rewrites its equations, and drops those whose results are not read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Exchange, Wire
@@ -20,12 +19,12 @@ def holds(jaxpr: compat.Jaxpr, concerns: Callable[[compat.Equation], bool]) -> b
 def holds_exchange(
     jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, *, only: Callable[[Exchange], bool] = lambda _: True
 ) -> bool:
-    """Whether a jaxpr, or one inside it, puts something on the wire, of which `only` holds."""
+    """Whether a jaxpr, or one inside it, makes an exchange that `only` accepts."""
     return holds(jaxpr, lambda eqn: any(map(only, wire.recognise(eqn, axes) or ())))
 
 
 def holds_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
-    """Whether a jaxpr, or one inside it, is mapped over shards along one of `axes`."""
+    """Whether a jaxpr, or one inside it, has a `shard_map` along one of `axes`."""
     return holds(jaxpr, lambda eqn: is_shard_map(eqn, axes))
 
 
@@ -36,15 +35,17 @@ def rewritten(
     *,
     enters: Callable[[compat.Equation], bool] = lambda _: True,
 ) -> compat.Jaxpr:
-    """Returns a jaxpr, closed or open, with some of its equations changed, those inside loops and calls included.
+    """Changes some equations of a jaxpr, closed or open, those inside loops and calls included.
 
     Args:
         jaxpr: Returned as it is where `concerns` accepts nothing in it.
         concerns: Accepts the equations to change.
-        change: Returns what stands in the place of such an equation. What that holds is changed, too.
+        change: Returns the equation that replaces such a one. Equations inside the new one are changed, too.
         enters: Whether equations inside an equation are changed.
     """
-    done: dict[int, tuple[Any, Any]] = {}  # by identity; what was replaced is kept, so that its id stays its own
+    # By identity, so that a jaxpr that several equations share stays shared. The key's jaxpr is kept alive, so that its
+    # id is not used again.
+    done: dict[int, tuple[compat.Jaxpr, compat.Jaxpr]] = {}
 
     def changed(eqn: compat.Equation) -> compat.Equation:
         eqn = change(eqn) if concerns(eqn) else eqn
@@ -67,10 +68,10 @@ def is_shard_map(eqn: compat.Equation, axes: Mapping[str, int]) -> bool:
     return eqn.primitive.name == "shard_map" and any(a in axes for a in eqn.params["mesh"].axis_names)
 
 
-def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) -> list[Any]:
-    """The equations whose results are read in the end, or that have a real effect, in order."""
+def drop_unread(eqns: Sequence[compat.Equation], outs: Sequence[compat.Atom]) -> list[compat.Equation]:
+    """Returns, in order, the equations on whose results `outs` depend, and those that have a real effect."""
     live = {a for a in outs if not isinstance(a, compat.Literal)}
-    kept = []
+    kept: list[compat.Equation] = []
     for eqn in reversed(eqns):
         lasting = any(not compat.is_named_axis_effect(e) for e in eqn.effects)
         if lasting or any(v in live for v in eqn.outvars):

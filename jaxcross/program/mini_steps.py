@@ -1,10 +1,9 @@
-"""Exchanges that `optax.MultiSteps` makes in every mini-step, although it uses the result of the last one alone."""
+"""Finds exchanges that `optax.MultiSteps` makes in every mini-step, although it uses only the last one's result."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program.ir import Wire
@@ -18,13 +17,13 @@ _LIBRARIES = re.compile(r"[/\\](optax|jaxcross[/\\]exchange)[/\\]")
 
 
 def repeated_exchanges(
-    jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, outer: Sequence[Any] = ()
-) -> Iterator[str]:  # fmt: skip
+    jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire, outer: Sequence[compat.Equation] = ()
+) -> Iterator[str]:
     """Yields the user's line of each `optax.MultiSteps` in a jaxpr that exchanges in more than one mini-step.
 
     Args:
         jaxpr: Open or closed, not flat.
-        axes: Of the ranks.
+        axes: Axis name -> size.
         wire: Recognises exchanges.
         outer: The equations that hold `jaxpr`, the outermost first: its own may not know the lines that called them.
     """

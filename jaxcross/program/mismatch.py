@@ -1,4 +1,4 @@
-"""Whether the ranks are about to make the same exchanges, and if not, where they part."""
+"""Error texts for ranks that are about to make different exchanges: two ranks, and the first difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNTIL = re.compile(r" until='\w+'")
 
 
 def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
-    """The message of an `ExchangeError` for ranks whose signatures differ: two ranks and the first unequal line.
+    """Returns the text of an `ExchangeError` for ranks whose signatures differ.
 
     Args:
         name: The step.
@@ -28,16 +28,16 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     lines = zip_longest(first, second, fillvalue="(no further exchange)")
     number, (mine, theirs) = next(((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", "")))
     if mine == theirs:
-        parted = [signatures[r].splitlines()[-1].removeprefix(LAYOUT) for r in (0, other)]
+        layouts = [signatures[r].splitlines()[-1].removeprefix(LAYOUT) for r in (0, other)]
         return (
-            f"ranks 0 and {other} part the exchanges of `{name}` otherwise, so many in each segment:"
-            f"\n    rank 0: {parted[0]}\n    rank {other}: {parted[1]}\n"
+            f"ranks 0 and {other} divide the exchanges of `{name}` into segments differently, by number in each:"
+            f"\n    rank 0: {layouts[0]}\n    rank {other}: {layouts[1]}\n"
             "All ranks must give `crossover` the same `cut` and `bucket_bytes`."
         )
     if _UNTIL.sub("", mine) == _UNTIL.sub("", theirs):
         return (
-            f"ranks 0 and {other} make another number of iterations of a loop in `{name}`, or decide a conditional in"
-            f" one otherwise: it depends on numbers in the code alone, and these differ. Exchange {number} is"
+            f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or decide a conditional"
+            f" in it differently: it depends only on numbers in the code, and these differ. Exchange {number} is"
             f"\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
             "Pass a rank's own number to the step as an argument: ranks then agree before each iteration."
         )
@@ -49,28 +49,28 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
 
 def branch_call_mismatch(name: str, calls: Sequence[str]) -> str:
-    """The message of an `ExchangeError` for ranks that make the same exchanges, but in different steps.
+    """Returns the text of an `ExchangeError` for ranks that make the same exchanges, but in different steps.
 
     Args:
         name: The step, or its job.
-        calls: Of each rank, which call it is: `call 3`.
+        calls: The call of each rank, such as `call 3`.
     """
-    said = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
+    where = ", ".join(f"rank {rank} in {call}" for rank, call in enumerate(calls))
     return (
-        f"`{name}` takes a branch with exchanges at different calls: {said}. What decides it must be the same on every"
+        f"`{name}` takes a branch with exchanges at different calls: {where}. Its predicate must be the same on every"
         " rank: look at counters in the states that ranks started from."
     )
 
 
-def order_mismatch(name: str, ranks: tuple[int, int], words: Sequence[str]) -> str:
-    """The message of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
+def order_mismatch(name: str, ranks: tuple[int, int], exchanges: Sequence[str]) -> str:
+    """Returns the text of an `ExchangeError` for ranks that make equal-looking exchanges in different orders.
 
     Args:
         name: The step.
         ranks: Two ranks that differ.
-        words: What each rank exchanges where these two differ, in rank order.
+        exchanges: Descriptions of the exchanges at which these two differ, of each rank, in rank order.
     """
-    lines = "".join(f"\n    rank {rank}:\n        {words[rank]}" for rank in ranks)
+    lines = "".join(f"\n    rank {rank}:\n        {exchanges[rank]}" for rank in ranks)
     return (
         f"ranks {ranks[0]} and {ranks[1]} make the exchanges of `{name}` in different orders, which would mix their"
         f" values:{lines}\nAll ranks must trace the exchanges in the same order. If a loop over names makes them, sort"

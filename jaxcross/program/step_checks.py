@@ -1,4 +1,4 @@
-"""What `crossover` takes as a step: a function, jitted or not, and nothing that has chosen its devices already."""
+"""Checks that `crossover` is given a function, jitted or not, and nothing that has chosen its devices already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PMAP = (
 )
 
 
-def check_step(step: Any, name: str) -> None:
+def check_step(step: object, name: str) -> None:
     """Makes sure that `step` is a function that can be traced.
 
     Raises:
@@ -38,7 +38,7 @@ def check_step(step: Any, name: str) -> None:
 
 
 def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) -> None:
-    """Says more of an error that a trace raised where its text leads astray; returns where it says enough.
+    """Raises a clearer error where the text of a failed trace misleads; returns where it suffices.
 
     Raises:
         CutError: The step refers to a `jax.pmap`, or a `jax.jit` inside of it has static arguments.
@@ -53,7 +53,7 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
 
 
 def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> None:
-    """Lets JAX's errors, which name the function that is traced, its line and its arguments, name those of `step`."""
+    """Makes JAX's errors about the traced function name `step` instead, with its line and its arguments."""
     *_, inner = _layers(step)
     function.__wrapped__ = inner  # type: ignore[attr-defined]
     with suppress(TypeError, ValueError):  # a callable without a signature
@@ -61,7 +61,8 @@ def copy_signature(function: Callable[..., Any], step: Callable[..., Any]) -> No
 
 
 def _named(function: Callable[..., Any]) -> Iterator[Any]:
-    """What the text of a function names outside of it. JAX leaves its own frames out of the traces of its errors."""
+    """Yields the values of the globals and nonlocals that a function refers to."""
+    # JAX leaves its own frames out of the tracebacks of its errors, so a `pmap` cannot be found there.
     code = getattr(function, "__code__", None)
     if code is not None:
         known = inspect.getclosurevars(function)
@@ -69,7 +70,7 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _layers(step: Any) -> Iterator[Callable[..., Any]]:
-    """The function, and what it wraps: of partials, of `jit` and other decorators, of methods."""
+    """Yields a callable and, one by one, the functions inside it: of partials, `jit`, other decorators, methods."""
     seen: set[int] = set()
     while step is not None and id(step) not in seen:
         seen.add(id(step))

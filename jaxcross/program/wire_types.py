@@ -18,23 +18,25 @@ _SUMS = frozenset({"psum", "pmax", "pmin", "reduce_scatter"})
 
 
 def convert_wire_types(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """A jaxpr, closed or open, that exchanges such values in another type, also in loops, but not in a `shard_map`.
+    """Returns the jaxpr, closed or open, with such values exchanged in another type, also inside loops.
+
+    A `shard_map` is left alone: the flattener converts its body when it takes it out.
 
     Raises:
         CutError: It sums random keys.
     """
 
-    def carried(eqn: compat.Equation) -> compat.Equation:
+    def converted(eqn: compat.Equation) -> compat.Equation:
         exchanges = wire.recognise(eqn, axes)
         return _call(eqn, axes, exchanges[0].op) if exchanges and not is_call(exchanges[0]) else eqn
 
     return rewritten(
-        jaxpr, lambda eqn: any(map(_is_other, eqn.invars)), carried, enters=lambda eqn: not is_shard_map(eqn, axes)
+        jaxpr, lambda eqn: any(map(_is_other, eqn.invars)), converted, enters=lambda eqn: not is_shard_map(eqn, axes)
     )
 
 
 def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equation:
-    """An exchange as a call that converts, exchanges and converts back."""
+    """Returns a call that converts the operands of an exchange, makes it, and converts the results back."""
     if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
             f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. Let all ranks have"

@@ -126,7 +126,7 @@ def test_rank_own_numbers_in_the_code_are_told() -> None:
     with pytest.raises(ValueError, match="are equal"):
         signature_mismatch("step", [on(0), on(0)])
     text = signature_mismatch("step", [on(0), on(1)])
-    assert "make another number of iterations of a loop" in text and "Pass a rank's own number" in text
+    assert "make different numbers of iterations of a loop" in text and "Pass a rank's own number" in text
 
 
 def test_rank_own_numbers_in_the_code_of_a_voted_loop_are_no_difference() -> None:

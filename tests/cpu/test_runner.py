@@ -501,7 +501,7 @@ def test_ranks_that_exchange_at_different_calls_are_told():
 
     first, second = run_ranks(2, work)
     assert first == second
-    assert "rank 1 in step 2. What decides it must be the same on every rank: look at counters" in first[0]
+    assert "rank 1 in step 2. Its predicate must be the same on every rank: look at counters" in first[0]
     assert first[1:] == ("failed", "ended", solo([[1.0, 2.0]] * 2))
 
 

@@ -156,7 +156,9 @@ def test_disagreement_names_both_ranks_and_the_first_line() -> None:
     )
     parted = more.replace("segment: 2", "segment: 1, 1")
     message = signature_mismatch("step", [more, parted])
-    assert message.startswith("ranks 0 and 1 part the exchanges of `step` otherwise, so many in each segment:\n")
+    assert message.startswith(
+        "ranks 0 and 1 divide the exchanges of `step` into segments differently, by number in each:\n"
+    )
     assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
     with pytest.raises(ValueError, match="the signatures are equal"):
         signature_mismatch("step", [mine, mine])
