@@ -147,7 +147,7 @@ def run_program(
             counts = outs[-len(segment.decisions) :]
             told += [d.mismatch(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
         for env, outs in zip(envs, results, strict=True):
-            for v in segment.dies:
+            for v in segment.last_uses:
                 del env[v]
             env.update(zip(segment.outputs, outs[: len(segment.outputs)], strict=True))
     if any(told):

@@ -1,4 +1,4 @@
-"""Places of equations -> segments with their jaxprs, values, last uses and buckets."""
+"""Positions of equations -> segments with their jaxprs, values, last uses and buckets."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
                 kind="collective" if collective else "compute",
                 inputs=tuple(ids[v] for v in reads[at]),
                 outputs=(*(ids[v] for v in outs), *literal_ids),
-                dies=tuple(ids[v] for v in reads[at] if last_read[v] == at and v not in results),
+                last_uses=tuple(ids[v] for v in reads[at] if last_read[v] == at and v not in results),
                 exchanges=_exchanges(body, graph, parts) if collective else (),
                 decisions=tuple(traced.decisions[v] for v in counts),
                 jaxpr=jaxpr,
@@ -85,7 +85,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
         segments=tuple(segments),
         constants=len(traced.consts),
         donated=frozenset(arguments[p] for p in traced.donated),
-        late=frozenset(arguments[p] for p in traced.late) & read,
+        commit_flag_inputs=frozenset(arguments[p] for p in traced.commit_flag_inputs) & read,
         traced=traced,
     )
 
@@ -120,7 +120,7 @@ def _prune(bodies: list[list[Any]], owner: Mapping[Any, int], results: Collectio
 
 
 def _reads(body: Sequence[Any]) -> list[Any]:
-    """Variables that a body reads and does not make, in order of first use."""
+    """Returns the variables that a body reads and does not make, in order of first use."""
     made: set[Any] = set()
     reads: dict[Any, None] = {}
     for eqn in body:
@@ -132,7 +132,11 @@ def _reads(body: Sequence[Any]) -> list[Any]:
 
 
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
-    """What a segment puts on the wire. Ranks compare what lies in shared buffers, too, not only how large they are."""
+    """Returns the exchanges of a segment.
+
+    An exchange of a shared buffer names the buffer's contents, so that ranks compare them, and not the sum of their
+    sizes alone.
+    """
     found: list[Exchange] = []
     for eqn in body:
         shared = next((parts[a] for a in variables(eqn.invars) if a in parts), None)
@@ -142,9 +146,9 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
 
 
 def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
-    """Equations of one collective segment: level by level, small exchanges of one kind in shared buffers.
+    """Returns the equations of one collective segment: level by level, small exchanges of one kind in shared buffers.
 
-    Of each buffer adds to `parts` how many operands it holds, and a hash of their sizes.
+    Adds to `parts`, for each buffer, the number of its operands and a hash of their sizes.
     """
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
@@ -155,11 +159,11 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[
         while between and graph.level[between[0]] <= here:
             body.append(graph.eqns[between.popleft()])
         body += _bucketed(graph, level, bucket_bytes, parts)
-    return body + [graph.eqns[i] for i in between]  # what exchanges of a later piece read
+    return body + [graph.eqns[i] for i in between]  # exchanges of a later segment read these
 
 
 def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
-    """The exchanges of one level; large ones as they are, small ones of one kind through flat buffers (cut rule 3)."""
+    """Returns the exchanges of one level; small ones of one kind go through flat buffers (cut rule 3)."""
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
     filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
     out: list[tuple[int, list[Any]]] = []
@@ -169,6 +173,7 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict
             len(found) == len(eqn.invars) == 1 and eqn.primitive.name in _BUCKETED and found[0].nbytes < bucket_bytes
         )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
+        # Over axes of one rank nothing travels, and copies into a buffer would be the only cost.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
         # A reduction that also names array dimensions (`vmap` inside the step) has none left in a flat buffer.
         small = small and "positions" not in dict(found[0].params)
@@ -176,12 +181,14 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict
             out.append((i, [eqn]))
             continue
         x = found[0]
+        # Exchanges of one kind share buffers. Exchanged shapes are equal on all ranks, and so the buckets are, too.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
             buckets.setdefault(kind, []).append([])
             filled[kind] = 0
         filled[kind] += x.nbytes
         buckets[kind][-1].append(i)
+    # A buffer stands where its last member was written, so that all its operands exist.
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
@@ -190,7 +197,7 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict
 
 
 def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> list[Any]:
-    """Concatenate, exchange once, split again."""
+    """Returns equations that concatenate the operands, exchange the buffer once and split it again."""
     primitive, params = eqns[0].primitive, eqns[0].params
 
     def shared(*arrays: Any) -> list[Any]:
@@ -201,7 +208,7 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> l
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
     inner, _ = compat.open_jaxpr(closed)
     env = dict(zip(inner.invars, (e.invars[0] for e in eqns), strict=True))
-    # A part that is a whole operand keeps its name; everything in between gets a fresh one.
+    # Operands and results keep their variables, by which the other equations know them; the rest gets fresh ones.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
     for eqn in inner.eqns:

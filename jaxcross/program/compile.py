@@ -21,7 +21,7 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
 from jaxcross.program.ir import Program, Segment, Wire
 
-MAX_IDLE_EXECUTABLES = 64  # executables that nobody uses any more, for the next job that is like one that has gone
+MAX_IDLE_EXECUTABLES = 64  # executables that no job uses any more, kept for a later job that is equal to a finished one
 
 
 class SingleFlightCache:
@@ -33,7 +33,7 @@ class SingleFlightCache:
         self._values: MutableMapping[Any, Any] = {}
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The value for `key`, made by the first caller while others who want the same one wait."""
+        """Returns the value for `key`. The first caller makes it; others that ask for the same key wait."""
         with self._lock:
             if (found := self._find(key)) is not None:
                 return found
@@ -49,7 +49,7 @@ class SingleFlightCache:
         return found
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of values."""
         return len(self._values)
 
     def _find(self, key: Any) -> Any:
@@ -60,9 +60,10 @@ class SingleFlightCache:
 
 
 class ExecutableCache(SingleFlightCache):
-    """Executables by what they compute, so that like jobs compile once. Safe to use from several threads.
+    """Executables by what they compute, so that equal jobs compile once. Safe to use from several threads.
 
-    Held are those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: jobs may come and go for ever.
+    It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may run any number of
+    jobs, one after another, without filling its memory.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
 
 
 def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:
-    """The open jaxpr with `axis_index` replaced by this rank's coordinates, inner jaxprs included."""
+    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and the jaxprs inside it."""
     env: dict[Any, Any] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -250,9 +251,9 @@ class _Forward:
 
 
 def _forwarded(program: Program, segment: Segment, function: Callable[..., Any]) -> tuple[int, ...] | None:
-    """Which argument each result is, if the function computes nothing and nobody else holds the arguments.
+    """Returns the argument that each result is, or None if the function computes or the arguments have other readers.
 
-    A result may be donated later, which must never take an array away from the user or from another reader.
+    A result may be donated later. That must never take an array from the user or from another segment.
     """
     if not _owned(program, segment):
         return None
@@ -266,8 +267,8 @@ def _forwarded(program: Program, segment: Segment, function: Callable[..., Any])
 
 
 def _owned(program: Program, segment: Segment) -> bool:
-    """Whether nobody else reads what a segment reads, now or later."""
-    return frozenset(segment.inputs) <= frozenset(segment.dies).difference(program.inputs)
+    """Whether no other segment and no user reads what a segment reads, now or later."""
+    return frozenset(segment.inputs) <= frozenset(segment.last_uses).difference(program.inputs)
 
 
 def _structs(segment: Segment, places: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -283,10 +284,13 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> tuple[int, ...]:
-    """Positions of inputs that may be overwritten and that match an output, so that XLA can use all of them."""
+    """Returns the positions of inputs that may be overwritten and that match an output.
+
+    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and type.
+    """
     free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
     taken, own = [], frozenset(program.inputs)
-    # The user's own first: they said that theirs go, and are told when they use one again.
+    # The user's own first: they were donated on purpose, and JAX reports a later use of one.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
@@ -296,16 +300,16 @@ def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> t
 
 
 def _sharding(value: Any) -> Any:
-    """The sharding that an argument insists on: None where JAX may place it."""
+    """Returns the sharding that an argument is committed to, None if JAX may place it."""
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return None  # a traced type speaks of an abstract mesh, if of any
+        return None  # a traced type has an abstract mesh, if any
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
         return None
     return value.sharding
 
 
 def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:
-    """Where each result of a collective segment goes: where the operand of its shape came from, else replicated."""
+    """Returns the sharding of each result of a collective segment: its operand's of that shape, else replicated."""
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
     if not placed:

@@ -1,8 +1,8 @@
 """A flat jaxpr -> a program: which equation runs in which segment.
 
-Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's *place* is an index into
-that sequence: even places compute, odd places exchange, the last one is the tail. The rules are numbered as in
-docs/design.md.
+Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's *position* is an index
+into that sequence: even positions compute, odd positions exchange, the last one is the tail. The rules are numbered
+as in docs/design.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.program.graph import Graph, Group, Placement, nbytes, variables
-from jaxcross.program.op_cost import LIGHT, exchanged_arrays, recompute, sized_by_exchanges
+from jaxcross.program.op_cost import HOST_OPS, exchanged_arrays, recompute, sized_by_exchanges
 from jaxcross.program.unit import calls_mpi4jax, unit_of, with_host_ops
 
 Cut = Literal["whole", "auto"] | int
@@ -30,25 +30,28 @@ def place_equations(graph: Graph, cut: Cut) -> Placement:
         graph: A step whose `cond`s the host has decided.
         cut: See `stages.cut`.
     """
+    # Calls of mpi4jax may differ by rank, so ranks could not agree on an order of parts of them: they stay together.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
-    groups = [unit_of(graph)] if unit else _merge_light(graph, _levels(graph))
+    groups = [unit_of(graph)] if unit else _merge_over_host_ops(graph, _levels(graph))
     if n_segments > 1:
         depth = _depths(graph)
         groups = [part for group in groups for part in _split(graph, group, n_segments, depth)]
-    position = _places(graph, groups)
+    position = _positions(graph, groups)
+    # On a CPU all segments run on the same cores, and a compute segment apart from the unit gains nothing.
     if unit and jax.default_backend() == "cpu":
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
+    # Uncut, only operations that give the same bits anywhere: arithmetic may be contracted with its new reader.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
 
 def checked_cut(value: Any) -> Cut:
-    """`value` as a cut, a number of Python or NumPy as an int.
+    """Returns `value` as a cut; a number of Python or NumPy becomes an int.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a cut.
     """
     if isinstance(value, str) and value in ("whole", "auto"):
         return value
@@ -58,10 +61,10 @@ def checked_cut(value: Any) -> Cut:
 
 
 def checked_bytes(value: Any) -> int:
-    """`value` as `bucket_bytes`.
+    """Returns `value` as `bucket_bytes`.
 
     Raises:
-        ValueError: It is no number of bytes.
+        ValueError: It is not a number of bytes.
     """
     if not is_whole(value) or value < 0:
         raise ValueError(
@@ -81,7 +84,10 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 
 
 def _levels(graph: Graph) -> list[Group]:
-    """Exchanges that do not depend on one another, in the order in which they can be made. Loops stand alone."""
+    """Groups exchanges that do not depend on one another, in the order in which they can be made.
+
+    Each loop is a group of its own, because it holds exchanges and computation that cannot be separated.
+    """
     by_level: dict[int, list[int]] = {}
     for i in graph.wires:
         by_level.setdefault(graph.level[i], []).append(i)
@@ -93,8 +99,8 @@ def _levels(graph: Graph) -> list[Group]:
     return groups
 
 
-def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
-    """Joins neighbouring groups where only light work stands between them (cut rule 4)."""
+def _merge_over_host_ops(graph: Graph, groups: list[Group]) -> list[Group]:
+    """Joins neighbouring groups with only cheap host operations between them (cut rule 4)."""
     merged: list[_Merged] = []
     for group in groups:
         if not merged or not merged[-1].adds(graph, group):
@@ -103,7 +109,10 @@ def _merge_light(graph: Graph, groups: list[Group]) -> list[Group]:
 
 
 class _Merged:
-    """Neighbouring groups of exchanges that become one. What is known of them grows with each: there may be many."""
+    """Neighbouring groups of exchanges that become one.
+
+    Its fields grow with each group, so that joining many groups takes linear time.
+    """
 
     __slots__ = ("between", "inside", "known", "least", "levels", "loop", "moved")
 
@@ -117,14 +126,17 @@ class _Merged:
         self.moved = _exchanged_bytes(graph, group)
 
     def adds(self, graph: Graph, group: Group) -> bool:
-        """Adds the next group if light work alone stands between them; returns whether it did."""
+        """Adds the next group if only cheap host operations are between them; returns whether it did."""
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
-        if any(i in graph.wires or graph.eqns[i].primitive.name not in LIGHT for i in between):
+        if any(i in graph.wires or graph.eqns[i].primitive.name not in HOST_OPS for i in between):
             return False
-        self.known |= exchanged_arrays(graph, group.exchanges)  # all is lost anyway if the group is not added
+        # Updated before the decision: if the group is not added, no other will be, and `self` is not asked again.
+        self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
+        # On the host, work on much more than the exchanged bytes would cost more than another pair of segments. Ranks
+        # must decide alike, so only shapes that follow from the exchanges may count.
         touched = sum(nbytes(v) for i in between for v in graph.eqns[i].outvars)
         if touched > 8 * self.moved or not sized_by_exchanges(graph, between, self.known):
             return False
@@ -138,30 +150,32 @@ def _exchanged_bytes(graph: Graph, group: Group) -> int:
     return sum(x.nbytes for i in group.exchanges for x in graph.wires[i])
 
 
-def _split(graph: Graph, group: Group, pieces: int, depth: Sequence[int]) -> list[Group]:
-    """Splits a group's exchanges by readiness into about `pieces` groups of equal bytes (cut rule 2).
+def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) -> list[Group]:
+    """Splits a group's exchanges by readiness into about `n_segments` groups of equal bytes (cut rule 2).
 
-    Exchanges of later levels go with the last one of those that they depend on. In a group all stand in the order in
-    which they are written, which is the same on ranks whose shapes differ.
+    Exchanges of later levels go with the last one that they depend on. Within a group all are in the order in which
+    they are written, which is the same on ranks whose shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1:
         return [group]
     weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
+    # Each group gets the share of the segments that its bytes are of the whole step's.
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
-    count = max(1, min(len(weight), round(pieces * share)))
+    count = max(1, min(len(weight), round(n_segments * share)))
     total, done = sum(weight.values()), 0
     piece: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
         # An exchange belongs where its middle byte falls, so that no part is much larger than another.
         piece[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
+    # The rest follows its makers. Calls that must stay in order never move to an earlier part than the call before.
     earliest = latest = min(piece.values())
     for i in sorted((*group.exchanges, *group.between)):
         if i not in piece:
             piece[i] = max((piece[p] for p in graph.makers(i) if p in piece), default=earliest)
-        if i in graph.ordered:  # none of these before one that is written earlier
+        if i in graph.ordered:
             piece[i] = latest = max(piece[i], latest)
     parts = []
     for n in sorted(set(piece.values())):
@@ -176,18 +190,18 @@ def _split(graph: Graph, group: Group, pieces: int, depth: Sequence[int]) -> lis
 
 
 def _depths(graph: Graph) -> list[int]:
-    """How many equations stand one after another before each result, itself included; light ones do not count."""
+    """Returns the length of the longest chain of equations up to each result; cheap host operations do not count."""
     depth: list[int] = []
     for i, eqn in enumerate(graph.eqns):
-        heavy = eqn.primitive.name not in LIGHT
-        depth.append(heavy + max((depth[p] for p in graph.makers(i)), default=0))
+        costly = eqn.primitive.name not in HOST_OPS
+        depth.append(costly + max((depth[p] for p in graph.makers(i)), default=0))
     return depth
 
 
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
-    """In the order in which their operands are computed.
+    """Sorts exchanges in the order in which their operands are computed.
 
-    Not by their place in the step, where what is done to each gradient may stand behind the whole backward pass.
+    Their order in the step says less: what is done to each gradient may be written after the whole backward pass.
     """
     when: dict[int, int] = {}
     latest = 0
@@ -198,73 +212,82 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
     return sorted(exchanges, key=lambda i: (when[i], i))
 
 
-def _places(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
-    """The place of every equation."""
-    place: dict[int, int] = {}
+def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
+    """Returns the position of every equation.
+
+    An exchange is at the odd position of its group. An equation that an exchange needs is at the first even position
+    where some exchange needs it, so that the exchange can begin as early as possible.
+    """
+    position: dict[int, int] = {}
     for g, group in enumerate(groups):
         inside = (*group.exchanges, *group.between)
-        needed = graph.ancestors(inside, place) - set(inside)
-        place.update(dict.fromkeys(needed, 2 * g))
-        place.update(dict.fromkeys(inside, 2 * g + 1))
-    _place_rest(graph, place, tail=2 * len(groups))
-    return place
+        needed = graph.ancestors(inside, position) - set(inside)
+        position.update(dict.fromkeys(needed, 2 * g))
+        position.update(dict.fromkeys(inside, 2 * g + 1))
+    _place_rest(graph, position, tail=2 * len(groups))
+    return position
 
 
-def _place_rest(graph: Graph, place: dict[int, int], tail: int) -> None:
-    """Places what no exchange needs (metrics, statistics, the optimizer) where it keeps fewest bytes alive.
+def _place_rest(graph: Graph, position: dict[int, int], tail: int) -> None:
+    """Places equations that no exchange needs (metrics, statistics, the optimizer) where they keep fewest bytes alive.
 
-    Not where an exchange would come to wait for another that it does not depend on, unless readers in two places leave
-    no choice.
+    No exchange may come to wait for one that it does not depend on, unless readers at two positions leave no choice.
     """
-    rest = [i for i in range(len(graph.eqns)) if i not in place]
-    awaited, behind = _awaited(graph, place, tail)
+    rest = [i for i in range(len(graph.eqns)) if i not in position]
+    awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
-    late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.late}
+    late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
+    # Forwards: the earliest position of each equation. It is after its makers, where the segment waits anyway for all
+    # exchanges that the equation needs.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
-        if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
+        if late and not late.isdisjoint(variables(graph.eqns[i].invars)):  # known after the last exchange only
             earliest[i] = tail
             continue
-        after = [(earliest[p] if p in earliest else place[p]) for p in graph.makers(i)]
+        after = [(earliest[p] if p in earliest else position[p]) for p in graph.makers(i)]
         first = max((a + a % 2 for a in after), default=0)  # what an exchange makes is read one place later
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
+    # Backwards, so that all readers have positions: early if the results are smaller than the operands that this
+    # equation is the last to read, else late.
     for i in reversed(rest):
         eqn = graph.eqns[i]
-        readers = [place[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
-        readers += [place[n] for n in graph.followers.get(i, ())]
+        readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
+        readers += [position[n] for n in graph.followers.get(i, ())]
         latest = min(readers, default=tail)
         made = sum(nbytes(v) for v in eqn.outvars)
         held = sum(
-            nbytes(v) for v in variables(eqn.invars)
-            if v in graph.maker and all(place.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
-        )  # fmt: skip
-        place[i] = earliest[i] if made < held else latest
-        common = -1  # what all places that read it wait for anyway
+            nbytes(v)
+            for v in variables(eqn.invars)
+            if v in graph.maker
+            and all(position.get(r, earliest.get(r, 0)) < latest for r in graph.readers[v] if r != i)
+        )
+        position[i] = earliest[i] if made < held else latest
+        common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        if behind[place[i]] & ~common:
+        if behind[position[i]] & ~common:  # a reader would wait for more: take the last position where none does
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
-            place[i] = next(choices, latest)
+            position[i] = next(choices, latest)
 
 
-def _awaited(graph: Graph, place: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
-    """The exchanging places that must have been before each equation's result, and before each place, as bits.
+def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
+    """Returns the exchanging positions that each equation's result and each position wait for, as bits.
 
-    Of equations that are in no place yet nothing is known: 0. The tail waits for all. A computing place that is empty
-    may wait for what the exchanges behind it wait for.
+    Equations without a position get 0. The tail waits for all. An empty compute position may wait for all that the
+    exchanges after it wait for.
     """
     behind = [0] * tail + [-1]
-    for i in sorted(place, key=lambda i: place[i]):
+    for i in sorted(position, key=lambda i: position[i]):
         for p in graph.makers(i):
-            if place[p] < place[i]:
-                behind[place[i]] |= behind[place[p]] | (place[p] % 2) << place[p]
-    filled = set(place.values())
+            if position[p] < position[i]:
+                behind[position[i]] |= behind[position[p]] | (position[p] % 2) << position[p]
+    filled = set(position.values())
     for at in range(0, tail, 2):
         if at not in filled:
             behind[at] = behind[at + 1]
     awaited = [0] * len(graph.eqns)
-    for i, at in place.items():
+    for i, at in position.items():
         awaited[i] = behind[at] | (at % 2) << at
     return awaited, behind

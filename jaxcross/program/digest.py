@@ -1,4 +1,4 @@
-"""What makes two segments alike: the key under which executables are shared."""
+"""The key under which equal segments share an executable, and hashes of segments and programs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class _Same:
 
 
 def segment_key(segment: Segment) -> tuple[Any, ...]:
-    """What a segment computes, whatever its values are called: segments with equal keys may share an executable.
+    """Returns a key that is equal for segments that compute the same: they may share an executable.
 
-    Keeps the functions that it calls alive.
+    Names of values do not matter. The key keeps the functions that the segment calls alive.
     """
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
     text = hashlib.sha256(_ADDRESS.sub("0x", body).encode()).digest()
@@ -51,7 +51,7 @@ def program_digest(program: Program) -> str:
 
 
 def segment_digest(segment: Segment) -> str:
-    """`segment_key` as a hash. Equal only in this process where the segment calls back into Python."""
+    """Returns `segment_key` as a hash. If the segment calls back into Python, it is valid in this process alone."""
     digest = hashlib.sha256()
     for part in segment_key(segment):
         if isinstance(part, bytes | _Same):  # of anything else the text tells as much as can be hashed
@@ -60,7 +60,7 @@ def segment_digest(segment: Segment) -> str:
 
 
 def _unprinted(value: Any) -> Iterator[Any]:
-    """What text leaves out of a jaxpr or a parameter: constants, contexts, whom a callback calls. Hashable."""
+    """Yields, hashable, what the text of a jaxpr or parameter leaves out: constants, contexts, callbacks' functions."""
     if isinstance(value, _PRINTED):
         return
     if compat.is_jaxpr(value):
@@ -88,8 +88,8 @@ def _unprinted(value: Any) -> Iterator[Any]:
         else:
             yield value if _hashable(value) else _Same(value)
     else:
-        # A callable may look, and even be, equal to another one that does something else. Methods are made anew each
-        # time, and equal if object and function are the same.
+        # A callable may look, and even be, equal to another one that does something else. A method is a new object
+        # at each access, and equal if object and function are the same.
         by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
         yield value if by_value else _Same(value)
 

@@ -26,17 +26,17 @@ from jaxcross.program.unit import zero_calls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runnable:
-    """One compiled segment.
+    """A compiled segment.
 
     Attributes:
-        call: The executable. A compute segment's has one more result than the segment, a scalar that is never donated,
-            so that its end can be waited for whatever became of the others. A collective segment's may have more, for
-            `nonfinite` and `branch_mismatch`.
-        device: Where a collective segment runs; None for compute.
-        releases: What it reads and the step does not return: dropped with its last reader.
-        is_single_rank: Whether its exchanges have nobody to speak to, so that it can be run like a compute segment.
-        moves: Whether its operands may lie elsewhere, so that one copy of each must be brought there.
-        shardings: Of the outputs, where the next segments expect them; None leaves them as they come.
+        call: The executable. For a compute segment it has one result more than the segment: a scalar that is never
+            donated, so that the end of the segment can be awaited whatever became of the other results. For a
+            collective segment it may have more, for `nonfinite` and `branch_mismatch`.
+        device: The device of a collective segment; None for compute.
+        releases: Inputs that the step does not return; each is dropped with its last reader.
+        is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
+        moves: Whether its operands may be on other devices, so that one copy of each must be brought to `device`.
+        shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
     """
 
     segment: Segment
@@ -50,19 +50,19 @@ class Runnable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A program whose segments are executables. Immutable; shared by all steps of all like jobs.
+    """A program whose segments are executables. Immutable; shared by all steps of all equal jobs.
 
     Attributes:
-        forwards: The results that no segment made for their place alone; see `Program.forwards`.
-        shared: How many segments read each value that more than one reads.
-        awaited: Of each segment, the collective ones that must have run before it, by need or by the commit, and that
-            no earlier compute segment has waited for.
-        overlaps: Whether some segment may compute while an earlier one, which speaks to peers, still exchanges.
+        passthroughs: The results that are not a segment's own output; see `Program.passthroughs`.
+        shared: The number of readers of each value that more than one segment reads.
+        awaited: For each segment, the collective segments that must have run before it, by dependence or by the commit,
+            and that no earlier compute segment has waited for.
+        overlaps: Whether some segment can compute while an earlier one still exchanges with other ranks.
     """
 
     program: Program
     runnables: tuple[Runnable, ...]
-    forwards: tuple[tuple[int, bool], ...]
+    passthroughs: tuple[tuple[int, bool], ...]
     shared: Mapping[int, int]
     awaited: tuple[tuple[int, ...], ...]
     overlaps: bool
@@ -70,11 +70,11 @@ class Compiled:
     out_tree: Any
 
     def execution(self, inputs: Sequence[Any]) -> Execution:
-        """One step in flight. `inputs` are the flat arguments of the step, constants not among them."""
+        """Starts a step. `inputs` are the flat arguments of the step, without its constants."""
         return Execution(self, inputs)
 
     def memory_bytes(self) -> dict[str, int]:
-        """XLA's own figures, summed over segments: `temporaries`, `outputs`, `arguments`, in bytes."""
+        """Returns XLA's figures in bytes: most `temporaries` of a segment, all `outputs`, the step's `arguments`."""
         stats = [a for r in self.runnables if (a := r.call.memory_analysis()) is not None]
         return {
             "temporaries": max((s.temp_size_in_bytes for s in stats), default=0),
@@ -83,9 +83,9 @@ class Compiled:
         }
 
     def peak_live_bytes(self) -> int:
-        """Most bytes alive at once in one step: inputs, values between segments, and XLA's temporaries.
+        """Returns the most bytes alive at once in one step: inputs, values between segments, and XLA's temporaries.
 
-        Follows the hand-overs of the program and XLA's buffer assignment of each executable; donated buffers count
+        Follows the values from segment to segment and XLA's buffer assignment of each executable. Donated buffers count
         once.
         """
         program = self.program
@@ -94,20 +94,21 @@ class Compiled:
         for runnable in self.runnables:
             segment, stats = runnable.segment, runnable.call.memory_analysis()
             made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
+            # A segment's inputs are still alive while it runs; results that reuse a donated input add nothing.
             extra = made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
             peak = max(peak, sum(alive.values()) + extra)
-            for v in segment.dies:
+            for v in segment.last_uses:
                 if v not in program.inputs or v in program.donated:
                     alive.pop(v, None)
             alive.update({v: program.values[v].nbytes for v in segment.outputs})
-        copies = (program.values[program.outputs[place]].nbytes for place, moved in self.forwards if not moved)
+        copies = (program.values[program.outputs[place]].nbytes for place, moved in self.passthroughs if not moved)
         return max(peak, sum(alive.values()) + sum(copies))
 
 
 class Execution:
-    """One step of one job in flight: the values that are alive, and how to run the next segment.
+    """A step in flight: the values that are alive, and the means to run the next segment.
 
-    Segments may be run from different threads and in any order, each after the segments that it reads.
+    Segments may be run from different threads and in any order, each after the segments that it depends on.
     """
 
     __slots__ = ("_alone", "_arrived", "_compiled", "_counts", "_env", "_fences", "_left", "_zeros")
@@ -115,13 +116,13 @@ class Execution:
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
         self._env: dict[int, Any] = dict(zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True))
-        self._fences: dict[int, Any] = {}
-        # A token for each reader of a value that several read: segments do not run in the order of the list, and two
-        # lanes may let go of a value at once.
+        self._fences: dict[int, Any] = {}  # segment -> arrays that are ready when it has ended
+        # One token for each reader of a value that has several. Segments do not run in the order of the list, and two
+        # lanes may release a value at once: `list.pop` is atomic, a decrement would not be.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
-        self._arrived: dict[int, Any] | None = None
-        self._counts: dict[int, Any] = {}
-        self._zeros: dict[int, list[Any]] = {}
+        self._arrived: dict[int, Any] | None = None  # results of collective segments, for `nonfinite`
+        self._counts: dict[int, Any] = {}  # ranks that took each branch, for `branch_mismatch`
+        self._zeros: dict[int, list[Any]] = {}  # operands of a collective segment after a failure
         self._alone: dict[int, Any] = {}  # in place of a unit that calls mpi4jax, after a failure
 
     def run(self, index: int) -> None:
@@ -137,16 +138,18 @@ class Execution:
                 args = [_one_copy(x, runnable.device) for x in args]
             try:
                 outs = runnable.call(*args)
-            except compat.InternalFloatingPointError as error:
+            except compat.InternalFloatingPointError as error:  # internal to JAX, and says nothing of the step
                 raise FloatingPointError(_invalid_value(self._compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error) and (words := self._shared_words(segment)):
                     raise ValueError(words) from None
                 raise
         if runnable.device is None:
+            # The scalar that is never donated: the other results may be given to the next segment before this one ends.
             self._fences[index] = outs[-1]
         elif self._arrived is not None:
             self._arrived[index] = outs
+        # Results beyond the segment's own are for checks; the counts of decisions are the last of them.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
@@ -155,7 +158,7 @@ class Execution:
         left = self._left
         for v in runnable.releases:
             if (tokens := left.get(v)) is None:
-                env.pop(v, None)  # after a failure nobody may have made it
+                env.pop(v, None)  # after a failure it may never have been made
             elif tokens:
                 tokens.pop()
                 if not tokens:
@@ -183,16 +186,17 @@ class Execution:
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Nobody will wait for a segment that was run: what it made need not be kept for that."""
+        """Drops the results that were kept to wait for a segment that was run: nothing will wait for it."""
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
-        """Lets a collective segment read zeros: the commit rule after a failure on this rank.
+        """Makes a collective segment read zeros: the commit rule after a failure on this rank.
 
-        Another thread may still put there what the failed segments made.
+        The zeros are kept apart from the step's values, because another thread may still write results of failed
+        segments there.
 
         Raises:
-            ExchangeError: How often it exchanges may follow from what it reads.
+            ExchangeError: The number of its exchanges may depend on the values that it reads.
         """
         program, device = self._compiled.program, self._compiled.runnables[index].device
         segment = program.segments[index]
@@ -207,20 +211,22 @@ class Execution:
             with jax.default_device(device), jax.enable_x64(True):
                 self._alone[index] = zero_calls(segment, program.traced)
             return
-        # Random keys included, which NumPy cannot make; 64 bits where the step has them: its contexts do not hold here.
+        # By JAX, because NumPy cannot make random keys; in 64 bits where the step has them, because this thread is not
+        # in the step's contexts.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [jax.lax.full(var.aval.shape, 0, var.aval.dtype) for var in segment.jaxpr.jaxpr.invars]
         self._zeros[index] = jax.device_put(zeros, device)
 
     def watch(self) -> Execution:
-        """From now on it keeps what each collective segment makes for `nonfinite`. Returns itself."""
+        """Keeps the results of each collective segment for `nonfinite` from now on; returns itself."""
         self._arrived = {}
         return self
 
     def nonfinite(self, index: int) -> str | None:
-        """The first exchange, for people, of a collective segment that has run whose results are not all finite.
+        """Describes the first exchange whose results are not all finite in a collective segment that has run.
 
-        Asked once for each, before any segment that may overwrite them is run. Waits for the results.
+        May be called once for each segment, before a segment that may overwrite the results is run. Waits for the
+        results.
         """
         if self._arrived is None:
             return None
@@ -228,8 +234,9 @@ class Execution:
         return nonfinite(program, program.segments[index], self._arrived.pop(index))
 
     def branch_mismatch(self, index: int) -> str | None:
-        """What ranks decided differently in a collective segment that has run, for people; the same on every rank that
-        exchanged in it. Waits for the results.
+        """Describes what ranks decided differently in a collective segment that has run, None if they agree.
+
+        The result is the same on every rank that exchanged in it. Waits for the results.
         """
         if (counts := self._counts.pop(index, None)) is None:
             return None
@@ -239,29 +246,29 @@ class Execution:
 
     @property
     def skippable(self) -> bool:
-        """Whether `skip` changes anything: the program knows the state that it would keep."""
-        return bool(self._compiled.program.late)
+        """Whether `skip` has an effect: the program can return the state that the step got."""
+        return bool(self._compiled.program.commit_flag_inputs)
 
     def skip(self) -> None:
-        """Lets the step's state come back as it came. Before any segment behind the commit is run."""
-        for v in self._compiled.program.late:
+        """Makes the step return the state that it got. To be called before a segment after the commit is run."""
+        for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 
     def outputs(self) -> Any:
-        """The step's results as the user wrote them, once every segment was run. Does not wait for them.
+        """Returns the step's results as a tree, once every segment was run. Does not wait for them.
 
-        As `jax.jit`'s they are arrays that nobody else has: what the step hands through is copied.
+        As from `jax.jit`, no result shares memory with an argument, unless that was donated: the rest is copied.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
-        for place, moved in compiled.forwards:
+        for place, moved in compiled.passthroughs:
             if not (moved and isinstance(results[place], jax.Array)):
                 results[place] = jnp.array(results[place])
         return compiled.out_tree.unflatten(results)
 
 
 def _one_copy(value: Any, device: Any) -> Any:
-    """One copy of a value on the host device; no copy is made where it is there already."""
+    """Returns one replica of a value on the host device; makes no copy if it is there already."""
     if not isinstance(value, jax.Array):
         return value
     if value.sharding.is_fully_replicated:
@@ -270,7 +277,7 @@ def _one_copy(value: Any, device: Any) -> Any:
 
 
 def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
-    """Words for a value that `jax_debug_nans` or `jax_debug_infs` finds: the executable's own error has none."""
+    """Returns the error text for a value that `jax_debug_nans` or `jax_debug_infs` finds; JAX's error has none."""
     kind = error.args[-1] if error.args else "nan"
     what = "+".join(dict.fromkeys(x.op for x in segment.exchanges)) or "computation"
     return (
@@ -280,8 +287,9 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
 
 
 def _decided_by_data(jaxpr: Any, traced: Traced, present: Collection[Any]) -> str | None:
-    """The loop or conditional, if any, that decides by values how often something is exchanged, and does not end by
-    itself on a rank that takes no part.
+    """Returns the primitive, if any, that decides by values how often something is exchanged.
+
+    A loop that ends by itself on a rank that takes no part does not count.
     """
 
     def conditional(eqn: Any) -> str | None:

@@ -17,9 +17,9 @@ from jaxcross.program.trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The exchanges of one collective segment, and the light equations that stay between them (cut rule 4).
+    """The exchanges of one collective segment, and the host operations that stay between them (cut rule 4).
 
-    Of a unit that calls mpi4jax, any equations, and all in the order in which they are written (`as_written`).
+    A unit that calls mpi4jax may hold any equations, all in the order in which they are written (`as_written`).
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -49,16 +49,17 @@ class Placement:
 
 @dataclass(slots=True)
 class Graph:
-    """Who makes and who reads each variable, by equation index.
+    """The equations of a traced step, with the maker and the readers of each variable by equation index.
 
     Attributes:
-        wires: Equation -> what it puts on the wire.
+        wires: Equation -> its exchanges.
         opaque: Equations among them that hold their exchanges inside: loops.
         ordered: Equations among them that must stay in the order they are written in, whatever depends on what:
             mpi4jax's own calls, which a peer may answer one by one.
-        followers: Equation -> those that must not come before it, though they read nothing of it: ordered callbacks.
-        level: Equation -> how many exchanges are made one after another before it: as few as it needs, but for
-            exchanges that enlarge what they get.
+        followers: Equation -> equations that must not come before it although they read none of its results: ordered
+            callbacks.
+        level: Equation -> the number of exchanges that are made one after another before it. It is as low as
+            dependences allow, except for exchanges that enlarge their operand.
     """
 
     traced: Traced
@@ -98,7 +99,7 @@ class Graph:
         self.level = self._levels(self._late())
 
     def _chain_ordered(self) -> None:
-        """Callbacks of `ordered=True` stay in the order in which they are written."""
+        """Adds dependences that keep callbacks of `ordered=True` in the order in which they are written."""
         last: dict[Any, int] = {}
         for i, eqn in enumerate(self.eqns):
             for effect in eqn.effects if i not in self.wires else ():
@@ -109,7 +110,7 @@ class Graph:
                     last[effect] = i
 
     def _levels(self, least: Mapping[int, int]) -> list[int]:
-        """The lowest levels that dependencies and `least` leave to the equations."""
+        """Returns the lowest level of each equation that dependences and `least` allow."""
         found: list[int] = []
         last: int | None = None
         for i in range(len(self.eqns)):
@@ -124,9 +125,10 @@ class Graph:
         return found
 
     def _late(self) -> dict[int, int]:
-        """The last levels at which exchanges that enlarge what they get hold up no other exchange.
+        """Returns the last level at which each exchange that enlarges its operand delays no other exchange.
 
-        Gathers of weights depend on nothing: at their first level, all layers' would be there before the first product.
+        A gather of weights depends on nothing. At their first level, the gathers of all layers would hold their results
+        before the first product needs one.
         """
         late: dict[int, int] = {}
         next_wire: dict[int, int] = {}  # equation -> the lowest level of an exchange that depends on it
@@ -146,11 +148,11 @@ class Graph:
         return sum(map(nbytes, self.eqns[i].outvars)) > sum(map(nbytes, variables(self.eqns[i].invars)))
 
     def makers(self, i: int) -> list[int]:
-        """The equations whose results equation `i` reads, or that are to come before it."""
+        """Returns the equations whose results equation `i` reads, or that must come before it."""
         return self._makers[i]
 
     def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:
-        """Equations of levels `above` one that `of` depend on, not looking past those in `stop`."""
+        """Returns the equations of levels `above` one that `of` depend on; does not look past those in `stop`."""
         seen: set[int] = set()
         stack = [p for i in of for p in self.makers(i)]
         while stack:
@@ -162,7 +164,7 @@ class Graph:
 
 
 def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
-    """The equations of each place, in the order in which they are written."""
+    """Returns the equations of each position, in the order in which they are written."""
     found: dict[int, list[int]] = {}
     for i in sorted(place):
         found.setdefault(place[i], []).append(i)
@@ -170,7 +172,7 @@ def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
 
 
 def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
-    """What one flat equation puts on the wire; a loop's exchanges carry the loop they stand in."""
+    """Returns the exchanges of one flat equation; those of a loop name the loop in their parameters."""
     found = traced.wire.recognise(eqn, traced.axes)
     if found is not None:
         return found
@@ -188,11 +190,11 @@ def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
-    """The atoms that are no literals, each once, in order."""
+    """Returns the atoms that are not literals, each once, in order."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)))
 
 
 def nbytes(var: Any) -> int:
-    """Bytes of a variable's array."""
+    """Returns the bytes of a variable's array."""
     size = int(np.prod(var.aval.shape, dtype=np.int64))
     return size * getattr(var.aval.dtype, "itemsize", 8)

@@ -21,12 +21,12 @@ Kind = Literal["compute", "collective"]
 
 
 LAYOUT = "exchanges of each segment: "
-"""How the last line of a signature begins."""
+"""The beginning of a signature's last line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One array that one named-axis collective moves between ranks.
+    """An array that a named-axis collective moves between ranks.
 
     Attributes:
         op: The field's name of the collective: `psum`, `pmax`, `all_gather`, `ppermute`, `mpi.allreduce` ...
@@ -56,12 +56,15 @@ class Exchange:
 
     @property
     def times(self) -> int:
-        """How often it is made where it stands: once, or as often as the loops around it say (a `while` does not)."""
+        """Number of times that one step makes it: the product of the lengths of the `scan`s around it.
+
+        A `while` does not say how often it iterates, and counts as once.
+        """
         lengths = [str(value).split()[-1] for name, value in self.params if name == "loop"]
         return math.prod(int(n) for n in lengths if n.isdigit())
 
     def line(self) -> str:
-        """The exchange as one line of the signature that ranks compare."""
+        """Formats the exchange as one line of the signature that ranks compare."""
         extra = "".join(f" {name}={value!r}" for name, value in self.params)
         return f"{self.op} {','.join(map(_word, self.axes))} {self.dtype}{list(self.shape)}{extra}"
 
@@ -96,35 +99,35 @@ class RankDecision(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One XLA executable.
+    """The part of a step that is one XLA executable.
 
     Attributes:
-        index: Its place in the program; segments are listed in an order in which they may run.
+        index: Its position in the program; segments are listed in an order in which they may run.
         kind: `compute` runs on the accelerator, `collective` on the host CPU device with the exchanges.
         inputs: Value ids it reads.
         outputs: Value ids it defines.
-        dies: Values whose last use in this list is here. They are dropped once all their readers have run, and donated
-            where no order of the segments could want them later.
+        last_uses: Values that no later segment of the list reads. They are dropped once all their readers have run, and
+            donated if no order of the segments could read them later.
         exchanges: What a collective segment puts on the wire, in order. Empty for compute.
-        decisions: Conditionals of which a collective segment counts who takes which branch; see `Decision`.
-        jaxpr: What it computes, closed: `len(inputs)` invars, `len(outputs)` outvars and, of a collective segment, one
-            more for each exchanged value that it reads itself and may make finite ones of, whatever that value is, and
-            one for each decision. A collective segment's holds the named-axis collective equations themselves. None in
-            a parsed program.
+        decisions: Decisions for which a collective segment counts the ranks that took each branch.
+        jaxpr: Its computation, closed, with `len(inputs)` invars and `len(outputs)` outvars; None in a parsed program.
+            A collective segment returns more: each exchanged value that leaves the segment only through an operation
+            that can hide a NaN (see `nonfinite.masked_by`), then one count for each decision. Its jaxpr holds the
+            named-axis collective equations themselves.
     """
 
     index: int
     kind: Kind
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    dies: tuple[int, ...] = ()
+    last_uses: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     decisions: tuple[RankDecision, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its exchanges hand to the wire on one rank."""
+        """Bytes that its exchanges give to the wire on one rank."""
         return sum(x.nbytes * x.times for x in self.exchanges)
 
     @property
@@ -135,37 +138,38 @@ class Segment:
 
 
 class Wire(Protocol):
-    """What a program must be told about exchanges: how to see one, and how one is executed."""
+    """The means of exchange: recognises exchanges in a jaxpr, and executes them."""
 
     def recognise(self, eqn: Any, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
-        """One `Exchange` per operand if the equation moves data over one of `axes`, None if it does not."""
+        """Returns one `Exchange` per operand if the equation moves data over one of `axes`, None if it does not."""
         ...
 
     def lower(self, jaxpr: Any, axes: Mapping[str, int]) -> Callable[..., list[Any]]:
-        """A function that JAX can compile and that computes `jaxpr`, its exchanges made over the real wire."""
+        """Returns a function that JAX can compile and that computes `jaxpr`, with its exchanges made over the wire."""
         ...
 
     def coords(self, axes: Mapping[str, int]) -> Mapping[str, int]:
-        """This rank's index along each axis."""
+        """Returns this rank's index along each axis."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What one step of one job executes: segments, and the values between them.
+    """The work of one step: segments, and the values between them.
 
     Attributes:
         name: Name of the step function.
         axes: `(name, size)` of every mesh axis, row-major over ranks.
-        values: What is known of each value; a value's id is its place here.
+        values: The type of each value; a value's id is its position here.
         inputs: Ids of the step's inputs: constants the step closed over, then its flat arguments.
         constants: How many of `inputs` are constants.
         outputs: Ids of the step's flat results.
         donated: Inputs whose arrays the step may overwrite, after its last exchange at the earliest.
         segments: In an order in which they may run.
-        late: Inputs, read by no segment before the last exchange, whose values may be changed until the commit.
-        calls: Of a program that calls mpi4jax, a hash of all ranks' calls, once they are agreed.
-        traced: What it was cut from; None in a parsed program.
+        commit_flag_inputs: Inputs that no segment reads before the last exchange, so that their values may still change
+            until the commit.
+        calls: A hash of all ranks' calls of mpi4jax, once the ranks have agreed on them; empty without such calls.
+        traced: The traced step that it was cut from; None in a parsed program.
     """
 
     name: str
@@ -176,23 +180,23 @@ class Program:
     segments: tuple[Segment, ...]
     constants: int = 0
     donated: frozenset[int] = frozenset()
-    late: frozenset[int] = field(default=frozenset(), compare=False)
+    commit_flag_inputs: frozenset[int] = field(default=frozenset(), compare=False)
     calls: str = field(default="", compare=False)
     traced: Any = field(default=None, compare=False, repr=False)
 
     @property
     def local_step(self) -> bool:
-        """Whether nothing is exchanged because the host chose a branch: another one exchanges."""
+        """Whether the host chose a branch without exchanges, where another branch has some."""
         return not self.exchanges and self.traced is not None and bool(self.traced.choices)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Everything that it puts on the wire, in order."""
+        """All its exchanges, in order."""
         return tuple(x for s in self.segments for x in s.exchanges)
 
     @property
     def is_unit(self) -> bool:
-        """Whether it calls mpi4jax: its exchanges are one segment, and may differ by rank."""
+        """Whether it calls mpi4jax: then its exchanges are one segment, and may differ by rank."""
         return any(x.op.startswith("mpi.") for x in self.exchanges)
 
     @property
@@ -216,7 +220,7 @@ class Program:
         return max((s.index for s in self.collectives), default=-1)
 
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Of each segment, the indices of the segments whose results it reads."""
+        """Returns, for each segment, the indices of the segments whose results it reads."""
         maker = {v: s.index for s in self.segments for v in s.outputs}
         return tuple(tuple(sorted({maker[v] for v in s.inputs if v in maker})) for s in self.segments)
 
@@ -227,7 +231,7 @@ class Program:
         return frozenset(s.index for s in self.segments if s.index > last >= 0)
 
     def readers(self) -> dict[int, list[int]]:
-        """The segments that read each value, by index."""
+        """Returns the indices of the segments that read each value."""
         readers: dict[int, list[int]] = {}
         for segment in self.segments:
             for v in segment.inputs:
@@ -235,7 +239,7 @@ class Program:
         return readers
 
     def after(self) -> tuple[int, ...]:
-        """Of each segment, the set of those that must have run before it, by need or by the commit, as bits."""
+        """Returns, for each segment, those that must have run before it, as bits: by dependence or by the commit."""
         collectives = tuple(s.index for s in self.collectives)
         commit, sets = self.after_commit, []
         for segment, needs in zip(self.segments, self.needs(), strict=True):
@@ -246,27 +250,31 @@ class Program:
         return tuple(sets)
 
     def donates(self) -> tuple[frozenset[int], ...]:
-        """Of each segment, the values that it may overwrite: those that nobody can still want once it runs.
+        """Returns, for each segment, the values that it may overwrite because nothing can read them once it runs.
 
-        Segments run in any order that their needs allow, so a value's other readers must come before by need, or by
-        the commit, not merely by their place in the list. The step's own inputs go after its last exchange.
+        Segments run in any order that their dependences allow. So it is not enough that a value's other readers come
+        earlier in the list: this segment must depend on them, directly or by the commit.
         """
         readers, inputs, last, donated = self.readers(), frozenset(self.inputs), self.last_collective, []
         for segment, bits in zip(self.segments, self.after(), strict=True):
+            # The step's inputs survive until its last exchange: if one fails, the step returns the state that it got.
             own = self.donated if segment.index > last else frozenset()
-            donated.append(frozenset(
-                v for v in segment.dies
-                if segment.kind == "compute"
-                and (v not in inputs or v in own)
-                and all(r == segment.index or bits >> r & 1 for r in readers[v])
-            ))  # fmt: skip
+            donated.append(
+                frozenset(
+                    v
+                    for v in segment.last_uses
+                    if segment.kind == "compute"
+                    and (v not in inputs or v in own)
+                    and all(r == segment.index or bits >> r & 1 for r in readers[v])
+                )
+            )
         return tuple(donated)
 
-    def forwards(self) -> tuple[tuple[int, bool], ...]:
-        """The results that no segment made for their place alone, and whether each may be moved there.
+    def passthroughs(self) -> tuple[tuple[int, bool], ...]:
+        """Returns the positions of the results that are not a segment's own output, and whether each may be moved.
 
-        They are constants, inputs that come back, and values that an earlier result is already. Moved is what the user
-        gave away, once; a caller who may donate each result must get a copy of the others.
+        They are constants, inputs that come back, and values that are an earlier result already. A donated input may be
+        moved, once. The others must be copied: the caller may donate every result that it gets.
         """
         inputs, taken, found = frozenset(self.inputs), set(self.inputs) - self.donated, []
         for place, v in enumerate(self.outputs):
@@ -284,12 +292,12 @@ class Program:
         return lines
 
     def __str__(self) -> str:
-        """One line a segment."""
+        """Formats the program with one line for each segment."""
         axes = ", ".join(f"{n}={s}" for n, s in self.axes)
         return "\n".join([f"program {self.name} over {axes}", *self._lines()])
 
     def text(self) -> str:
-        """Everything but the equations; `parse` reads it back."""
+        """Formats everything but the equations; `text.parse` reads it back."""
         lines = [
             f"program {self.name}",
             f"axes {self._axes_text()}",
@@ -299,15 +307,17 @@ class Program:
             f"outputs {_ranges(self.outputs)}",
         ]
         for s, line in zip(self.segments, self._lines(), strict=True):
-            lines.append(f"{line} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.dies)}")
+            lines.append(f"{line} | {_ranges(s.inputs)} -> {_ranges(s.outputs)} | dies {_ranges(s.last_uses)}")
             lines += [f"    {x.line()}" for x in s.exchanges]
         lines += [f"value {i} {aval}" for i, aval in enumerate(self.values)]
         return "\n".join(lines)
 
     def exchange_signature(self) -> str:
-        """What all ranks must have in common: every exchange in order, and how many each segment makes, which may join
-        them in one message. Never ranks, handles or compute. Calls of mpi4jax may differ by rank: of them all ranks
-        have the hash of all lists in common.
+        """Returns the text that must be equal on all ranks before the first step.
+
+        It lists every exchange in order, and how many each segment makes, because the wire may pack those of one
+        segment into one message. It leaves out ranks, handles and computation, which may differ. Calls of mpi4jax
+        may differ by rank, too: in their place stands a hash of all ranks' lists.
         """
         if self.is_unit:
             return f"axes {self._axes_text()}\ncalls of mpi4jax {self.calls or 'that are not agreed yet'}"
@@ -319,24 +329,24 @@ class Program:
         return " ".join(f"{_word(n)}={s}" for n, s in self.axes)
 
     def exchange_hash(self) -> int:
-        """`exchange_signature` as 62 bits, so that it survives negation in an all-reduce of int64."""
+        """Returns `exchange_signature` as 62 bits; see `hash_62`."""
         return hash_62(self.exchange_signature())
 
 
 def hash_62(text: str) -> int:
-    """A text as 62 bits, which survive negation in an all-reduce of int64: ranks compare by a minimum of both."""
+    """Hashes a text to 62 bits, which can be negated in int64: ranks compare hashes by one minimum of `(h, -h)`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element; key types count as the 32-bit words that they wrap."""
+    """Returns the bytes of one element; key types count as the 32-bit words that they wrap."""
     if dtype.startswith("key<"):
         return 8
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
 def human_bytes(count: int) -> str:
-    """`26.2 MB`."""
+    """Formats a number of bytes, as in `26.2 MB`."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
@@ -345,12 +355,12 @@ def human_bytes(count: int) -> str:
 
 
 def _word(name: str) -> str:
-    """An axis name, quoted where it would not be read back as one."""
+    """Returns an axis name, quoted if `text.parse` would not read it back as one."""
     return name if re.fullmatch(r"[\w.:/+-]+", name) else repr(name)
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """`0-3,7`; `-` for none. Order is kept."""
+    """Formats ids as ranges, as in `0-3,7`, in their order; `-` if there are none."""
     parts: list[list[int]] = []
     for i in ids:
         if parts and i == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Are the values that a segment exchanged finite, and if not, which exchange made the first that is not?"""
+"""Detection of NaNs and infinities that an exchange made, by the first exchange that made one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _CARRY = frozenset({
 
 
 def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """What is exchanged, read in the segment alone, and may not be finite where all that leaves the segment is: a norm
-    that gradients are divided by, for example.
+    """Returns exchanged values that may be nonfinite although all outputs of their segment are finite.
+
+    Only this segment reads them, by an operation that can hide a NaN, as a norm that gradients are divided by.
     """
     exchanged = {v for i in group.exchanges for v in graph.eqns[i].outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     if group.as_written:  # what leaves it may be anything that the step computes: only what is exchanged is looked at
@@ -41,7 +42,7 @@ def masked_by(graph: Graph, group: Group, body: Sequence[Any], outs: Sequence[An
 
 
 def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str | None:
-    """The first exchange of a collective segment whose results are not all finite, for people. Waits for the results.
+    """Describes the first exchange of a collective segment whose results are not all finite. Waits for the results.
 
     Args:
         program: Whose segment it is.
@@ -49,9 +50,10 @@ def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str
         results: What it made, on the host.
     """
     bad = [
-        place for place, value in enumerate(results)
+        place
+        for place, value in enumerate(results)
         if not is_finite(value) and (not program.is_unit or _is_exchanged(program, segment, place))
-    ]  # fmt: skip
+    ]
     if not bad:
         return None
     _, exchange = min((_exchange_behind(program, segment, place) for place in bad), key=lambda found: found[0])
@@ -80,7 +82,7 @@ def _is_exchanged(program: Program, segment: Segment, place: int) -> bool:
 
 
 def _exchange_behind(program: Program, segment: Segment, place: int) -> tuple[int, Exchange]:
-    """The nearest exchange that a result comes from, and the place of its equation."""
+    """Returns the nearest exchange that a result comes from, and the position of its equation."""
     inner, _ = compat.open_jaxpr(segment.jaxpr)
     maker = {v: (at, eqn) for at, eqn in enumerate(inner.eqns) for v in eqn.outvars}
     queue = [inner.outvars[place]]

@@ -1,13 +1,13 @@
-"""What is cheap: equations light enough to run between two exchanges, and values cheaper to make twice than to keep."""
+"""Costs of operations: which may run on the host between two exchanges, and which values are cheaper to recompute."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
-# Give the same bits wherever they stand: they move, compare or convert, and compute nothing.
+# Give the same bits wherever they are compiled: they move, compare or convert, and compute nothing.
 EXACT = frozenset({
     "abs", "and", "argmax", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims", "ge",
     "gt", "iota", "is_finite", "le", "lt", "max", "min", "ne", "neg", "not", "or", "pad", "reduce_precision", "rev",
@@ -16,9 +16,9 @@ EXACT = frozenset({
 # Elementwise arithmetic: fused with its reader, a multiplication may be contracted into its last bit.
 ARITHMETIC = frozenset({"add", "add_any", "div", "integer_pow", "mul", "rsqrt", "sqrt", "square", "sub"})
 # May stay between two exchanges, on the host, when few enough bytes are touched.
-LIGHT = EXACT | ARITHMETIC | frozenset({
-    "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min",
-    "reduce_or", "reduce_and", "reduce_sum", "rem", "round", "split", "axis_index", "exp", "log",
+HOST_OPS = frozenset({
+    *EXACT, *ARITHMETIC, "axis_index", "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice",
+    "exp", "log", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "round", "split",
 })  # fmt: skip
 _FREE = frozenset({"broadcast_in_dim", "iota"})  # their shapes follow from none of their operands
 _RESHAPED = frozenset({
@@ -29,14 +29,14 @@ _RESHAPED = frozenset({
 
 
 def exchanged_arrays(graph: Graph, exchanges: Sequence[int]) -> set[Any]:
-    """Returns what these exchanges read and make, scalars apart."""
+    """Returns the arrays that these exchanges read and make; scalars are left out."""
     return {v for i in exchanges for v in _arrays((*graph.eqns[i].invars, *graph.eqns[i].outvars))}
 
 
 def sized_by_exchanges(graph: Graph, between: Collection[int], known: set[Any]) -> bool:
-    """Whether the shapes in these light equations follow from the exchanges', which are the same on every rank.
+    """Whether the shapes in these equations follow from the exchanges' shapes, which are the same on every rank.
 
-    Others may follow from this rank's batch. Elementwise, an operand of a known shape tells those of all others.
+    Other shapes may follow from this rank's batch. In an elementwise equation one known shape determines all others.
 
     Args:
         graph: Of the step.
@@ -61,17 +61,17 @@ def _arrays(atoms: Sequence[Any]) -> set[Any]:
 
 
 def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[int, set[int]]:
-    """Which equations each compute place makes again instead of reading them from an earlier one (cut rule 2).
+    """Chooses the equations that a compute position runs again instead of reading their results (cut rule 2).
 
-    A value is made again if that keeps no byte alive that would not be alive anyway. Scalars and moves only where
-    `exact`, elementwise arithmetic as well elsewhere.
+    A value is recomputed if that keeps no byte alive that would not be alive anyway. Under `exact` only operations that
+    give the same bits wherever they run are recomputed, otherwise elementwise arithmetic as well.
 
     Returns:
-        Place -> equations that it runs a second time.
+        Position -> equations that it runs a second time.
     """
     allowed = EXACT if exact else EXACT | ARITHMETIC
 
-    def cheap(i: int) -> bool:
+    def recomputable(i: int) -> bool:
         eqn = graph.eqns[i]
         return eqn.primitive.name in allowed and not eqn.effects and len(eqn.outvars) == 1 and place[i] % 2 == 0
 
@@ -82,10 +82,10 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
         reads = {v for i in members for v in variables(graph.eqns[i].invars)}
         foreign = {v for v in reads if v in graph.maker and place[graph.maker[v]] < here}
         # Kept in any case: what is read here and cannot be made again.
-        kept: set[Any] = {v for v in foreign if not cheap(graph.maker[v])}
+        kept: set[Any] = {v for v in foreign if not recomputable(graph.maker[v])}
         mine: set[int] = set()
         for var in sorted(foreign - kept, key=lambda v: graph.maker[v]):
-            chain, leaves = _chain(graph, var, cheap, kept)
+            chain, leaves = _chain(graph, var, recomputable, kept)
             extra = sum(nbytes(v) for v in leaves if v in graph.maker and v not in kept)
             if extra == 0 or (extra * 2 <= nbytes(var)):
                 mine |= chain
@@ -97,15 +97,15 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
     return copies
 
 
-def _chain(graph: Graph, var: Any, cheap: Any, kept: set[Any]) -> tuple[set[int], set[Any]]:
-    """The cheap equations behind `var`, back to values that are kept or cannot be made again."""
+def _chain(graph: Graph, var: Any, recomputable: Callable[[int], bool], kept: set[Any]) -> tuple[set[int], set[Any]]:
+    """Returns the recomputable equations that make `var`, and the kept or other values that they start from."""
     chain: set[int] = set()
     leaves: set[Any] = set()
     stack = [var]
     while stack:
         v = stack.pop()
         maker = graph.maker.get(v)
-        if maker is None or (v is not var and v in kept) or not cheap(maker):
+        if maker is None or (v is not var and v in kept) or not recomputable(maker):
             leaves.add(v)
         elif maker not in chain:
             chain.add(maker)

@@ -80,7 +80,7 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     return Compiled(
         program=program,
         runnables=runnables,
-        forwards=program.forwards(),
+        passthroughs=program.passthroughs(),
         shared={v: len(readers) for v, readers in program.readers().items() if len(readers) > 1},
         awaited=awaited,
         overlaps=overlaps,

@@ -1,4 +1,4 @@
-"""A program's text, read back."""
+"""The parser of a program's text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def parse(text: str) -> Program:
     """Reads `Program.text()` back; equations are not part of it. `parse(p.text()).text() == p.text()`.
 
     Raises:
-        ValueError: A line is not understood; says which. Nothing is made as large as a number in the text says.
+        ValueError: A line is not understood; the message quotes it. No allocation is as large as a number in the text.
     """
     name, found = "", set[str]()
     numbers: dict[str, tuple[int, ...]] = {}
@@ -29,16 +29,21 @@ def parse(text: str) -> Program:
             elif line.startswith("value "):
                 values.append(_parse_aval(line.split(" ", 2)[2]))
             elif line[:1].isdigit():
-                left, flow, dies = line.split(" | ")
+                left, flow, last_uses = line.split(" | ")
                 index, kind = left.split()[:2]
                 if kind not in ("compute", "collective"):
                     raise ValueError(f"unknown kind `{kind}`")
                 inputs, outputs = flow.split(" -> ")
-                segments.append({
-                    "index": int(index), "kind": kind, "inputs": _parse_ranges(inputs),
-                    "outputs": _parse_ranges(outputs), "dies": _parse_ranges(dies.removeprefix("dies ")),
-                    "exchanges": [],
-                })  # fmt: skip
+                segments.append(
+                    {
+                        "index": int(index),
+                        "kind": kind,
+                        "inputs": _parse_ranges(inputs),
+                        "outputs": _parse_ranges(outputs),
+                        "last_uses": _parse_ranges(last_uses.removeprefix("dies ")),
+                        "exchanges": [],
+                    }
+                )
             else:
                 key, _, rest = line.partition(" ")
                 if key == "program":
@@ -59,10 +64,15 @@ def parse(text: str) -> Program:
     if missing:
         raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
     return Program(
-        name=name, axes=axes, values=tuple(values), inputs=numbers["inputs"], outputs=numbers["outputs"],
-        constants=numbers["constants"][0], donated=frozenset(numbers["donated"]),
+        name=name,
+        axes=axes,
+        values=tuple(values),
+        inputs=numbers["inputs"],
+        outputs=numbers["outputs"],
+        constants=numbers["constants"][0],
+        donated=frozenset(numbers["donated"]),
         segments=tuple(Segment(**{**s, "exchanges": tuple(s["exchanges"])}) for s in segments),
-    )  # fmt: skip
+    )
 
 
 # Far more than any program has: a text's numbers and lines are checked before anything is made of their size.
@@ -79,7 +89,7 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         span = range(int(first), int(last or first) + 1)
         if not span or len(out) + len(span) > _MOST_VALUES:
-            raise ValueError(f"`{part}` is no range, or there are more than {_MOST_VALUES} numbers")
+            raise ValueError(f"`{part}` is not a range, or there are more than {_MOST_VALUES} numbers")
         out += span
     return tuple(out)
 

@@ -1,12 +1,12 @@
 """A train step and its arguments -> a flat jaxpr over the rank's own shards, with the axes bound.
 
-Tracing touches no device and speaks to no other rank.
+Tracing uses no device and does not communicate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -36,15 +36,16 @@ class Traced:
         consts: Arrays that the step closed over, one for each of the jaxpr's leading inputs.
         in_tree, out_tree: How arguments `(args, kwargs)` and results flatten.
         in_avals: Abstract values of the flat arguments.
-        donated: Positions of flat arguments that the user gives away.
-        wire: What recognises and executes exchanges.
-        late: Positions of flat arguments that are known after the step's exchanges only.
+        donated: Positions of the flat arguments that the user donates.
+        wire: Recognises and executes exchanges.
+        commit_flag_inputs: Positions of the flat arguments whose values are known only after the step's exchanges.
         undecided: A `cond` around an exchange that the host decides at each step; None once all are decided.
-        decisions: Those that only values decide, by the variable of the jaxpr that counts who takes which branch.
-        present: Variables of the jaxpr that are 0 on a rank whose part in an exchange is made of zeros, else 1.
-        until: What decides how often a loop exchanges that ranks do not vote on, as a hash, by its first result.
-        whole: The unflattened jaxpr; `choose` makes the variant of one decision from it.
-        paths: Of the flat arguments and of the flat results, for messages.
+        decisions: The conditionals that only values decide, by the variable that counts who took which branch.
+        present: Variables that are 0 on a rank that contributes zeros to an exchange, else 1.
+        until: A hash of what decides a loop's number of exchanges where ranks do not vote on it, by its first result.
+        choices: The branches that the host has decided for, in order.
+        unflattened: The jaxpr before flattening; `decide` makes the variants from it.
+        paths: The tree paths of the flat arguments and of the flat results, for messages.
         memo: Results of passes that are computed once, such as `labels.labelled`.
     """
 
@@ -57,26 +58,25 @@ class Traced:
     in_avals: tuple[Any, ...]
     donated: frozenset[int]
     wire: Wire
-    late: frozenset[int] = frozenset()
+    commit_flag_inputs: frozenset[int] = frozenset()
     undecided: Predicate | None = None
     decisions: Mapping[Any, RankDecision] = field(default_factory=dict)
     present: frozenset[Any] = frozenset()
     until: Mapping[Any, str] = field(default_factory=dict)
     choices: tuple[int, ...] = ()
-    whole: Any = field(default=None, repr=False)
+    unflattened: Any = field(default=None, repr=False)
     paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
-    _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # of all variants
+    _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # shared by all variants
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def decide(self, choice: int) -> Traced:
-        """The variant of the step in which the first undecided `cond` takes branch `choice`."""
+        """Returns the variant of the step in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
 
     def own_consts(self) -> tuple[Any, ...]:
-        """Copies of `consts`, made once for all cuts and variants. Waits for them.
+        """Returns copies of `consts`, made once for all cuts and variants. Waits for them.
 
-        An array that JAX has of NumPy's may be that very memory, or may still be read from it, and the user may write
-        there.
+        JAX may have aliased a NumPy array, or may not have read it yet, and the user may write to that memory.
         """
         for x in self.consts:
             if id(x) not in self._own:
@@ -95,7 +95,7 @@ def trace(
     axes: Mapping[str, int],
     wire: Wire,
     donate_argnums: Sequence[int] = (),
-    late_argnums: Sequence[int] = (),
+    commit_flag_argnums: Sequence[int] = (),
 ) -> Traced:
     """Traces `step` once with `axes` bound. Does not wait, does not communicate.
 
@@ -106,11 +106,12 @@ def trace(
         axes: Axis name -> size.
         wire: Recognises exchanges.
         donate_argnums: Positional arguments whose arrays the step may overwrite.
-        late_argnums: Positional arguments that are known after the step's exchanges only, which do not read them.
+        commit_flag_argnums: Positional arguments whose values are known only after the step's exchanges; no exchange
+            may read them.
 
     Raises:
-        CutError: An argument leaf is no array, an axis name is unknown, the step is the body of a `shard_map` without
-            it (`pcast`), or an exchange sits where it cannot be cut.
+        CutError: An argument leaf is not an array, an axis name is unknown, the step is the body of a `shard_map`
+            without the `shard_map` (`pcast`), or an exchange is where it cannot be cut.
     """
     kwargs = dict(kwargs or {})
     leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
@@ -118,7 +119,7 @@ def trace(
     counts = [len(jax.tree.leaves(a)) for a in args]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     donated = frozenset(p for n in donate_argnums for p in range(starts[n], starts[n + 1]))
-    late = frozenset(p for n in late_argnums for p in range(starts[n], starts[n + 1]))
+    flags = frozenset(p for n in commit_flag_argnums for p in range(starts[n], starts[n + 1]))
     avals = tuple(x if isinstance(x, jax.ShapeDtypeStruct) else compat.aval_of(x) for x in leaves)
     box = []
 
@@ -146,16 +147,31 @@ def trace(
     out_tree, results = box[-1]
     given = [_argument(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
     blank = Traced(
-        name=step_name(step), axes=dict(axes), jaxpr=None, consts=(), in_tree=in_tree, out_tree=out_tree,
-        in_avals=avals, donated=donated, wire=wire, late=late, whole=whole, paths=(given, results),
-    )  # fmt: skip
+        name=step_name(step),
+        axes=dict(axes),
+        jaxpr=None,
+        consts=(),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        in_avals=avals,
+        donated=donated,
+        wire=wire,
+        commit_flag_inputs=flags,
+        unflattened=whole,
+        paths=(given, results),
+    )
     return _flatten(blank, ())
 
 
 def _trace_whole(
-    flat_step: Callable[..., Any], named_step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-    avals: Sequence[Any], axes: Mapping[str, int], name: str,
-) -> Any:  # fmt: skip
+    flat_step: Callable[..., Any],
+    named_step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    avals: Sequence[Any],
+    axes: Mapping[str, int],
+    name: str,
+) -> compat.Jaxpr:
     try:
         whole = jax.make_jaxpr(named_step, axis_env=list(axes.items()))(*args, **kwargs)
     except NameError as error:
@@ -192,10 +208,10 @@ def _trace_whole(
 
 
 def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Makes sure that all leaves are arrays, or their types.
+    """Checks that all leaves are arrays, or types of arrays.
 
     Raises:
-        CutError: One is not; says where it stands.
+        CutError: One is not; names its path.
     """
     for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
         if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
@@ -226,29 +242,34 @@ def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
         found.append(predicate)
         return 0
 
-    inner, _ = compat.open_jaxpr(base.whole)
+    inner, _ = compat.open_jaxpr(base.unflattened)
     invars = [compat.new_var(v.aval) for v in inner.invars]
-    walker = Flattener(base.axes, base.wire, invars, base.whole, choose=choose)
-    outs = walker.run(base.whole)
+    walker = Flattener(base.axes, base.wire, invars, base.unflattened, choose=choose)
+    outs = walker.run(base.unflattened)
     eqns = walker.read(outs)
     read = {a for e in eqns for a in e.invars if not isinstance(a, compat.Literal)}
     read |= {a for a in outs if not isinstance(a, compat.Literal)}
     constvars = [v for v in walker.consts if v in read]
-    jaxpr = compat.make_jaxpr_of([*constvars, *invars], outs, eqns, base.whole)
-    return Traced(
-        name=base.name, axes=base.axes, jaxpr=jaxpr, consts=tuple(walker.consts[v] for v in constvars),
-        in_tree=base.in_tree, out_tree=base.out_tree, in_avals=base.in_avals, donated=base.donated, wire=base.wire,
-        late=base.late, undecided=found[0] if found else None, decisions=walker.decisions, choices=choices,
-        present=frozenset(walker.present), until=walker.until, whole=base.whole, paths=base.paths, _own=base._own,
-    )  # fmt: skip
+    jaxpr = compat.make_jaxpr_of([*constvars, *invars], outs, eqns, base.unflattened)
+    return replace(
+        base,
+        jaxpr=jaxpr,
+        consts=tuple(walker.consts[v] for v in constvars),
+        undecided=found[0] if found else None,
+        decisions=walker.decisions,
+        choices=choices,
+        present=frozenset(walker.present),
+        until=walker.until,
+    )
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """What a step is called in messages; that of the function inside for a `functools.partial`."""
+    """Returns the name of a step for messages; of a `functools.partial` the name of the function inside."""
     inner = getattr(step, "func", step)
     return getattr(step, "__name__", getattr(inner, "__name__", type(step).__name__))
 
 
-def _argument(path: Any) -> str:
+def _argument(path: tuple[Any, ...]) -> str:
+    """Returns the tree path of a leaf of `(args, kwargs)` as the user would write it."""
     which = path[0].idx  # 0: args, 1: kwargs
     return ("args" if which == 0 else "kwargs") + jax.tree_util.keystr(path[1:])

@@ -51,7 +51,7 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     joined = set(unit.between)
     for here in (0, 2):
         members = [i for i, p in place.items() if p == here]
-        late = here == 2 and graph.traced.late
+        late = here == 2 and graph.traced.commit_flag_inputs
         if not late and not any(_is_heavy(graph.eqns[i]) for i in members):
             joined.update(members)
     return replace(unit, between=frozenset(joined))

@@ -17,8 +17,8 @@ def verify(program: Program) -> Program:
     dead: set[int] = set()
     for place, segment in enumerate(program.segments):
 
-        def fail(why: str, at: int = place) -> None:
-            raise InternalError(f"program `{program.name}` is not well formed: {why}\n{_around(program, at)}")
+        def fail(cause: str, at: int = place) -> None:
+            raise InternalError(f"program `{program.name}` is not well formed: {cause}\n{_around(program, at)}")
 
         if segment.index != place:
             fail(f"segment {segment.index} stands at place {place}")
@@ -33,12 +33,12 @@ def verify(program: Program) -> Program:
             if not 0 <= v < len(program.values):
                 fail(f"value {v} has no type")
         defined.update(segment.outputs)
-        for v in segment.dies:
+        for v in segment.last_uses:
             if v in dead or v not in defined:
                 fail(f"value {v} is freed twice, or before it is defined")
             if v in returned:
                 fail(f"value {v} is freed, but the step returns it")
-        dead.update(segment.dies)
+        dead.update(segment.last_uses)
         if segment.kind == "compute" and (segment.exchanges or _holds_exchange(program, segment)):
             fail("a compute segment holds an exchange")
         if segment.kind == "collective" and not segment.exchanges:

@@ -58,7 +58,7 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
 
 def _advise_on_accumulation(traced: Traced, warned: set[str]) -> None:
     """Warns about each `optax.MultiSteps` that exchanges in every mini-step."""
-    for source in repeated_exchanges(traced.whole, traced.axes, traced.wire):
+    for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         if source in warned:
             continue
         warned.add(source)

@@ -271,7 +271,7 @@ class Step(Generic[P, R]):
         donate = [n - sum(s < n for s in static) for n in donated]
         return trace(
             function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate,
-            late_argnums=(len(args) - 1,) if flagged else (),
+            commit_flag_argnums=(len(args) - 1,) if flagged else (),
         )  # fmt: skip
 
     def _with_commit_flag(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -208,7 +208,7 @@ NOT_REPEATED = {
 def repeated(tx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> list[str]:
     args = PARAMS, tx.init(PARAMS), PARAMS
     traced = trace(wrap(step_of(tx)), args, axes=AXES, wire=LocalRanks())
-    return list(repeated_exchanges(traced.whole, traced.axes, traced.wire))
+    return list(repeated_exchanges(traced.unflattened, traced.axes, traced.wire))
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])

@@ -13,7 +13,7 @@ import pytest
 
 from jaxcross import exchange
 from jaxcross.program import stages
-from jaxcross.program.op_cost import LIGHT
+from jaxcross.program.op_cost import HOST_OPS
 from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
@@ -59,7 +59,7 @@ def by_kind(tx: optax.GradientTransformation) -> dict[str, Counter[str]]:
 def test_heavy_work_is_in_compute_segments(tx: optax.GradientTransformation, work: set[str]) -> None:
     found = by_kind(tx)
     assert set(found["compute"]) & work
-    assert set(found["collective"]) <= LIGHT | WIRES
+    assert set(found["collective"]) <= HOST_OPS | WIRES
 
 
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree", "hierarchical"])

@@ -68,9 +68,9 @@ def test_only_results_and_kept_inputs_are_left_at_the_end(cut: Any) -> None:
     program = done.program
     for segment in program.segments:
         execution.run(segment.index)
-        assert not alive(execution) & set(segment.dies)
+        assert not alive(execution) & set(segment.last_uses)
     assert alive(execution) <= set(program.outputs) | set(program.inputs)
-    assert {v for s in program.segments for v in s.dies} >= {v for s in program.segments for v in s.inputs} - set(
+    assert {v for s in program.segments for v in s.last_uses} >= {v for s in program.segments for v in s.inputs} - set(
         program.outputs
     )
 
@@ -401,7 +401,7 @@ def program_peak_bytes(program: Any) -> int:
     for segment in program.segments:
         live |= {v: program.values[v].nbytes for v in segment.outputs}
         peak = max(peak, sum(live.values()))
-        live = {v: n for v, n in live.items() if v not in segment.dies or v in program.inputs}
+        live = {v: n for v, n in live.items() if v not in segment.last_uses or v in program.inputs}
     return peak
 
 

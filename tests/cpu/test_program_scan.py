@@ -150,7 +150,7 @@ def test_unrolled_scans_equal_jax(step: Any) -> None:
     out = run_program(program, [jax.tree.leaves(a) for a in args])
     got = [jax.tree.unflatten(program.traced.out_tree, leaves) for leaves in out]
     assert_close(got, over_ranks(step, AXES)(args), 1e-6, step.__name__)
-    inner, whole = program.traced.jaxpr.jaxpr, program.traced.whole.jaxpr
+    inner, whole = program.traced.jaxpr.jaxpr, program.traced.unflattened.jaxpr
     assert [str(v.aval) for v in inner.outvars] == [str(v.aval) for v in whole.outvars]
 
 

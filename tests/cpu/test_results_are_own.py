@@ -123,7 +123,7 @@ def test_donated_inputs_that_come_back_are_moved_once() -> None:
     assert place(state["a"]) == before != place(state["b"])
     assert run(done, (state, jnp.ones(())))["n"] == 4
     frozen = compiled(lambda s, x: {**s, "n": s["n"] + lax.psum(x, "batch")}, (state, jnp.ones(())), (0,))
-    assert frozen.program.forwards() == ((0, True), (1, True)), "a frozen part of the state costs nothing"
+    assert frozen.program.passthroughs() == ((0, True), (1, True)), "a frozen part of the state costs nothing"
     assert frozen.peak_live_bytes() <= peak
 
 
@@ -149,4 +149,4 @@ def test_results_that_segments_make_are_handed_out_as_they_are() -> None:
         return params - lax.pmean(x, "batch"), x.sum(), 0.0
 
     done = compiled(step, (jnp.ones(4), jnp.ones(4)), (0,))
-    assert done.forwards == ()
+    assert done.passthroughs == ()

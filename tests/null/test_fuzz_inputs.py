@@ -30,16 +30,16 @@ PROGRAM = Program(
     name="step", axes=(("batch", 2), ("my axis", 3)), values=(Aval(shape=(4, 2), dtype="float32"),) * 5, inputs=(0, 1),
     outputs=(4,), donated=frozenset({0}),
     segments=(
-        Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), dies=(1,)),
+        Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), last_uses=(1,)),
         Segment(
-            index=1, kind="collective", inputs=(2,), outputs=(3,), dies=(2,),
+            index=1, kind="collective", inputs=(2,), outputs=(3,), last_uses=(2,),
             exchanges=(
                 Exchange(
                     op="psum", axes=("batch", "my axis"), dtype="float32", shape=(4, 2), params=(("tiled", True),)
                 ),
             ),
         ),
-        Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), dies=(0, 3)),
+        Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), last_uses=(0, 3)),
     ),
 )  # fmt: skip
 

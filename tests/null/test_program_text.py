@@ -25,9 +25,9 @@ def program(**changes: Any) -> Program:
     plain = Program(
         name="step", axes=(("batch", 2),), values=(MATRIX,) * 5, inputs=(0, 1), outputs=(4,), donated=frozenset({0}),
         segments=(
-            Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), dies=(1,)),
-            Segment(index=1, kind="collective", inputs=(2,), outputs=(3,), dies=(2,), exchanges=(SUM,)),
-            Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), dies=(0, 3)),
+            Segment(index=0, kind="compute", inputs=(0, 1), outputs=(2,), last_uses=(1,)),
+            Segment(index=1, kind="collective", inputs=(2,), outputs=(3,), last_uses=(2,), exchanges=(SUM,)),
+            Segment(index=2, kind="compute", inputs=(0, 3), outputs=(4,), last_uses=(0, 3)),
         ),
     )  # fmt: skip
     return replace(plain, **changes)
@@ -99,12 +99,12 @@ def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, mess
         (with_segment(2, inputs=(1, 3)), "value 1 is read after its last use"),
         (with_segment(2, outputs=(3,)), "value 3 is defined twice"),
         (with_segment(2, outputs=(9,)), "value 9 has no type"),
-        (with_segment(2, dies=(0, 3, 1)), "value 1 is freed twice, or before it is defined"),
-        (with_segment(2, dies=(0, 3, 4)), "value 4 is freed, but the step returns it"),
+        (with_segment(2, last_uses=(0, 3, 1)), "value 1 is freed twice, or before it is defined"),
+        (with_segment(2, last_uses=(0, 3, 4)), "value 4 is freed, but the step returns it"),
         (with_segment(0, exchanges=(SUM,)), "a compute segment holds an exchange"),
         (with_segment(1, exchanges=()), "a collective segment holds no exchange"),
         (program(outputs=(7,)), "result 7 is never defined"),
-        (with_segment(2, dies=(0,)), "values [3] are never freed"),
+        (with_segment(2, last_uses=(0,)), "values [3] are never freed"),
     ],
 )
 def test_verify_says_what_is_wrong(broken: Program, message: str) -> None:
@@ -125,13 +125,13 @@ def test_state_is_given_away_only_after_the_last_exchange() -> None:
     whole = program()
     assert whole.donates() == (frozenset(), frozenset(), {0, 3})
     assert whole.after_commit == {2} and whole.last_collective == 1
-    early = with_segment(0, dies=(0, 1))
+    early = with_segment(0, last_uses=(0, 1))
     assert early.donates()[0] == frozenset(), "state that dies before the exchange survives a failure"
 
 
 def test_signature_holds_exchanges_and_nothing_local() -> None:
     assert program().exchange_signature() == ("axes batch=2\npsum batch float32[4, 2]\nexchanges of each segment: 1")
-    other = with_segment(0, outputs=(2,), dies=(1,))
+    other = with_segment(0, outputs=(2,), last_uses=(1,))
     assert replace(other, name="other", donated=frozenset()).exchange_hash() == program().exchange_hash()
     for change in ({"dtype": "int32"}, {"shape": (8,)}, {"op": "pmax"}, {"axes": ("b",)}, {"params": (("x", 1),)}):
         assert with_segment(1, exchanges=(replace(SUM, **change),)).exchange_hash() != program().exchange_hash()
@@ -140,7 +140,7 @@ def test_signature_holds_exchanges_and_nothing_local() -> None:
 
 
 def test_digest_sees_structure_types_and_donation() -> None:
-    programs = program(), program(donated=frozenset()), program(values=(MATRIX,) * 6), with_segment(2, dies=(3,))
+    programs = program(), program(donated=frozenset()), program(values=(MATRIX,) * 6), with_segment(2, last_uses=(3,))
     assert len({program_digest(p) for p in programs}) == 4
 
 

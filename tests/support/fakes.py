@@ -198,20 +198,24 @@ def plain_program(name: str = "step", *, exchanges: int = 1, shape: tuple[int, .
         reads = (0, 1) if n == 0 else (value,)
         segments.append(
             Segment(
-                index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=() if n == 0 else (value,)
+                index=len(segments),
+                kind="compute",
+                inputs=reads,
+                outputs=(count,),
+                last_uses=() if n == 0 else (value,),
             )
         )
         exchange = Exchange(op="psum", axes=("batch",), dtype="float32", shape=shape)
         segments.append(
             Segment(
-                index=len(segments), kind="collective", inputs=(count,), outputs=(count + 1,), dies=(count,),
+                index=len(segments), kind="collective", inputs=(count,), outputs=(count + 1,), last_uses=(count,),
                 exchanges=(exchange,),
             )
         )  # fmt: skip
         value, count = count + 1, count + 2
     reads = (0, value) if exchanges else (0, 1)
-    dies = (value,) if exchanges else ()
-    segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), dies=dies))
+    last_uses = (value,) if exchanges else ()
+    segments.append(Segment(index=len(segments), kind="compute", inputs=reads, outputs=(count,), last_uses=last_uses))
     return verify(Program(
         name=name, axes=(("batch", 1),), values=(aval,) * (count + 1), inputs=(0, 1), outputs=(count,),
         segments=tuple(segments),
@@ -249,7 +253,7 @@ class FakeExecution:
             result = self._compiled.compute(index, values)
         else:
             result = sum(self._compiled.world.control.meet(f"{self._compiled.program.name} {index}", values[0]))
-        for v in segment.dies:
+        for v in segment.last_uses:
             del self._env[v]
         (out,) = segment.outputs
         self._env[out] = result
