@@ -1,7 +1,7 @@
 """The stages of a step, as users see them; the only file that knows all passes.
 
     traced = crossover(step).trace(*args)    a flat jaxpr
-    program = stages.cut(traced, 2)          segments and the values between them, verified
+    program = traced.cut(2)                  segments and the values between them, verified
     compiled = stages.compile(program)       XLA executables
     compiled.execution(leaves)               one step in flight
 
@@ -11,21 +11,37 @@ Each result is plain data that the next stage reads. Nothing here depends on MPI
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import final
 
 import jax
 
 from jaxcross.errors import CutError
+from jaxcross.program import trace
 from jaxcross.program.assemble import assemble
 from jaxcross.program.compile import ExecutableCache, collectives_to_await, compile_segments
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut, place_equations
 from jaxcross.program.execution import Compiled
 from jaxcross.program.graph import Graph
 from jaxcross.program.ir import Program, Segment
-from jaxcross.program.trace import Traced
 from jaxcross.program.verify import verify
 
 
-def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+@final
+class Traced(trace.Traced):
+    """A step as one flat jaxpr, as `Step.trace` returns it: `trace.Traced` with the next stage as a method."""
+
+    def cut(self, how: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
+        """Cuts this step into a verified program; `jaxcross.program.stages.cut` has arguments and errors."""
+        return cut(self, how, bucket_bytes=bucket_bytes)
+
+
+def as_stage(traced: trace.Traced) -> Traced:
+    """Returns the same traced step as users get it."""
+    return Traced(**{f.name: getattr(traced, f.name) for f in fields(traced) if f.init})
+
+
+def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
     """Cuts a traced step into a verified program. Does not wait or communicate; the result is the same on every rank.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Traced:
     _own: dict[int, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)  # shared by all variants
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
-    def decide(self, choice: int) -> Traced:
+    def decide(self, choice: int) -> Self:
         """Returns the variant of the step in which the first undecided `cond` takes branch `choice`."""
         return _flatten(self, (*self.choices, choice))
 
@@ -85,6 +85,9 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.jaxpr)
+
+
+T = TypeVar("T", bound=Traced)
 
 
 def trace(
@@ -233,7 +236,7 @@ def _check_results(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> No
             )
 
 
-def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:
+def _flatten(base: T, choices: tuple[int, ...]) -> T:
     remaining, found = list(choices), []
 
     def choose(predicate: Predicate) -> int:

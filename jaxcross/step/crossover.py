@@ -15,6 +15,7 @@ from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
+from jaxcross.program import stages
 from jaxcross.program.aliasing import copy_shared
 from jaxcross.program.compile import SingleFlightCache
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut
@@ -227,14 +228,14 @@ class Step(Generic[P, R]):
         """What the latest call ran, under `cut="auto"` as it was chosen. None before, and where a `cond` decides."""
         return None if self._last is None else self._last[2].program
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
         """The step traced for these arguments. Does not compile, wait or communicate."""
         world = current_world()
         if nnx.holds_objects(args, kwargs):
             return nnx.trace(self, args, kwargs)
         args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, args = self._bind_static(args)
-        return self._trace(world, function, args, kwargs)
+        return stages.as_stage(self._trace(world, function, args, kwargs))
 
     def _agree(self, variant: Variant, host: Standalone) -> None:
         # The branch that the host takes may differ between ranks where the step was given different values: ask each

@@ -16,7 +16,7 @@ from jaxcross._arguments import positions
 from jaxcross._pytree import PyTree
 
 if TYPE_CHECKING:
-    from jaxcross.program.trace import Traced
+    from jaxcross.program.stages import Traced
 
 
 class PureStep(Protocol):
