@@ -16,6 +16,7 @@ from jaxcross.program.graph import Graph, Group, Placement, by_place, exchanges_
 from jaxcross.program.ir import Aval, Exchange, Program, Segment
 from jaxcross.program.jaxpr_utils import drop_unread
 from jaxcross.program.nonfinite import masked_by
+from jaxcross.program.trace import Traced
 
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
 
@@ -34,6 +35,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
     owner = {v: placement.position[i] for v, i in graph.maker.items()}
     parts: dict[Any, str] = {}
     bodies = _bodies(graph, placement, bucket_bytes, parts)
+    # What a position still has to compute follows from what the later ones read, so all bodies come first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
@@ -58,6 +60,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
         literal_ids += [new_value(a) for a in literals]
         collective = at % 2 == 1
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
+        # Results for checks follow the segment's own; `Execution` splits them off again in this order.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(reads[at], [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -73,6 +76,17 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
             )
         )
 
+    return _program(traced, ids, literal_ids, values, segments)
+
+
+def _program(
+    traced: Traced,
+    ids: Mapping[Any, int],
+    literal_ids: Sequence[int],
+    values: Sequence[Aval],
+    segments: Sequence[Segment],
+) -> Program:
+    inner, _ = compat.open_jaxpr(traced.jaxpr)
     remaining = iter(literal_ids)
     arguments = [ids[v] for v in inner.invars[len(traced.consts) :]]
     read = {v for s in segments for v in s.inputs}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import jax
@@ -21,24 +21,28 @@ from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
 from jaxcross.program.ir import Program, Segment, Wire
 
+V = TypeVar("V")
+
 MAX_IDLE_EXECUTABLES = 64  # executables that no job uses any more, kept for a later job that is equal to a finished one
 
 
-class SingleFlightCache:
+class SingleFlightCache(Generic[V]):
     """Values by key, each made once. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._making: dict[Any, threading.Lock] = {}
-        self._values: MutableMapping[Any, Any] = {}
+        self._making: dict[Hashable, threading.Lock] = {}
+        self._values: MutableMapping[Hashable, V] = {}
 
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """Returns the value for `key`. The first caller makes it; others that ask for the same key wait."""
         with self._lock:
             if (found := self._find(key)) is not None:
                 return found
+            # `make` may take minutes, so it runs under a lock of its key alone.
             turn = self._making.setdefault(key, threading.Lock())
         with turn:
+            # The caller that held `turn` before may have made it; if its `make` has failed, this caller tries again.
             with self._lock:
                 found = self._find(key)
             if found is None:
@@ -52,14 +56,14 @@ class SingleFlightCache:
         """Returns the number of values."""
         return len(self._values)
 
-    def _find(self, key: Any) -> Any:
+    def _find(self, key: Hashable) -> V | None:
         return self._values.get(key)
 
-    def _keep(self, key: Any, value: Any) -> None:
+    def _keep(self, key: Hashable, value: V) -> None:
         self._values[key] = value
 
 
-class ExecutableCache(SingleFlightCache):
+class ExecutableCache(SingleFlightCache[Any]):
     """Executables by what they compute, so that equal jobs compile once. Safe to use from several threads.
 
     It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may run any number of
@@ -68,21 +72,22 @@ class ExecutableCache(SingleFlightCache):
 
     def __init__(self) -> None:
         super().__init__()
+        # Weak, so that an executable goes with the last job that uses it, except for the latest ones.
         self._values = WeakValueDictionary()
-        self._latest: OrderedDict[Any, Any] = OrderedDict()
+        self._latest: OrderedDict[Hashable, object] = OrderedDict()
         self.compiled = 0
 
-    def _find(self, key: Any) -> Any:
+    def _find(self, key: Hashable) -> Any | None:
         if (value := super()._find(key)) is not None:
             self._hold(key, value)
         return value
 
-    def _keep(self, key: Any, value: Any) -> None:
+    def _keep(self, key: Hashable, value: object) -> None:
         super()._keep(key, value)
         self.compiled += 1
         self._hold(key, value)
 
-    def _hold(self, key: Any, value: Any) -> None:
+    def _hold(self, key: Hashable, value: object) -> None:
         self._latest[key] = value
         self._latest.move_to_end(key)
         if len(self._latest) > MAX_IDLE_EXECUTABLES:
@@ -171,7 +176,7 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
     return tuple(awaited), overlaps
 
 
-def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:
+def bind_axis_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> compat.Jaxpr:
     """Replaces `axis_index` by this rank's coordinates in an open jaxpr and the jaxprs inside it."""
     env: dict[Any, Any] = {}
     eqns = []
@@ -189,7 +194,7 @@ def bind_axis_index(jaxpr: Any, coords: Mapping[str, int]) -> Any:
     return compat.replace_eqns(jaxpr, eqns, outvars)
 
 
-def _asks_index(jaxpr: Any, coords: Mapping[str, int]) -> bool:
+def _asks_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> bool:
     return any(
         (eqn.primitive.name == "axis_index" and eqn.params["axis_name"] in coords)
         or any(_asks_index(j, coords) for j in compat.sub_jaxprs(eqn))
@@ -200,10 +205,11 @@ def _asks_index(jaxpr: Any, coords: Mapping[str, int]) -> bool:
 def _compute_maker(
     program: Program, segment: Segment, places: Sequence[Any], donate: tuple[int, ...], coords: Mapping[str, int]
 ) -> Callable[[], Any]:
-    def make() -> Any:
+    def make() -> jax.stages.Compiled:
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
+            # The last result is never donated: the segment's end can be awaited by it, whatever becomes of the rest.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
@@ -225,7 +231,8 @@ def _lowered(program: Program, segment: Segment, wire: Wire, coords: Mapping[str
 def _collective_maker(
     program: Program, segment: Segment, collective: Callable[..., list[Any]], host: Any
 ) -> Callable[[], Any]:
-    def make() -> Any:
+    def make() -> object:
+        # Over one rank most exchanges only return their operand. Even an empty executable costs a dispatch and copies.
         if program.is_single_rank(segment) and (order := _forwarded(program, segment, collective)) is not None:
             return _Forward(order)
         # Committed to the host's CPU device, so that it never occupies the accelerator.
@@ -299,7 +306,7 @@ def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> t
     return tuple(sorted(taken))
 
 
-def _sharding(value: Any) -> Any:
+def _sharding(value: object) -> Sharding | None:
     """Returns the sharding that an argument is committed to, None if JAX may place it."""
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None  # a traced type has an abstract mesh, if any
@@ -310,6 +317,8 @@ def _sharding(value: Any) -> Any:
 
 def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:
     """Returns the sharding of each result of a collective segment: its operand's of that shape, else replicated."""
+    # An exchange computes on the host's one device. Its results go back to where the operand of their shape came from:
+    # the next segment is compiled for that.
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
     if not placed:
@@ -317,5 +326,6 @@ def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int,
         return [None if accelerator == host else SingleDeviceSharding(accelerator)] * len(segment.outputs)
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
+    # Reversed, so that the first operand of a shape decides.
     by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
     return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

@@ -59,7 +59,7 @@ def segment_digest(segment: Segment) -> str:
     return digest.hexdigest()
 
 
-def _unprinted(value: Any) -> Iterator[Any]:
+def _unprinted(value: object) -> Iterator[Any]:
     """Yields, hashable, what the text of a jaxpr or parameter leaves out: constants, contexts, callbacks' functions."""
     if isinstance(value, _PRINTED):
         return
@@ -94,11 +94,11 @@ def _unprinted(value: Any) -> Iterator[Any]:
         yield value if by_value else _Same(value)
 
 
-def _content(array: Any) -> bytes:
+def _content(array: object) -> bytes:
     return hashlib.sha256(compat.bytes_of(array)).digest()
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

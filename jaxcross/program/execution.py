@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
+from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
 from jaxcross.program.aliasing import find_shared
 from jaxcross.program.ir import Program, Segment
@@ -153,6 +154,7 @@ class Execution:
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
+        # Back to the accelerator. The copy is asynchronous: nothing here waits for it.
         if runnable.device is not None and runnable.shardings is not None:
             outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
         left = self._left
@@ -207,6 +209,7 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank has failed before it:"
                 " it cannot know how often the others will exchange."
             )
+        # A unit computes between its calls, maybe in loops that zeros never end: its calls alone are made.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._alone[index] = zero_calls(segment, program.traced)
@@ -251,10 +254,11 @@ class Execution:
 
     def skip(self) -> None:
         """Makes the step return the state that it got. To be called before a segment after the commit is run."""
+        # The step selects its old state where the flag is false; see `step.skip_nonfinite`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 
-    def outputs(self) -> Any:
+    def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment was run. Does not wait for them.
 
         As from `jax.jit`, no result shares memory with an argument, unless that was donated: the rest is copied.
@@ -267,7 +271,7 @@ class Execution:
         return compiled.out_tree.unflatten(results)
 
 
-def _one_copy(value: Any, device: Any) -> Any:
+def _one_copy(value: object, device: object) -> object:
     """Returns one replica of a value on the host device; makes no copy if it is there already."""
     if not isinstance(value, jax.Array):
         return value
@@ -286,13 +290,13 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
     )
 
 
-def _decided_by_data(jaxpr: Any, traced: Traced, present: Collection[Any]) -> str | None:
+def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[Any]) -> str | None:
     """Returns the primitive, if any, that decides by values how often something is exchanged.
 
     A loop that ends by itself on a rank that takes no part does not count.
     """
 
-    def conditional(eqn: Any) -> str | None:
+    def conditional(eqn: compat.Equation) -> str | None:
         inside = [j for j in compat.sub_jaxprs(eqn) if holds_exchange(j, traced.axes, traced.wire)]
         if not inside or eqn.primitive.name == "while":
             return None

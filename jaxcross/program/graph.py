@@ -171,7 +171,7 @@ def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
     return found
 
 
-def exchanges_of(eqn: Any, traced: Traced) -> tuple[Exchange, ...]:
+def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
     """Returns the exchanges of one flat equation; those of a loop name the loop in their parameters."""
     found = traced.wire.recognise(eqn, traced.axes)
     if found is not None:

@@ -60,6 +60,7 @@ class Exchange:
 
         A `while` does not say how often it iterates, and counts as once.
         """
+        # A loop's parameter is text such as `scan 8`, because signatures are compared and parsed as text.
         lengths = [str(value).split()[-1] for name, value in self.params if name == "loop"]
         return math.prod(int(n) for n in lengths if n.isdigit())
 
@@ -122,6 +123,7 @@ class Segment:
     outputs: tuple[int, ...]
     last_uses: tuple[int, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    # Not compared: a program that was parsed equals the one whose text it was.
     decisions: tuple[RankDecision, ...] = field(default=(), compare=False, repr=False)
     jaxpr: Any = field(default=None, compare=False, repr=False)
 
@@ -205,7 +207,7 @@ class Program:
         return any(s.exchanges for s in self.segments)
 
     def is_single_rank(self, segment: Segment) -> bool:
-        """Whether a collective segment has nobody to speak to: every exchange is over axes of one rank."""
+        """Whether a collective segment has no peers: every exchange is over axes of one rank."""
         sizes = dict(self.axes)
         return all(x.axes and all(sizes.get(a) == 1 for a in x.axes) for x in segment.exchanges)
 
@@ -227,6 +229,7 @@ class Program:
     @property
     def after_commit(self) -> frozenset[int]:
         """Segments that may run only once every rank is known to have made the step's last exchange."""
+        # The optimizer's segments: once one has overwritten the state, the step can no longer return the old one.
         last = self.last_collective
         return frozenset(s.index for s in self.segments if s.index > last >= 0)
 
@@ -243,6 +246,7 @@ class Program:
         collectives = tuple(s.index for s in self.collectives)
         commit, sets = self.after_commit, []
         for segment, needs in zip(self.segments, self.needs(), strict=True):
+            # Transitive: a segment's set includes the sets of those that it depends on, which come earlier in the list.
             bits = 0
             for n in (*needs, *collectives) if segment.index in commit else needs:
                 bits |= sets[n] | 1 << n
@@ -277,6 +281,7 @@ class Program:
         moved, once. The others must be copied: the caller may donate every result that it gets.
         """
         inputs, taken, found = frozenset(self.inputs), set(self.inputs) - self.donated, []
+        # `taken` holds the values that belong to the user or to an earlier result already.
         for place, v in enumerate(self.outputs):
             if v in inputs or v in taken:
                 found.append((place, v not in taken))
@@ -321,6 +326,7 @@ class Program:
         """
         if self.is_unit:
             return f"axes {self._axes_text()}\ncalls of mpi4jax {self.calls or 'that are not agreed yet'}"
+        # Two cuts may make the same exchanges in the same order and yet pack other ones into a message.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
         lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
@@ -342,6 +348,7 @@ def itemsize(dtype: str) -> int:
     """Returns the bytes of one element; key types count as the 32-bit words that they wrap."""
     if dtype.startswith("key<"):
         return 8
+    # NumPy does not know bfloat16 and the narrower types by name.
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -60,7 +61,7 @@ def nonfinite(program: Program, segment: Segment, results: Sequence[Any]) -> str
     return f"`{exchange.line()}` at {exchange.source} made values that are not finite"
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: jax.Array | np.ndarray) -> bool:
     """Whether an array holds no infinity and no NaN. One pass over it: a sum is finite only if all its terms are."""
     if not isinstance(value.dtype, np.dtype):
         return True  # random keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxcross._jax_compat import Var
 from jaxcross.program.graph import Graph, by_place, nbytes, variables
 
 # Give the same bits wherever they are compiled: they move, compare or convert, and compute nothing.
@@ -97,7 +98,7 @@ def recompute(graph: Graph, place: Mapping[int, int], *, exact: bool) -> dict[in
     return copies
 
 
-def _chain(graph: Graph, var: Any, recomputable: Callable[[int], bool], kept: set[Any]) -> tuple[set[int], set[Any]]:
+def _chain(graph: Graph, var: Var, recomputable: Callable[[int], bool], kept: set[Any]) -> tuple[set[int], set[Any]]:
     """Returns the recomputable equations that make `var`, and the kept or other values that they start from."""
     chain: set[int] = set()
     leaves: set[Any] = set()

@@ -53,7 +53,7 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
 
     Raises:
         CutError: The host must decide a `cond` first.
-        ValueError: `cut` is none of these, or `bucket_bytes` is not a number of bytes.
+        ValueError: `cut` is not one of these, or `bucket_bytes` is not a number of bytes.
     """
     if traced.undecided is not None:
         raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
@@ -92,6 +92,7 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         host=host_device or jax.local_devices(backend="cpu")[0],
         notify=notify,
     )
+    # Worked out once, so that a step in flight only looks things up.
     awaited, overlaps = collectives_to_await(program)
     return Compiled(
         program=program,

@@ -29,21 +29,7 @@ def parse(text: str) -> Program:
             elif line.startswith("value "):
                 values.append(_parse_aval(line.split(" ", 2)[2]))
             elif line[:1].isdigit():
-                left, flow, last_uses = line.split(" | ")
-                index, kind = left.split()[:2]
-                if kind not in ("compute", "collective"):
-                    raise ValueError(f"unknown kind `{kind}`")
-                inputs, outputs = flow.split(" -> ")
-                segments.append(
-                    {
-                        "index": int(index),
-                        "kind": kind,
-                        "inputs": _parse_ranges(inputs),
-                        "outputs": _parse_ranges(outputs),
-                        "last_uses": _parse_ranges(last_uses.removeprefix("dies ")),
-                        "exchanges": [],
-                    }
-                )
+                segments.append(_parse_segment(line))
             else:
                 key, _, rest = line.partition(" ")
                 if key == "program":
@@ -79,6 +65,22 @@ def parse(text: str) -> Program:
 _MOST_VALUES = 1_000_000
 _LONGEST_LINE = 1_000_000
 _NOT_UNDERSTOOD = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
+
+
+def _parse_segment(line: str) -> dict[str, Any]:
+    left, flow, last_uses = line.split(" | ")
+    index, kind = left.split()[:2]
+    if kind not in ("compute", "collective"):
+        raise ValueError(f"unknown kind `{kind}`")
+    inputs, outputs = flow.split(" -> ")
+    return {
+        "index": int(index),
+        "kind": kind,
+        "inputs": _parse_ranges(inputs),
+        "outputs": _parse_ranges(outputs),
+        "last_uses": _parse_ranges(last_uses.removeprefix("dies ")),
+        "exchanges": [],
+    }
 
 
 def _parse_ranges(text: str) -> tuple[int, ...]:
