@@ -113,11 +113,11 @@ class JobContext:
 
     @property
     def state(self) -> PyTree:
-        return self.host.kept.state
+        return self.host.latest.state
 
     @state.setter
     def state(self, state: PyTree) -> None:
-        self.host.kept.give(state, self.step)
+        self.host.latest.set(state, self.step)
 
     @property
     def examples_per_step(self) -> float | None:
@@ -188,17 +188,17 @@ class JobContext:
             driver=driver,
             job=record,
             stream=self._streams,
-            beside=[other.stream for other in loops],
+            open_streams=[other.stream for other in loops],
             data=data,
             steps=steps,
             prepare=to_device,
-            start=START if resumption is None else resumption.next_place(),
+            start=START if resumption is None else resumption.next_position(),
             resumable=resumption is not None,
         )
         self._streams += 1
         loops.append(loop)
         if resumption is not None:
-            resumption.begun(loop)
+            resumption.note_loop(loop)
         return self._measured(loop)
 
     def _measured(self, loop: Prefetcher) -> Iterator[Any]:
@@ -387,7 +387,7 @@ class JobContext:
         result = self._function(self, **self._arguments)
         self._life.running()
         if result is not None:
-            self.host.kept.give(result, self.step)
+            self.host.latest.set(result, self.step)
         del result
         self._save_last(partial(driver.run_on_all_ranks, record))
 
@@ -408,10 +408,10 @@ class JobContext:
             if self.error is not None:
                 forget_locals(self.error)
             if status != "ended":
-                host.kept.settle()
+                host.latest.adopt_results()
             host.replicas.finish(self.status, self.step)
-            host.kept.release()
-        failure = self._metrics.settle()
+            host.latest.release()
+        failure = self._metrics.read_remaining()
         if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
             self.unread = failure
         if record is not None and record.status == "ended":
@@ -453,12 +453,12 @@ class JobContext:
 
     def _unsavable_reason(self) -> str:
         """Returns why a restart could not go on from the state; empty if it can."""
-        kept = self.host.kept
+        latest = self.host.latest
         if self.steps_made and self.host.registry.training is None:
             return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-        if kept.step != self.step:
+        if latest.step != self.step:
             return "its function neither returned nor saved its latest state"
-        if kept.is_guess:
+        if latest.is_guess:
             return (
                 "its function changes what its step returns before the next one, and has not said what it makes of the "
                 "latest: assign that to `job.state` in each step"

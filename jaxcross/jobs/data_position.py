@@ -1,4 +1,4 @@
-"""Where a job stands in its data, and how to get there again."""
+"""Positions in a job's data, and the means to bring a new iterator to one."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Positioned(Protocol):
-    """An iterator that knows its place: Grain's do, and those of `jaxcross.data`."""
+    """An iterator that knows its position, as those of Grain and `jaxcross.data` do."""
 
-    def get_state(self) -> Any: ...
-    def set_state(self, state: Any) -> None: ...
+    def get_state(self) -> object: ...
+    def set_state(self, state: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place in a rank's data.
+class DataPosition:
+    """A position in a rank's data.
 
     Attributes:
-        taken: Batches before it, the same on every rank.
-        state: The iterator's own word for it, as text, if it has one that can be written.
+        n_batches: The number of batches before it, the same on every rank.
+        state: The iterator's own state, as text, if it has one that can be written as JSON.
     """
 
-    taken: int = 0
+    n_batches: int = 0
     state: str | None = None
 
 
-START = Place()
+START = DataPosition()
 
 
-def state_of(source: Iterator[Any]) -> str | None:
-    """What `source` says of its place, if that can be written and read back as it is."""
+def iterator_state(source: Iterator[object]) -> str | None:
+    """Returns the state of `source` as text, or None if it has none that JSON gives back unchanged."""
     if not isinstance(source, Positioned):
         return None
     state = source.get_state()
@@ -47,26 +47,27 @@ def state_of(source: Iterator[Any]) -> str | None:
         return None
 
 
-def go_to(place: Place, source: Iterator[Any], dropped: Callable[[], None] = lambda: None) -> None:
-    """Brings a new iterator to `place`: by its own means, else by dropping the batches before it.
+def seek(position: DataPosition, source: Iterator[object], on_drop: Callable[[], None] = lambda: None) -> None:
+    """Brings a new iterator to `position`: by its own method, else by dropping the batches before it.
 
     Args:
-        place: Where to.
+        position: The target.
         source: The iterator.
-        dropped: Called after each batch that was.
+        on_drop: Called after each dropped batch.
 
     Raises:
-        ValueError: The text is none that `state_of` wrote. Else what the iterator raises.
+        ValueError: `position.state` was not written by `iterator_state`.
+        Exception: Whatever the iterator raises.
     """
-    if place.state is None or not isinstance(source, Positioned):
-        for _ in range(place.taken):
+    if position.state is None or not isinstance(source, Positioned):
+        for _ in range(position.n_batches):
             if next(source, _END) is _END:
                 return
-            dropped()
+            on_drop()
         return
-    state = json.loads(place.state)
+    state = json.loads(position.state)
     if not isinstance(state, dict) or set(state) not in ({"bytes"}, {"value"}):
-        raise ValueError("what a checkpoint says of the data's place is no such thing")
+        raise ValueError("the position in the data that a checkpoint holds cannot be understood")
     source.set_state(base64.b64decode(state["bytes"]) if "bytes" in state else state["value"])
 
 

@@ -20,7 +20,7 @@ from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
-from jaxcross.jobs.step_registry import Calls
+from jaxcross.jobs.step_registry import StepRegistry
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.job_record import NonFinite, RunWorld, check_choice
@@ -37,7 +37,7 @@ class JobHost:
         step: Number of steps that the job has made.
         cuts: The number of segments of each step that `cut="auto"` cut, by the step's key.
         nonfinite: Policy for exchanged values that are not finite.
-        kept: The latest state.
+        latest: The job's latest state.
         registry: The functions with exchanges that the job calls.
         replicas: Comparisons of the ranks' copies of the state.
         examples: Examples of a step.
@@ -55,9 +55,9 @@ class JobHost:
         self.step = 0
         self.cuts: dict[str, int] = {}
         self.nonfinite: NonFinite = "ignore"
-        self.kept = LatestState()
-        self.registry = Calls()
-        self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, kept=self.kept, checks=checks)
+        self.latest = LatestState()
+        self.registry = StepRegistry()
+        self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
         self.examples = ExampleCount()
         self.loops: list[Prefetcher] = []
         self.done = threading.Event()
@@ -177,7 +177,7 @@ class JobHost:
             execution.watch()
         leads = self.registry.leads(compiled)
         if leads and resumption is not None:
-            self.kept.used(leaves)
+            self.latest.note_arguments(leaves)
         outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
         # From here on the call is committed on every rank, so all that counts steps may count it.
         trains = self.registry.trains(compiled)
@@ -185,8 +185,10 @@ class JobHost:
             self.step += 1
             self.examples.count_step()
         if resumption is not None and graph.is_step:
-            resumption.called(compiled.program.name, self.loops, trains=trains, state=self.kept.state, results=outputs)
-        self.kept.committed(outputs, self.step)
+            resumption.note_call(
+                compiled.program.name, self.loops, trains=trains, state=self.latest.state, results=outputs
+            )
+        self.latest.note_results(outputs, self.step)
         if trains:
             together = partial(driver.run_on_all_ranks, record)
             self.replicas.stepped(self.step, local=graph.local_step, together=together)

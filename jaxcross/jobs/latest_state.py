@@ -1,100 +1,107 @@
-"""The state that a job is left with, however it ends."""
+"""Tracks the latest state of a job, so that it is known however the job ends."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross._pytree import PyTree
+
+T = TypeVar("T")
 _copy_array = jax.jit(jnp.copy)  # 13 us a scalar to dispatch, where `jnp.copy` takes 57
 
 
 class LatestState:
-    """A job's state as its function last gave it, and the results of its latest committed step. On one rank; used by
+    """A job's state as its function last set it, and the results of its latest committed step. On one rank; used by
     the job's thread, and by the runner after it.
 
-    Only references are held, of one step's results: arrays that the next step donates are gone from here as well.
+    Only references to one step's results are held: arrays that the next step donates are deleted here as well.
 
     Attributes:
-        state: What the job restored, saved or returned.
-        is_guess: Whether `state` is a step's results, and the function of the job is known to change those before the
-            next step: what it was about to make of them is not known.
+        state: The state that the job restored, saved or returned.
+        is_guess: Whether `state` is a step's results, while the job's function is known to change results before the
+            next step: it may have been about to change these.
     """
 
-    __slots__ = ("_changed", "_made", "_part", "_results", "_results_step", "_state_step", "is_guess", "state")
+    __slots__ = ("_changed", "_part", "_results", "_results_step", "_state_step", "_structure", "is_guess", "state")
 
     def __init__(self) -> None:
-        self.state: Any = None
+        self.state: PyTree = None
         self.is_guess = False
-        self._changed = False
-        self._made = jax.tree.structure(None)  # the structure of results of which `_part` tells
-        self._part: int | None = None  # of a step's results, the one that is like the state; -1: all; None: not known
+        self._changed = False  # the function changes a step's results before the next step
+        self._structure = jax.tree.structure(None)  # of the results to which `_part` belongs
+        self._part: int | None = None  # the index of the result that is like the state; -1: all of them; None: unknown
         self._state_step = 0
-        self._results: Any = None
+        self._results: PyTree = None
         self._results_step = 0
 
     @property
     def step(self) -> int:
-        """After how many steps `state` is the job's."""
+        """The number of steps after which `state` is the job's."""
         return self._state_step
 
-    def give(self, state: Any, step: int) -> None:
-        """The job's function says: this is the state after `step` steps."""
+    def set(self, state: PyTree, step: int) -> None:
+        """Sets the state that the job's function has after `step` steps."""
         self.state, self._state_step, self.is_guess = state, step, False
 
-    def used(self, arguments: Sequence[Any]) -> None:
-        """Notes whether the next step is given what the latest one left, or what the function has made of it."""
+    def note_arguments(self, arguments: Sequence[object]) -> None:
+        """Notes whether the next step takes the latest one's results, or others that the function made of them."""
         if self._changed or self._results is None or self._state_step == self._results_step:
             return
-        if (made := jax.tree.structure(self._results)) != self._made:
-            self._made, self._part = made, self._part_like_state()
+        structure = jax.tree.structure(self._results)
+        if structure != self._structure:  # compared once for each structure: this runs before every step
+            self._structure, self._part = structure, self._part_like_state()
         if self._part is None:
             return
         given = set(map(id, arguments))
-        left = self._results if self._part < 0 else self._results[self._part]
-        self._changed = any(id(leaf) not in given for leaf in jax.tree.leaves(left) if isinstance(leaf, jax.Array))
+        part = self._results if self._part < 0 else self._results[self._part]
+        self._changed = any(id(leaf) not in given for leaf in jax.tree.leaves(part) if isinstance(leaf, jax.Array))
 
     def _part_like_state(self) -> int | None:
-        found = matching(self.state, self._results)
+        found = select_state(self.state, self._results)
         if form(found) != form(self.state):
             return None
         return -1 if found is self._results else [id(part) for part in self._results].index(id(found))
 
-    def committed(self, results: Any, step: int) -> None:
-        """A call came through on all ranks; `step` counts those of the training step so far."""
-        # Another function's results are no state, unless it was given what the training step had left.
-        if step > self._results_step or deleted(self._results):
+    def note_results(self, results: PyTree, step: int) -> None:
+        """Notes the results of a call that all ranks committed, after `step` calls of the training step."""
+        # Another function's results are not the state, unless it took the training step's results by donation.
+        if step > self._results_step or has_deleted(self._results):
             self._results, self._results_step = results, step
 
-    def latest(self) -> tuple[Any, int]:
-        """The newest state that is known and not donated, and after how many steps: `state`, or that of the last
-        committed step.
+    def latest(self) -> tuple[PyTree, int]:
+        """Returns the newest state that is known and not donated, and its number of steps.
+
+        It is `state`, or the one of the last committed step.
         """
-        if self._results_step and (self._state_step < self._results_step or deleted(self.state)):
-            found = matching(self.state, self._results)
-            if not deleted(found):
+        if self._results_step and (self._state_step < self._results_step or has_deleted(self.state)):
+            found = select_state(self.state, self._results)
+            if not has_deleted(found):
                 return found, self._results_step
         return self.state, self._state_step
 
-    def settle(self) -> None:
-        """The job ended early: makes `state` the one of the last committed step, if its function did not do so."""
+    def adopt_results(self) -> None:
+        """Sets `state` to the one of the last committed step, for a job whose function ended before it did so."""
         state, step = self.latest()
-        guess = self._changed and state is not self.state
-        self.give(state, step)
-        self.is_guess = guess
+        is_guess = self._changed and state is not self.state
+        self.set(state, step)
+        self.is_guess = is_guess
 
     def release(self) -> None:
-        """Lets go of the step's results."""
+        """Drops the step's results."""
         self._results = None
 
 
-def matching(state: Any, results: Any) -> Any:
-    """The part of a step's results that is made like `state`: all of it, or the only element of a tuple that has its
-    structure, shapes and element types; all of it if none has, or several have.
+def select_state(state: PyTree, results: PyTree) -> PyTree:
+    """Returns the part of a step's results that corresponds to `state`.
+
+    This is the only element of a tuple with the structure, shapes and element types of `state`; if none or several
+    have them, all of `results`.
     """
     if state is not None and isinstance(results, tuple) and jax.tree.structure(results) != jax.tree.structure(state):
         alike = [part for part in results if form(part) == form(state)]
@@ -102,37 +109,37 @@ def matching(state: Any, results: Any) -> Any:
     return results
 
 
-def holds_state(state: Any, results: Any) -> bool:
-    """Whether a function's results hold an array for each one of `state`, as a step's do, in whatever order."""
-    wanted, found = (Counter(map(_kind, jax.tree.leaves(tree))) for tree in (state, results))
+def holds_state(state: PyTree, results: PyTree) -> bool:
+    """Whether a function's results hold an array for each one of `state`, as a step's do, in any order."""
+    wanted, found = (Counter(map(_shape_and_type, jax.tree.leaves(tree))) for tree in (state, results))
     return wanted <= found
 
 
-def own_copy(state: Any) -> Any:
-    """`state` in arrays that nobody else has, of JAX or NumPy as they were. Dispatched; does not wait."""
+def own_copy(state: T) -> T:
+    """Returns a copy of `state` that shares no array with it. Dispatches the copies of JAX arrays; does not wait."""
     return jax.tree.map(_copy, state)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: PyTree) -> PyTree:
     if isinstance(leaf, jax.Array):
         return _copy_array(leaf)
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def deleted(tree: Any) -> bool:
+def has_deleted(tree: PyTree) -> bool:
     """Whether an array of the tree was donated."""
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
-def form(tree: Any) -> tuple[Any, list[Any]]:
-    """Structure, and shapes and types, of what holds the same state."""
+def form(tree: PyTree) -> tuple[object, list[object]]:
+    """Returns the structure of a tree, and the shapes and types of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [_kind(leaf) for leaf in leaves]
+    return structure, [_shape_and_type(leaf) for leaf in leaves]
 
 
-def _kind(leaf: Any) -> Any:
+def _shape_and_type(leaf: object) -> object:
     try:
         aval = jax.typeof(leaf)
-    except TypeError:  # what is no array: a text, say
+    except TypeError:  # not an array, for example a text
         return type(leaf)
     return aval.shape, aval.dtype

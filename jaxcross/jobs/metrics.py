@@ -1,33 +1,36 @@
-"""What a job logged: copies on the device, read back once they are computed, so that logging never waits."""
+"""Stores logged metrics: copies on the device, read back once they are computed, so that logging never waits."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcross._jax_compat import Tracer
+from jaxcross._pytree import PyTree
 from jaxcross.jobs.latest_state import own_copy
+
+Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 
 
 class MetricLog:
     """One job's metrics.
 
     Args:
-        on_loss: Told of each step whose metrics have a float called `loss`.
+        on_loss: Called with each step whose metrics have a float called `loss`, and that float.
     """
 
     def __init__(self, on_loss: Callable[[int, float], None]) -> None:
-        self.history: list[tuple[int, Any]] = []
+        self.history: list[tuple[int, PyTree]] = []
         self._on_loss = on_loss
-        self._pending: deque[tuple[int, Any]] = deque()
+        self._pending: deque[tuple[int, PyTree]] = deque()
 
-    def add(self, step: int, metrics: Any) -> None:
-        """Takes a copy, and reads back what is computed by now. Does not wait.
+    def add(self, step: int, metrics: PyTree) -> None:
+        """Takes a copy, and reads back earlier metrics that are computed by now. Does not wait.
 
         Raises:
             TypeError: A leaf is traced.
@@ -41,8 +44,8 @@ class MetricLog:
         while self._pending and _computed(self._pending[0][1]):
             self._read_back()
 
-    def settle(self) -> Exception | None:
-        """Reads back what is left; the first error of those that cannot be. Waits for the device."""
+    def read_remaining(self) -> Exception | None:
+        """Reads back all remaining metrics, and returns the first error, if any. Waits for the device."""
         failure = None
         while self._pending:
             try:
@@ -59,16 +62,16 @@ class MetricLog:
             self._on_loss(step, values["loss"])
 
 
-def _key_data(leaf: Any) -> Any:
+def _key_data(leaf: Leaf) -> Leaf:
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-def _computed(metrics: Any) -> bool:
-    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+def _computed(metrics: PyTree) -> bool:
+    arrays: list[PyTree] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
     return all(array.is_ready() for array in arrays)
 
 
-def _host_value(leaf: Any) -> Any:
+def _host_value(leaf: Leaf) -> np.ndarray | complex:
     array = np.asarray(leaf)
     return array.item() if array.ndim == 0 else array

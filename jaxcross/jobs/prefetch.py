@@ -1,4 +1,4 @@
-"""Batches for one job, prepared ahead of it by a thread of their own, off both lanes."""
+"""Prepares batches for one job ahead of time, in a thread of its own next to both lanes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxcross.jobs.data_position import START, Place, go_to, state_of
+from jaxcross._pytree import PyTree
+from jaxcross.jobs.data_position import START, DataPosition, iterator_state, seek
 from jaxcross.runtime.job_record import JobRecord
 
 _ALIGNMENT = 64
@@ -31,7 +32,7 @@ class PrefetchDriver(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """What can be told that nobody will read it further, as generators can."""
+    """An iterator that can be closed before its end, as generators can."""
 
     def close(self) -> None: ...
 
@@ -39,24 +40,24 @@ class Closable(Protocol):
 class Prefetcher(Iterator[Any]):
     """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
 
-    `next` waits until every rank has its batch; as that is voted on while earlier steps run, it seldom does.
+    `next` waits until every rank has its batch. The ranks vote on that while earlier steps run, so it rarely blocks.
 
     Args:
-        driver: Who votes.
+        driver: Votes with the other ranks.
         job: The job's record.
-        stream: Which of the job's feeds this is; the job must open them in one order on all ranks.
-        beside: Those of the job's earlier ones that it may still read.
+        stream: The number of this iterator in the job, which must open them in the same order on all ranks.
+        open_streams: The job's earlier iterators that it may still read.
         data: This rank's batches.
-        steps: Ends after so many, if given.
-        prepare: Called on each batch in the feed's thread, for example to put it on the device.
-        ahead: How many batches may be ready before they are wanted.
-        start: Begins there; `steps` counts the batches before it, too.
-        resumable: Keeps note of the iterator's own state, for checkpoints.
+        steps: Ends after so many batches, if given.
+        prepare: Called on each batch in the prefetcher's thread, for example to put it on the device.
+        buffer_size: The number of batches that may be ready before they are requested.
+        start: The position to begin at; `steps` counts the batches before it, too.
+        resumable: Whether to record the iterator's own state with each batch, for checkpoints.
 
     Attributes:
         stream: As above.
-        place: Behind the last batch that was handed out, whatever was prepared beyond it.
-        closed: Nobody will ask for more.
+        position: The position behind the last batch that was handed out, whatever was prepared beyond it.
+        closed: Whether no further batch will be requested.
     """
 
     def __init__(
@@ -65,58 +66,58 @@ class Prefetcher(Iterator[Any]):
         driver: PrefetchDriver,
         job: JobRecord,
         stream: int,
-        beside: Sequence[int] = (),
+        open_streams: Sequence[int] = (),
         data: Iterable[Any],
         steps: int | None = None,
         prepare: Callable[[Any], Any] = lambda batch: batch,
-        ahead: int = 2,
-        start: Place = START,
+        buffer_size: int = 2,
+        start: DataPosition = START,
         resumable: bool = False,
     ) -> None:
         self._driver, self._job, self.stream = driver, job, stream
         self._data: Iterable[Any] | None = data
-        self._steps, self._prepare = None if steps is None else max(0, steps - start.taken), prepare
-        self.place, self._resumable = start, resumable
-        self._free = threading.Semaphore(ahead)
+        self._steps, self._prepare = None if steps is None else max(0, steps - start.n_batches), prepare
+        self.position, self._resumable = start, resumable
+        self._free = threading.Semaphore(buffer_size)
         self._batches: deque[tuple[Any, str | None]] = deque()
-        self._taken = 0
+        self._taken = 0  # batches handed out since `start`
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._wanted = False
+        self._waiting = False  # `next` is about to ask for a batch, or waits for it
         self.closed = False
         self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # perhaps by a context of the job's thread
         self._thread = threading.Thread(target=self._run, name=f"jaxcross-feed-{job.number}.{stream}", daemon=True)
-        driver.stream_begun(job, beside)
+        driver.stream_begun(job, open_streams)
         self._thread.start()
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches `steps` still allows, the one that was handed out last included; None without `steps`."""
+        """The number of batches that `steps` still allows, including the latest one; None without `steps`."""
         return None if self._steps is None else self._steps - self._taken + (self._taken > 0)
 
     def __next__(self) -> Any:
         with self._lock:
             if self._error is not None and not self._batches:
                 raise self._error
-            self._wanted = True
+            self._waiting = True
         more = self._driver.want_batch(self._job, self.stream, self._taken)
         with self._lock:
-            self._wanted = False
+            self._waiting = False
         if not more:
             self.close()
             raise StopIteration
         self._taken += 1
         batch, state = self._batches.popleft()
-        self.place = Place(self.place.taken + 1, state)
+        self.position = DataPosition(self.position.n_batches + 1, state)
         self._free.release()
         return batch
 
     def close(self) -> None:
-        """Lets the thread end. Does not wait for it: the user's iterator may be stuck."""
+        """Makes the thread end. Does not wait for it, since the user's iterator may be stuck."""
         with self._lock:
             self.closed, batches = True, self._batches
             self._batches = deque()
-        batches.clear()  # not under the lock: who knows what ends with them
+        batches.clear()  # not under the lock: destructors of user objects may run here
         self._free.release()
 
     def _run(self) -> None:
@@ -124,13 +125,13 @@ class Prefetcher(Iterator[Any]):
             self._fill()
 
     def _fill(self) -> None:
-        data, self._data = self._data, None  # nothing here keeps it alive any longer than the loop
+        data, self._data = self._data, None  # released with the loop
         assert data is not None
         count = 0
         try:
             source = iter(data)
             if self._steps != 0:
-                go_to(self.place, source, lambda: self._driver.batch_dropped(self._job))
+                seek(self.position, source, lambda: self._driver.batch_dropped(self._job))
             while self._steps is None or count < self._steps:
                 self._free.acquire()
                 if self.closed:
@@ -139,7 +140,7 @@ class Prefetcher(Iterator[Any]):
                     batch = next(source)
                 except StopIteration:
                     break
-                ready = self._prepare(batch), state_of(source) if self._resumable else None
+                ready = self._prepare(batch), iterator_state(source) if self._resumable else None
                 with self._lock:
                     if not self.closed:
                         self._batches.append(ready)
@@ -156,30 +157,31 @@ class Prefetcher(Iterator[Any]):
             error.add_note("raised by the data given to job.batches")
             with self._lock:
                 self._error = error
-                waiting = self._wanted and not self._batches
-            # Otherwise the job meets it when it has used the batches that came before.
+                waiting = self._waiting and not self._batches
+            # Otherwise `next` raises it after the batches before it. A job that already waits for this batch on the
+            # other ranks must hear of the failure by the vote.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
     def _abandon(self, source: Iterator[Any]) -> None:
-        """The loop ended before its data: what is left open there would stay so, even if the caller kept `source`."""
+        """Closes an iterator that the loop left before its end, with the files and threads that it holds."""
         if isinstance(source, Closable):
             try:
                 source.close()
-            except Exception:  # the job is past it, and perhaps over
+            except Exception:  # the job does not need it any more, and may be over
                 _log.exception("`close()` of the data given to job.batches raised")
 
 
-def to_device(batch: Any) -> Any:
-    """`batch` with its NumPy arrays on the device. What is done to them afterwards, in place, does not reach it."""
+def to_device(batch: PyTree) -> PyTree:
+    """Returns `batch` with its NumPy arrays on the device. Later changes to them, in place, do not affect it."""
     return jax.tree.map(lambda x: jax.device_put(_own(x)) if isinstance(x, np.ndarray | np.generic) else x, batch)
 
 
-def _own(array: Any) -> Any:
-    """A copy, unless nobody can write to `array`: the device may read it late, or in place for as long as it lives."""
+def _own(array: np.ndarray | np.generic) -> np.ndarray | np.generic:
+    """Returns a copy, unless `array` is read-only: the device may read it late, or use it in place."""
     if not isinstance(array, np.ndarray) or array.dtype.hasobject or read_only(array):
         return array
-    # Aligned, the CPU backend takes it as it is instead of copying once more.
+    # The CPU backend takes aligned memory as it is; other memory it would copy once more.
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -188,8 +190,8 @@ def _own(array: Any) -> Any:
 
 
 def read_only(array: np.ndarray) -> bool:
-    """Whether nobody can write to `array`, nor to what it is a view of."""
-    owner: Any = array
+    """Whether neither `array` nor the memory that it is a view of can be written to."""
+    owner: object = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:
             return False

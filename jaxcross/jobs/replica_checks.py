@@ -13,7 +13,7 @@ from jaxcross._pytree import digests, on_host
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.checkpoint.rank_local import common_leaves
 from jaxcross.errors import ExchangeError
-from jaxcross.jobs.latest_state import LatestState, deleted
+from jaxcross.jobs.latest_state import LatestState, has_deleted
 from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Findings, RankReport, exchange
 
 _log = logging.getLogger("jaxcross")
@@ -28,7 +28,7 @@ class ReplicaChecks:
         job: The job's name.
         rank: This rank.
         ranks: How many there are; a single one compares nothing.
-        kept: The job's state and the results of its steps.
+        latest: The job's state and the results of its steps.
         checks: How often, and without which leaves.
 
     Attributes:
@@ -37,8 +37,8 @@ class ReplicaChecks:
         end: This rank's report on the last state, for `settle`; None if there is nothing to report.
     """
 
-    def __init__(self, job: str, *, rank: int, ranks: int, kept: LatestState, checks: CheckReplicas) -> None:
-        self._job, self._rank, self._ranks, self._kept, self._checks = job, rank, ranks, kept, checks
+    def __init__(self, job: str, *, rank: int, ranks: int, latest: LatestState, checks: CheckReplicas) -> None:
+        self._job, self._rank, self._ranks, self._latest, self._checks = job, rank, ranks, latest, checks
         self.findings = Findings(job)
         self.batches = 0
         self.end: RankReport | None = None
@@ -183,12 +183,12 @@ class ReplicaChecks:
         if why:
             return RankReport(count, why, {})
         try:
-            for state, step in (self._kept.latest(), (self._kept.state, self._kept.step)):
+            for state, step in (self._latest.latest(), (self._latest.state, self._latest.step)):
                 stale = step <= self._first_step if self._exchanged else state is self._start
-                if not stale and not deleted(state) and _paths(state) == self._paths:
+                if not stale and not has_deleted(state) and _paths(state) == self._paths:
                     found = digests(state, set(self._common))
                     return RankReport(step if self._exchanged else count, self._uncertain, found)
-            if not self._exchanged and self._kept.state is self._start:
+            if not self._exchanged and self._latest.state is self._start:
                 return RankReport(count, UNCHANGED, {})
         except Exception as error:  # of memory perhaps; the others wait for this report
             return RankReport(count, f"rank {self._rank} cannot read its state ({type(error).__name__}: {error})", {})
@@ -210,10 +210,10 @@ class ReplicaChecks:
 
         A job that has restored a state and hands over none changes it for certain only if it donates it.
         """
-        state, start = self._kept.latest()[0], self._start
+        state, start = self._latest.latest()[0], self._start
         if not self._restored:
             return any(_floats(leaf) for leaf in jax.tree.leaves(state))
-        if deleted(start) or deleted(state):
+        if has_deleted(start) or has_deleted(state):
             return True
         try:
             return None if state is start else not _same(start, state)

@@ -1,101 +1,104 @@
-"""What ties a job to its checkpoints: where it goes on, and where it stands."""
+"""Connects a job to its checkpoints: where it resumes, and what it saves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
-from jaxcross.jobs.data_position import START, Place
+from jaxcross.jobs.data_position import START, DataPosition
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Prefetcher
 
 
 class Resumption:
-    """One job's, on one rank; used by the job's thread, and by the runner after it.
+    """The checkpoints of one job on one rank; used by the job's thread, and by the runner after it.
 
-    The places in the data that are saved are those at the latest committed step of training: a batch that was taken
-    but not yet trained on is taken again.
+    It saves the positions in the data at the latest committed step of training: a batch that was taken but not yet
+    trained on is taken again.
 
     Args:
         checkpointer: Reads and writes the checkpoints.
-        cuts: What `cut="auto"` found, shared with the job.
-        every: After how many steps the plain loop is to save, if at all.
+        cuts: The cuts that `cut="auto"` found, shared with the job.
+        every: The number of steps after which the plain loop saves; None if it does not.
 
     Attributes:
-        first_step: How many steps earlier runs made.
+        first_step: The number of steps that earlier runs made.
     """
 
     def __init__(self, checkpointer: JobCheckpointer, cuts: dict[str, int], every: int | None) -> None:
         self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
         self.first_step = 0
-        self._ahead: list[Place] = []  # where the next loops begin
-        self._places: tuple[Place, ...] = ()
-        # The loops in which the latest step was, and their batches by then.
+        self._next_positions: list[DataPosition] = []  # of the loops that the job has not begun yet
+        self._positions: tuple[DataPosition, ...] = ()  # at the latest step, to be saved
+        # The loops that were open at the latest step, and their numbers of batches by then.
         self._trained: list[tuple[Prefetcher, int]] = []
-        self._several = False
+        self._trains_in_several_loops = False
         self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
-        self._uncounted = ""  # what is wrong with another function that trains
+        self._uncounted_reason = ""  # an error text about another function that trains
 
-    def restore(self, target: Any, together: RunOnAllRanks, *, local: bool = False) -> Any:
-        """The state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
+    def restore(self, target: PyTree, together: RunOnAllRanks, *, local: bool = False) -> PyTree | None:
+        """Returns the state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
         found = self._checkpointer.restore(target, together, local=local)
         if found is None:
             return None
         state, progress = found
         self.first_step = progress.step
-        self._places = tuple(Place(*place) for place in progress.places)
-        self._ahead = list(self._places)
+        self._positions = tuple(DataPosition(*position) for position in progress.places)
+        self._next_positions = list(self._positions)
         self._cuts.update(progress.cuts)
         return state
 
     def markers(self, together: RunOnAllRanks) -> tuple[bool, bool]:
-        """Whether an earlier run left the job stopped, or paused. Waits for all ranks."""
+        """Whether an earlier run left the job stopped, and whether paused. Waits for all ranks."""
         return self._checkpointer.markers(together)
 
     def mark_done(self, status: str) -> None:
-        """The job is over, and not because the run is."""
+        """Records that the job is over, for a reason other than the end of the run."""
         self._checkpointer.mark_done(status)
 
     def mark_paused(self, paused: bool) -> None:
-        """The job rests, or goes on."""
+        """Records that the job is paused, or resumed."""
         self._checkpointer.mark_paused(paused)
 
-    def next_place(self) -> Place:
-        """Where the job's next loop over batches begins."""
-        return self._ahead.pop(0) if self._ahead else START
+    def next_position(self) -> DataPosition:
+        """Returns the position at which the job's next loop over batches begins."""
+        return self._next_positions.pop(0) if self._next_positions else START
 
-    def begun(self, feed: Prefetcher) -> None:
-        """A loop over batches begins, at `next_place`."""
-        if feed.place != START:  # an earlier run trained in it
-            self._trained.append((feed, feed.place.taken))
+    def note_loop(self, prefetcher: Prefetcher) -> None:
+        """Notes that a loop over batches begins, at `next_position`."""
+        if prefetcher.position != START:  # an earlier run trained in it
+            self._trained.append((prefetcher, prefetcher.position.n_batches))
 
-    def called(self, name: str, feeds: Iterable[Prefetcher], *, trains: bool, state: Any, results: Any) -> None:
-        """A function with exchanges has come through on all ranks.
+    def note_call(
+        self, name: str, prefetchers: Iterable[Prefetcher], *, trains: bool, state: PyTree, results: PyTree
+    ) -> None:
+        """Notes that all ranks committed a call of a function with exchanges.
 
         Args:
-            name: The function's.
-            feeds: The job's loops over batches.
+            name: The function's name.
+            prefetchers: The job's loops over batches.
             trains: Whether the call is a step of the job.
-            state: Made like the job's state.
-            results: What the function returned.
+            state: A tree with the structure, shapes and types of the job's state.
+            results: The results of the function.
         """
-        reading = [(feed, feed.place.taken) for feed in feeds if not feed.closed]
+        reading = [(each, each.position.n_batches) for each in prefetchers if not each.closed]
         if trains:
-            self._several = self._several or any(feed.closed for feed, _ in self._trained)
+            # A loop that was closed since the latest step: the job trains in a second one.
+            self._trains_in_several_loops |= any(each.closed for each, _ in self._trained)
             self._trained = reading
-            self._places = tuple(feed.place for feed, _ in reading)
+            self._positions = tuple(each.position for each, _ in reading)
             self._step = self._step or (name, holds_state(state, results))
         assert self._step is not None
         counted, counted_trains = self._step
         if trains:
-            self._uncounted = self._uncounted if not counted_trains else ""
+            self._uncounted_reason = self._uncounted_reason if not counted_trains else ""
             return
         # It trains on other batches than the latest step, or in place of a step that only evaluates.
-        elsewhere = any(feed.place.taken != taken for feed, taken in self._trained) or (reading and not self._trained)
-        if (elsewhere or not counted_trains) and holds_state(state, results):
-            self._uncounted = (
+        took_others = any(each.position.n_batches != n for each, n in self._trained) or (reading and not self._trained)
+        if (took_others or not counted_trains) and holds_state(state, results):
+            self._uncounted_reason = (
                 f"`{name}` trains, but steps are the calls of `{counted}`, the first function with exchanges that the "
                 "job called: a restart would take the wrong batches. Train by one function, with a static argument for "
                 "what differs, and evaluate after its first step"
@@ -103,26 +106,28 @@ class Resumption:
 
     @property
     def unsavable_reason(self) -> str:
-        """Why a restart would not know where to go on in the data, if so."""
-        if self._several:
+        """The reason why a restart could not find its position in the data; empty if it can."""
+        if self._trains_in_several_loops:
             return (
                 "its function trains in several loops over `job.batches`, one after the other or one inside another, "
                 "and a restart could not tell them apart: take all batches from one loop"
             )
-        return self._uncounted
+        return self._uncounted_reason
 
     def save(
-        self, state: Any, step: int, together: RunOnAllRanks, *, unsavable_reason: str
+        self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str
     ) -> list[dict[str, str]] | None:
         """Begins a checkpoint, and returns every rank's digests. Waits for all ranks; see `JobCheckpointer.save`."""
         return self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason)
 
-    def save_last(self, state: Any, step: int, together: RunOnAllRanks, *, unsavable_reason: str) -> None:
-        """The job is over: makes sure that its state survives, unless it never began. Waits for all ranks and disks."""
-        if self._checkpointer.begun:  # on one rank perhaps after its first step, on another before it
+    def save_last(self, state: PyTree, step: int, together: RunOnAllRanks, *, unsavable_reason: str) -> None:
+        """Saves the state of a job that is over, unless it never began. Waits for all ranks and disks."""
+        # `begun` is the same on all ranks; the job's first step may not be: one rank may be before it.
+        if self._checkpointer.begun:
             self._checkpointer.save(state, self._progress(step), together, unsavable_reason=unsavable_reason, last=True)
             self._checkpointer.wait_until_complete(together)
 
     def _progress(self, step: int) -> Progress:
         cuts: Mapping[str, int] = dict(self._cuts)
-        return Progress(step=step, places=tuple((place.taken, place.state) for place in self._places), cuts=cuts)
+        places = tuple((position.n_batches, position.state) for position in self._positions)
+        return Progress(step=step, places=places, cuts=cuts)

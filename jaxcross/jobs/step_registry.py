@@ -1,4 +1,4 @@
-"""The functions with exchanges that a job calls, and what the interleaver knows of each."""
+"""Registers the functions with exchanges that a job calls, and their step graphs for the interleaver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxcross.program.ir import Program
 
 
 def step_graph_of(program: Program) -> StepGraph:
-    """What the interleaver knows of a program."""
+    """Returns the step graph of a program, which is all that the interleaver knows about it."""
     return StepGraph(
         kinds=tuple(s.kind for s in program.segments),
         needs=program.needs(),
@@ -20,11 +20,11 @@ def step_graph_of(program: Program) -> StepGraph:
     )
 
 
-class Calls:
-    """Of one job, on one rank; used by the job's thread.
+class StepRegistry:
+    """The functions with exchanges of one job on one rank; used by the job's thread.
 
     Attributes:
-        training: Name of the function whose calls are the job's steps: the first step that it called. None before that.
+        training: The name of the function whose calls are the job's steps: the first step that it called. None before.
     """
 
     __slots__ = ("_agreed", "_graphs", "_programs", "training")
@@ -37,13 +37,18 @@ class Calls:
 
     @property
     def any(self) -> bool:
-        """Whether the job has called one."""
+        """Whether the job has called such a function."""
         return bool(self._graphs)
 
     def first_use(self, program: Program, step: object) -> bool:
-        """Whether the job has asked about no program before that is of this step (whatever stands for it), takes these
-        branches and exchanges as this one does. The same on every rank: shapes may change on one alone, and the others
-        would not come to agree on what they know.
+        """Whether this is the job's first program of this step with these branches and exchanges.
+
+        The same on every rank, since shapes do not count: they may change on one rank alone, and the other ranks would
+        not come to an agreement.
+
+        Args:
+            program: The program.
+            step: Any object that identifies the step.
         """
         if id(program) in self._programs:
             return False
@@ -54,7 +59,7 @@ class Calls:
         return new
 
     def graph(self, compiled: Compiled) -> StepGraph:
-        """What the interleaver knows of it."""
+        """Returns the step graph of executables."""
         known = self._graphs.get(id(compiled))
         if known is None:
             # The pair keeps `compiled` alive, hence its id unique.
@@ -62,16 +67,16 @@ class Calls:
         return known[1]
 
     def trains(self, compiled: Compiled) -> bool:
-        """Whether a call of it, which came through, is a step of the job."""
+        """Whether a committed call is a step of the job. The first such call decides which function trains."""
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
         return leads
 
     def leads(self, compiled: Compiled) -> bool:
-        """Whether a call of it is a step of the job, if it comes through."""
+        """Whether a call is a step of the job, if all ranks commit it."""
         return self.graph(compiled).is_step and self.training in (None, compiled.program.name)
 
     def forget(self) -> None:
-        """Lets go of them, and of the constants that they hold; what the steps are called stays known."""
+        """Drops all programs with their constants. The name of the training function stays known."""
         self._graphs, self._programs, self._agreed = {}, {}, {}

@@ -21,7 +21,7 @@ import pytest
 from fakes import FakeControl, run_ranks
 from layers import step
 
-from jaxcross.jobs.step_registry import Calls
+from jaxcross.jobs.step_registry import StepRegistry
 from jaxcross.program import stages
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
@@ -302,7 +302,7 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
 
 
 def test_a_job_agrees_once_on_what_exchanges_alike_in_one_step_and_its_branch() -> None:
-    calls, step, other, branch = Calls(), object(), object(), replace(traced(), choices=(1,))
+    calls, step, other, branch = StepRegistry(), object(), object(), replace(traced(), choices=(1,))
     asked = [(traced(), step), (traced(), step), (branch, step), (branch, step), (traced(), other)]
     assert [calls.first_use(stages.cut(t), s) for t, s in asked] == [True, False, True, False, True]
 

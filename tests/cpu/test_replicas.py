@@ -315,12 +315,12 @@ def test_a_state_that_cannot_be_read_is_a_report_and_no_hang():
         def __jax_array__(self):
             raise RuntimeError("lost")
 
-    kept = LatestState()
-    checks = ReplicaChecks("a", rank=0, ranks=2, kept=kept, checks=CheckReplicas())
+    latest = LatestState()
+    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest, checks=CheckReplicas())
     start = {"w": jnp.ones(3)}
-    kept.give(start, 0)
+    latest.set(start, 0)
     checks.begin(start, 0, local=False, resumed=False, together=lambda *_: None)
-    kept.give({"w": Unreadable()}, 0)
+    latest.set({"w": Unreadable()}, 0)
     checks.finish("ended", 0)
     assert checks.end is not None and checks.end.why.startswith("rank 0 cannot read its state (TypeError")
 

@@ -15,8 +15,8 @@ from jaxcross.jobs.runner import Runner
 def known(job):
     """How many loops each part of a run knows of, once the threads of those that are over have said their last."""
     for thread in threading.enumerate():
-        feed = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(feed, Prefetcher) and feed._driver is job._life.driver and feed.closed:
+        prefetcher = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(prefetcher, Prefetcher) and prefetcher._driver is job._life.driver and prefetcher.closed:
             thread.join(60)
             assert not thread.is_alive()
     interleaver = job._life.driver._interleaver
@@ -68,10 +68,10 @@ def test_the_places_of_the_loops_that_are_open_are_kept_in_their_order(tmp_path)
             for inner in job.batches([1.0, 2.0]):
                 loops(job, n)
                 state = step(state, batch + inner)
-                places.append([place.taken for place in job._life.resumption._places])
+                places.append([position.n_batches for position in job._life.resumption._positions])
             loops(job, n)
             state = step(state, batch)
-            places.append([place.taken for place in job._life.resumption._places])
+            places.append([position.n_batches for position in job._life.resumption._positions])
         job.log(places)
         return state
 

@@ -1,0 +1,171 @@
+"""Which state a job is left with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcross.jobs.latest_state import LatestState, holds_state, own_copy, select_state
+
+
+def state(value):
+    return {"w": jnp.full(2, value), "b": jnp.float32(value)}
+
+
+def delete(tree):
+    for leaf in tree.values():
+        leaf.delete()
+
+
+def test_the_part_of_the_results_with_the_structure_of_the_state():
+    one, loss = state(1.0), {"loss": jnp.float32(0)}
+    assert select_state(state(0.0), (one, loss)) is one
+    assert select_state(state(0.0), (loss, one)) is one
+    assert select_state(state(0.0), one) is one
+    pair = (one, loss)
+    assert select_state((state(0.0), loss), pair) is pair
+
+
+def test_a_part_must_have_the_shapes_and_types_of_the_state():
+    """A loss is a leaf, as a state that is one array is."""
+    loss, w = jnp.float32(0), jnp.ones(4)
+    assert select_state(jnp.zeros(4), (loss, w)) is w
+    assert select_state(jnp.zeros(4), (jnp.zeros(4, int), w)) is w
+    assert select_state({"n": 3}, (loss, {"n": jnp.int32(4)})) == {"n": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (jnp.zeros(4), (jnp.ones(4), jnp.ones(4))),
+        (jnp.zeros(4), (jnp.ones(5), jnp.float32(0))),
+        ("text", (jnp.ones(4), jnp.float32(0))),
+    ],
+)
+def test_all_results_if_several_parts_are_like_the_state_or_none_is(given, parts):
+    assert select_state(given, parts) is parts
+
+
+@pytest.mark.parametrize("given", [None, [1, 2, 3]])
+def test_all_results_if_no_part_has_the_structure(given):
+    results = (state(1.0), None)
+    assert select_state(given, results) is results
+
+
+def test_results_later_than_the_state_take_its_place():
+    latest, one = LatestState(), state(1.0)
+    latest.set(state(0.0), 0)
+    latest.note_results((one, None), 1)
+    latest.adopt_results()
+    assert latest.state is one
+
+
+def test_a_state_given_after_the_last_step_stays():
+    latest, mine = LatestState(), state(5.0)
+    latest.note_results((state(1.0), None), 1)
+    latest.set(mine, 1)
+    latest.adopt_results()
+    assert latest.state is mine
+
+
+def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
+    latest, one = LatestState(), state(1.0)
+    latest.adopt_results()
+    assert latest.state is None
+    first = state(0.0)
+    latest.set(first, 1)
+    latest.note_results((one, None), 1)
+    delete(first)
+    latest.adopt_results()
+    assert latest.state is one
+
+
+def test_results_of_other_functions_count_only_if_they_were_given_the_state():
+    latest, one, two = LatestState(), state(1.0), state(2.0)
+    latest.set(state(0.0), 0)
+    latest.note_results((one, None), 1)
+    latest.note_results(state(7.0), 1)  # say, statistics of gradients
+    latest.adopt_results()
+    assert latest.state is one
+    latest.note_results((one, None), 2)
+    delete(one)
+    latest.note_results((two, None), 2)
+    latest.adopt_results()
+    assert latest.state is two
+
+
+def test_lost_results_do_not_take_the_place_of_anything():
+    latest, mine, one = LatestState(), state(0.0), state(1.0)
+    latest.set(mine, 0)
+    latest.note_results(one, 1)
+    delete(one)
+    latest.adopt_results()
+    assert latest.state is mine
+
+
+def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
+    mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0), "host": np.ones(2)}
+    copy = own_copy(mine)
+    mine["w"].delete()
+    mine["host"][:] = 2
+    assert copy["w"].tolist() == copy["host"].tolist() == [1.0, 1.0]
+    assert isinstance(copy["host"], np.ndarray)
+    assert copy["n"] == 3
+    assert copy["weak"].aval == mine["weak"].aval
+
+
+@pytest.mark.parametrize("donates", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, donates):
+    latest, one, two = LatestState(), state(1.0), state(2.0)
+    latest.set(state(0.0), 0)
+    latest.note_arguments([jnp.ones(3), *latest.state.values()])
+    latest.note_results((one, jnp.float32(0)), 1)
+    latest.note_arguments([jnp.ones(3), *({"w": one["w"] + 1, "b": one["b"]} if changes else one).values()])
+    if donates:
+        delete(one)
+    latest.note_results((two, jnp.float32(0)), 2)
+    latest.adopt_results()
+    assert latest.state is two
+    assert latest.is_guess == changes
+
+
+def test_results_whose_change_the_function_has_given_are_no_guess():
+    latest = LatestState()
+    latest.set(state(0.0), 0)
+    for step in (1, 2):
+        latest.note_arguments(list(latest.state.values()))
+        latest.note_results((state(step), None), step)
+        latest.set(state(7.0 + step), step)
+    latest.adopt_results()
+    assert not latest.is_guess
+    assert latest.state["b"] == 9
+
+
+@pytest.mark.parametrize("later", [lambda w: w, lambda w: (w, w["w"].sum(), 1), lambda w: w["w"]])
+def test_results_of_another_make_are_looked_at_anew(later):
+    """A static argument may change what a step returns, and another function may be given what the step left."""
+    latest, state = LatestState(), {"w": jnp.ones(3)}
+    latest.set(state, 0)
+    for step, results in enumerate(((state, jnp.float32(1)), later(state), (state, jnp.float32(1))), 1):
+        latest.note_arguments(jax.tree.leaves(state))
+        latest.note_results(results, step)
+    latest.note_arguments(jax.tree.leaves(state))
+    latest.adopt_results()
+    assert not latest.is_guess
+
+
+def test_a_state_in_parts_is_not_taken_for_a_changed_one():
+    latest, state = LatestState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    latest.set(state, 0)
+    for step in (1, 2):
+        latest.note_arguments(jax.tree.leaves(state))
+        latest.note_results((*state, jnp.float32(1)), step)
+    latest.adopt_results()
+    assert not latest.is_guess
+
+
+def test_what_holds_a_state():
+    state = ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
+    assert holds_state(state, state) and holds_state(state, (*state, jnp.float32(1)))
+    assert not holds_state(state, (jnp.ones(3), jnp.float32(1)))
