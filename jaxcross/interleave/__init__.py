@@ -1,13 +1,13 @@
-"""Pure decisions: whose segment is next, which exchange follows, when a step is committed. No MPI, JAX or threads.
+"""Pure decisions: the next segment, the next exchange, and when a step is committed. No MPI, JAX or threads.
 
 interleaver     the state machine: events in, instructions out (`messages`); its proof is at its head
-shared_state    what every rank shares, and the order of exchanges that follows from it
-local_state     what this rank has for itself
-vote            the one control message between ranks; `ballot_writer` writes this rank's, `pending_jobs` those who join
-policy          whose turn it is: `RoundRobin`, `Sequential`, `Weighted`
-compute_queue   which compute segment the device gets next
-step_graph      all that the interleaver knows of a program
-invariants      what always holds between two events
-instrument      the spans that listeners get
+shared_state    the state that every rank shares, and the order of exchanges that follows from it
+local_state     the state that only this rank has
+vote            the one control message between ranks; `ballot_writer` writes this rank's; `pending_jobs` for new jobs
+policy          the order of turns: `RoundRobin`, `Sequential`, `Weighted`
+compute_queue   the next compute segment for the device
+step_graph      the dependences of a program, which is all that the interleaver knows of it
+invariants      conditions that hold between any two events
+instrument      spans and notes for listeners
 simulator       real interleavers on a virtual clock
 """

@@ -1,4 +1,4 @@
-"""What one rank says in the votes: of its jobs, and of jobs that may join."""
+"""Writes one rank's votes: about its jobs, and about jobs that may join."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxcross.interleave.vote import Ballot, JobBallot, JobRequest
 
 
 class BallotWriter:
-    """The ballot and what is to be written into it.
+    """The ballot of one rank, and the changes that are to be written into it.
 
     Attributes:
-        joiners: Jobs that were added here during the run.
-        urgent: There is something to say that does not wait for a job's turn.
+        pending: Jobs that were added here during the run and have not joined.
+        urgent: Whether there is something to vote on that does not wait for a job's turn.
     """
 
     def __init__(self, rows: int) -> None:
@@ -27,44 +27,44 @@ class BallotWriter:
         self._touched: set[int] = set()  # jobs whose row may be out of date
 
     def touch(self, job: int) -> None:
-        """There may be news of the job."""
+        """Marks a job whose vote may have changed."""
         self._touched.add(job)
 
     def join(self, job: int, rows: int) -> None:
-        """The job comes in; so many rows are needed now."""
+        """Takes in a job that joins; the ballot needs `rows` rows now."""
         self._ballot.grow(rows)
         self._touched.add(job)
 
     def leave(self, job: int, row: int) -> None:
-        """The job is over. Nothing is said in its row until another one gets it."""
+        """Clears the row of a job that is over, for the next job that gets it."""
         self._touched.discard(job)
         self._ballot.set_job(row, JobBallot())
 
     def add(self, name: str) -> None:
-        """A job was added here."""
+        """Notes that a job was added here."""
         self.pending.add(name)
         self.urgent = True
 
     def submit(self, text: str) -> None:
-        """All ranks are to hear the text."""
+        """Takes a text that is to be delivered on all ranks."""
         self.pending.submit(text)
         self.urgent = True
 
     def stop(self) -> None:
-        """Somebody wishes that all jobs stop."""
+        """Requests that all jobs stop."""
         self._ballot.stop()
         self.urgent = True
 
     def cast(self, jobs: Mapping[int, LocalJob], shared: Mapping[int, SharedJob]) -> np.ndarray:
-        """The ballot of the coming vote. Wishes are said in one only."""
-        requested = set()
+        """Writes the ballot of the coming vote. A request is cast in one vote only."""
+        requesting = set()
         for job in self._touched:
             mine = jobs[job]
             self._ballot.set_job(shared[job].row, mine.ballot())
             if mine.request is not JobRequest.NONE:
                 mine.request = JobRequest.NONE
-                requested.add(job)
-        self._touched = requested
+                requesting.add(job)
+        self._touched = requesting  # their rows change back in the next vote
         self.pending.write(self._ballot)
         self.urgent = False
         return self._ballot.cast()

@@ -1,4 +1,4 @@
-"""Which compute segment the device gets next. Every rank's own affair: orders may differ between ranks."""
+"""The order of compute segments on this rank's device. It may differ between ranks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ class ComputeQueue:
     """The compute lane of one rank.
 
     Args:
-        jobs: How many jobs there are.
-        policy: Whose turn it is.
-        depth: How many segments may be on the device at once.
+        jobs: Number of jobs.
+        policy: The policy that gives turns.
+        depth: Number of segments that may be on the device at once.
     """
 
     def __init__(self, jobs: int, policy: Policy, depth: int) -> None:
         self.depth = depth
         self.on_device: set[Key] = set()
-        self._ready: dict[int, int] = {}  # jobs that have a segment for the lane, and which
+        self._ready: dict[int, int] = {}  # the ready segment of each job that has one
         self._turns = Turns(policy, jobs)  # in nanoseconds
 
     def join(self, job: int) -> None:
-        """A job comes in."""
+        """Adds a job."""
         self._turns.add(job)
 
     def leave(self, job: int) -> None:
-        """A job is over. What it has on the device comes to its end there."""
+        """Removes a job. Its segments on the device still come to their end there."""
         self._ready.pop(job, None)
         self._turns.remove(job)
 
     def set_ready(self, job: int, segment: int | None) -> None:
-        """The segment is what the job has for the lane, or it has none."""
+        """Sets the job's ready segment, or that it has none."""
         if segment is None:
             self._ready.pop(job, None)
         else:
             self._ready[job] = segment
 
     def next(self) -> tuple[int, int] | None:
-        """The job whose turn begins, and its segment, if there is one and the device has room."""
+        """Begins the next turn: returns its job and segment, if there is one and the device has room."""
         if len(self.on_device) >= self.depth or not self._ready:
             return None
         job = self._turns.next(self._ready)
@@ -47,7 +47,7 @@ class ComputeQueue:
         return job, self._ready[job]
 
     def ended(self, key: Key, ns: int = 0) -> None:
-        """The segment has left the device, which it had for so long."""
+        """Notes that the segment has left the device, which it had for `ns` nanoseconds."""
         self.on_device.discard(key)
         if ns:
             self._turns.charge(key[0], ns)

@@ -1,4 +1,4 @@
-"""What the driver tells whoever listens: one span for each thing a lane did."""
+"""Spans and notes of a run, and the base class of their listeners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PARAMETER_SERVER = "parameter server"
-"""Label of the spans of a job's exchange with parameter servers: it meets no other rank's."""
+"""Label of the spans of a job's exchange with parameter servers: it has no counterpart on other ranks."""
 
 TOGETHER = "together"
 """Label of the spans of `job.run_on_all_ranks`: work on all ranks' exchange lanes at once, as saving."""
@@ -21,19 +21,19 @@ class Span:
 
     Attributes:
         rank: The rank that measured it.
-        job: Name of the job, or "" for what belongs to no job (a vote).
+        job: Name of the job, or "" for a span that belongs to no job (a vote).
         step: Step of the job, counted from 1: step n makes state n. 0 for work before the first step. For a call that
-            is no step, the step before it.
+            does not count as a step, the step before it.
         segment: Index of the segment in its program, -1 for none.
-        kind: What was done. `input` is the preparation of a batch, `host` a job's own work.
+        kind: The kind of work. `input` is the preparation of a batch, `host` a job's own work.
         lane: Number of the lane of that kind.
-        start_ns: When it began. For compute: when the device could begin it.
-        end_ns: When its outputs were there.
-        ready_ns: When its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
+        start_ns: The time when it began; for compute, when the device could begin it.
+        end_ns: The time when its outputs were there.
+        ready_ns: The time when its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
         label: Free text; an exchange held back by an emulated link is labelled `emulated`.
-        in_step: False for a call that is none of the job's steps, as an evaluation.
-        other_calls: Such calls of the job until now, this one included, of those that exchange.
+        in_step: False for a call that is not a step of the job, such as an evaluation.
+        other_calls: Number of such calls of the job that exchange, up to and including this one.
     """
 
     rank: int
@@ -52,12 +52,12 @@ class Span:
 
     @property
     def number(self) -> int:
-        """Tells the calls of a job apart, and is the same on all ranks for one that exchanges."""
+        """Identifies a call of the job; the same on all ranks for a call that exchanges."""
         return self.step + self.other_calls
 
 
 class Instrument:
-    """Base of everything that listens to a run. A hook that is not overridden is never called.
+    """Base class of the listeners of a run. A hook that is not overridden is never called.
 
     Hooks are called from lane and job threads, one at a time for each thread: they must be quick and thread-safe, and
     must not raise.
@@ -67,13 +67,14 @@ class Instrument:
         """Called when something ended on this rank."""
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Called with a fact for a person: `kind` is `loss` with a number, `status` with a text, or `done`, the
-        last of a job that came to its end.
+        """Called with a fact for a person.
+
+        `kind` is `loss` with a number, `status` with a text, or `done`, the last note of a job that came to its end.
         """
 
 
 class Listeners:
-    """The hooks of several instruments, without those that nobody overrides."""
+    """The hooks of several instruments, without those that are not overridden."""
 
     def __init__(self, instruments: Iterable[Instrument] = ()) -> None:
         instruments = tuple(instruments)

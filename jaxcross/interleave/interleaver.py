@@ -1,15 +1,15 @@
 """Decides what each lane does next. A pure state machine: events in, instructions out.
 
-It has no thread, no clock, and knows neither JAX nor MPI. One class serves `Sequential`, `RoundRobin` and simulators:
-`handle` is its only mutator and `check` states what must always hold.
+It has no thread and no clock, and knows neither JAX nor MPI. One class serves all policies and simulators: `handle` is
+its only mutator, and `check` states the invariants.
 
-**Compute lane.** Its order is this rank's own affair. Up to `depth` segments are on the device; whenever fewer are,
-and any job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A
-compute segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are
-done and, if it consumes the step's input state, the step is committed.
+**Compute lane.** Its order is local to this rank. Up to `depth` segments are on the device. Whenever fewer are, and any
+job has a ready one, the policy's choice is dispatched: the lane never idles by choice (it conserves work). A compute
+segment is ready when its compute producers were dispatched (the device keeps their order), its exchanges are done and,
+if it consumes the step's input state, the step is committed.
 
-**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone. What a rank does
-decide is *when* it begins the next slot:
+**Exchange lane.** Its order is the same on all ranks, because it follows from `SharedState` alone. A rank only decides
+*when* it begins the next slot:
 
 - an exchange, when its producers were dispatched here (or have failed: then with zeros, at once);
 - a commit vote, the vote for an idle job's turn, a comparison, a sync: at once;
@@ -18,20 +18,20 @@ decide is *when* it begins the next slot:
 
 **Why it cannot hang.** Claim: a rank that is through with slot i begins slot i + 1 within bounded time, whatever the
 other ranks do. Then, slots being the same everywhere, every collective is entered by all ranks, and by induction
-every slot ends. For all but exchanges the claim is the list above; patience is bounded, and asked for once a slot. An
-exchange waits for its producers: compute segments that neither need an exchange that comes later nor a commit
-(`StepGraph` refuses both), in a lane whose every segment ends by itself and which takes any ready one. Policies
-restrict which *jobs* run, never which segments of a running job, so an admitted step is never held back.
+every slot ends. For all but exchanges the claim is the list above; a backoff is bounded, and begun once a slot. An
+exchange waits for its producers: compute segments that neither need a later exchange nor a commit (`StepGraph` refuses
+both), in a lane whose every segment ends by itself and which takes any ready one. Policies restrict which *jobs* run,
+never which segments of a running job, so an admitted step is never held back.
 
-**Why it does not spin.** The lazy vote is entered at once only for a job that waits, or failed, here, or once for each
-wish and each job that was added. If it does so on all ranks the vote changes something: it admits, ends, grants or
-ejects. Otherwise a rank without news paces the vote by its patience.
+**Why it does not spin.** The deferrable vote is entered at once only for a job that waits, or failed, here, or once for
+each request and each job that was added. If all ranks enter it for that reason, the vote changes something: it admits,
+ends, grants or ejects. Otherwise a rank that has nothing to report paces the vote by its backoff.
 
-**Membership.** A job's number is never used again, so whatever comes late from one that has left is known to be late. A
+**Membership.** A job's number is never used again, so that a late event of a job that has left is known to be late. A
 job that was added during the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
-so in the commit vote; nobody then runs the segments that would overwrite the step's input state. A rank that fails
+so in the commit vote; then no rank runs the segments that would overwrite the step's input state. A rank that fails
 between steps says so in any vote. In both cases all ranks compare texts in the next slot and finish the job.
 """
 
@@ -47,48 +47,46 @@ from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
 from jaxcross.interleave.vote import Verdict, point_hash
 
-_MAX_BACKOFF_LEVEL = 16  # levels of patience; the driver's waits stop growing long before
+_MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this level
 
 
 class Interleaver:
     """The state of one rank's run of several jobs.
 
     Args:
-        jobs: How many jobs there are, the same on all ranks.
-        policy: Whose turn it is, the same on all ranks.
-        depth: How many compute segments may be on the device at once.
+        jobs: Number of jobs, the same on all ranks.
+        policy: The policy that gives turns, the same on all ranks.
+        depth: Number of compute segments that may be on the device at once.
     """
 
     def __init__(self, jobs: int, policy: Policy, depth: int = 2) -> None:
         if jobs < 1 or depth < 1:
-            raise ValueError(f"an interleaver needs at least one job and one place on the device, not {jobs}, {depth}")
+            raise ValueError(f"`jobs` and `depth` of an interleaver must be at least 1, got {jobs} and {depth}")
         self.shared = SharedState(jobs, policy)
         self._jobs = {job: LocalJob() for job in range(jobs)}  # those that have not left
         self._compute = ComputeQueue(jobs, policy, depth)
         self._ballot_writer = BallotWriter(jobs)
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
-        self._backing_off = False  # patience was asked for, for the coming slot
+        self._backing_off = False  # a backoff was begun for the coming slot
         self._idle_votes = 0  # votes in a row that changed nothing
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
     @property
     def finished(self) -> bool:
-        """Whether every job is over on every rank and the exchange lane was told so."""
+        """Whether every job is over on every rank, and the exchange lane has its `Finish`."""
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """How many steps a job that has not left has made here: committed ones, and those behind them that exchanged
-        nothing.
-        """
+        """Returns how many steps a job has made here: committed ones, and later ones that exchanged nothing."""
         return self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
 
     def announcement(self) -> str:
-        """What this rank tells all of them in a `GatherAnnouncements`. Asked for when it is entered, once."""
+        """Returns this rank's text for a `GatherAnnouncements`. To be called once, when that is entered."""
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
-        """Jobs that wait here, with nobody holding them and no exchange to come, and for what."""
+        """Returns what each job waits for that is not held back and has no exchange to come."""
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
@@ -99,7 +97,7 @@ class Interleaver:
         return found
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
-        """Takes note of an event and says what follows from it. Neither waits nor communicates."""
+        """Applies an event and returns the instructions that follow from it. Neither waits nor communicates."""
         job: int | None = getattr(event, "job", None)
         if job is None or job in self._jobs:
             self._apply(event)
@@ -113,12 +111,18 @@ class Interleaver:
         return out
 
     def _apply(self, event: m.Event) -> None:
+        """Applies what the driver reports of the run and of its lanes."""
         match event:
-            case m.StepCalled():
-                self._step_called(event)
-            case m.SegmentDispatched(job, call, segment):
-                if (current := self._jobs[job].current(call)) is not None:
-                    current.dispatched.add(segment)
+            case m.RunStarted():
+                self._start_jobs()
+            case m.JobAdded(name):
+                self._ballot_writer.add(name)
+            case m.TextSubmitted(text):
+                self._ballot_writer.submit(text)
+            case m.StopRequested():
+                self._ballot_writer.stop()
+            case m.BackoffElapsed():
+                self._begin_slot(backoff_over=True)
             case m.SegmentCompleted(job, call, segment, ns):
                 self._compute.ended((job, call, segment), ns)
             case m.SegmentFailed(job, call, segment, text, ejects):
@@ -133,7 +137,7 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # Ranks that did not notice anything say where they wait; one that truly failed decides.
+                # A rank that noticed nothing reports where it waits. If any rank really failed, the job has failed.
                 kinds = {text.partition("\n")[0] for text in texts}
                 self._finish_job(job, "ejected" if "ejected" in kinds and "failed" not in kinds else "failed", texts)
             case m.AnnouncementsGathered(texts):
@@ -141,54 +145,47 @@ class Interleaver:
                 self.shared.queued_done()
                 self._announcements_gathered(texts)
                 self._start_jobs()
-            case m.SyncWanted(job, label):
-                mine = self._jobs[job]
-                mine.syncs += 1
-                self._wait_at(job, Point("sync", point_hash("sync", label, mine.syncs), label))
-            case m.StepsRestored(job, step):
-                self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
             case m.SyncDone(job):
                 self._expect("sync", job)
                 self.shared.queued_done()
                 self._answer(job, m.SyncReturned(job, self.shared.count == 1))
+            case _:
+                self._apply_to_job(event)
+
+    def _apply_to_job(self, event: m.Event) -> None:
+        """Applies what a job's own threads report."""
+        match event:
+            case m.StepCalled(job):
+                self._jobs[job].begin_call(event, self.step(job))
+            case m.SyncWanted(job, label):
+                mine = self._jobs[job]
+                mine.syncs += 1
+                mine.wait_at(Point("sync", point_hash("sync", label, mine.syncs), label))
             case m.BatchWanted(job, stream, index):
-                self._jobs[job].stream = stream
+                mine = self._jobs[job]
+                mine.stream = stream
                 text = f"asked for batch {index + 1} of data {stream + 1}"
-                self._wait_at(job, Point("batch", point_hash("batch", stream, index), text, index))
+                mine.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
                 self._grant_batch(job)
-            case m.BatchDropped(job):
-                self._jobs[job].replayed += 1
             case m.StreamBegun(job, still_open):
                 mine, shared = self._jobs[job], self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
-                    for stream in known.keys() - {*still_open, mine.stream}:  # of the last one, ballots still speak
+                    for stream in known.keys() - {*still_open, mine.stream}:  # ballots still speak of the last one
                         del known[stream]
-            case m.BatchPrepared(job, stream, count):
-                self._jobs[job].prepared[stream] = count
-            case m.StreamEnded(job, stream, count):
-                self._jobs[job].limits[stream] = count
-            case m.JobReturned(job):
-                self._jobs[job].returned = True
+            case m.StepsRestored(job, step):
+                self.shared.jobs[job].step = step  # a number for people: nothing is decided by it
             case m.JobRaised(job, text):
                 self._fail(job, text)
             case m.JobRequested(job, _, request):
                 self._jobs[job].add_request(request)
                 self._ballot_writer.urgent = True
-            case m.JobAdded(name):
-                self._ballot_writer.add(name)
-            case m.TextSubmitted(text):
-                self._ballot_writer.submit(text)
-            case m.StopRequested():
-                self._ballot_writer.stop()
-            case m.BackoffElapsed():
-                self._begin_slot(backoff_over=True)
-            case m.RunStarted():
-                self._start_jobs()
+            case m.SegmentDispatched() | m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned():
+                self._jobs[event.job].note(event)
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
 
     def _apply_to_absent_job(self, event: m.Event) -> None:
-        """Of a job that has left, or has not joined yet."""
+        """Applies an event of a job that has left, or has not joined yet."""
         match event:
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
@@ -203,8 +200,8 @@ class Interleaver:
 
     def _start_jobs(self) -> None:
         for job in self.shared.running:
-            if not self._jobs[job].started:
-                self._jobs[job].started = True
+            if not self._jobs[job].thread_started:
+                self._jobs[job].thread_started = True
                 self._out.append(m.StartJob(job))
 
     def _announcements_gathered(self, texts: tuple[str, ...]) -> None:
@@ -216,36 +213,19 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # Whoever hears them may add jobs for them, before the next slot: these join in it, if no job was left else.
+            # These texts may add jobs before the next slot. A gathering lets them join, even if no job is left.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
-        """Something happened to the job: its thread may go on, it may have a segment for the lane, or news."""
+        """Follows up on any change of a job: its thread may go on, and its ready segment and its ballot may differ."""
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)
 
-    def _step_called(self, event: m.StepCalled) -> None:
-        job, mine, graph = event.job, self._jobs[event.job], event.graph
-        if mine.call is not None or mine.waits:
-            raise InternalError(f"job {job} called a step before its last call returned")
-        mine.calls += 1
-        mine.call = LocalCall(number=mine.calls, graph=graph, counts=event.counts)
-        text = f"called step {self.step(job) + 1}\n{graph.text}"
-        point = None
-        if graph.collectives:
-            # With the steps since the last common one: ranks that exchange alike at unlike calls would mix their steps.
-            point = Point("step", point_hash("step", graph.signature, mine.local_steps), text)
-        self._wait_at(job, point)
-
-    def _wait_at(self, job: int, point: Point | None) -> None:
-        mine = self._jobs[job]
-        mine.waits, mine.point = True, point
-
     def _answer(self, job: int, instruction: m.Instruction) -> None:
         mine = self._jobs[job]
-        mine.waits, mine.point = False, None
+        mine.is_waiting, mine.point = False, None
         if isinstance(instruction, m.StepReturned | m.Raised):
             mine.call = None
         self._out.append(instruction)
@@ -265,23 +245,24 @@ class Interleaver:
         if mine.failed is None:
             mine.failed, mine.ejects = text, ejects
 
-    def _finish_job(self, job: int, how: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
+    def _finish_job(self, job: int, status: m.FinalStatus, texts: tuple[str, ...] = ()) -> None:
         mine, shared = self._jobs[job], self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        step = shared.step - (mine.other_calls - mine.other_local_calls)  # as all ranks have made it
-        self._out.append(m.JobFinished(job, how, step, texts, asked=shared.stop))
-        if mine.waits and not ended:
+        step = shared.step - (mine.other_calls - mine.other_local_calls)  # the count of steps that all ranks have made
+        self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
+        if mine.is_waiting and not ended:
             self._answer(job, m.Raised(job))
         del self._jobs[job]
         self._compute.leave(job)
         self._ballot_writer.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
-        """Returns a complete step. Offers the end of a job whose function returned, once nothing of it can fail on the
-        device any more.
+        """Lets a job's thread go on from a complete step.
+
+        Proposes the end of a job whose function returned, once none of its segments can fail on the device any more.
         """
         mine = self._jobs[job]
-        if mine.call is not None and mine.waits and mine.failed is None and mine.call.complete():
+        if mine.call is not None and mine.is_waiting and mine.failed is None and mine.call.complete():
             mine.local_steps += mine.call.graph.local_step
             local = mine.call.graph.local_step and not mine.call.counts
             mine.other_calls, mine.other_local_calls = mine.other_calls + local, mine.other_local_calls + local
@@ -289,7 +270,7 @@ class Interleaver:
             self._answer(job, m.StepReturned(job, self.step(job), mine.call.skipped))
         if mine.returned and not self._compute.busy(job):
             mine.returned = False
-            self._wait_at(job, Point("end", point_hash("end"), "ended"))
+            mine.wait_at(Point("end", point_hash("end"), "ended"))
 
     # The compute lane.
 
@@ -310,7 +291,7 @@ class Interleaver:
             self._note_ready(job)
 
     def _step_position(self, job: int, call: LocalCall) -> tuple[int, int]:
-        """The step that this call makes, or after which it is made, and the calls that count as none until then."""
+        """Returns the step that this call makes or follows, and the number of calls by then that are not steps."""
         step, other_calls = self.step(job), self._jobs[job].other_calls
         if call.committed or not call.graph.is_step:  # work without exchanges happens between two steps
             return step, other_calls
@@ -383,14 +364,14 @@ class Interleaver:
             if outcome.job in self._jobs:
                 self._update_job(outcome.job)
         if self.shared.running is not running:
-            for job in self._jobs:  # some may begin a step now, others not
+            for job in self._jobs:  # other jobs than before may begin a step now
                 self._note_ready(job)
 
     def _apply_outcome(self, outcome: Outcome) -> None:
         job, call = outcome.job, self._jobs[outcome.job].call
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
-        if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # here all ranks have made the same steps
+        if outcome.kind in ("committed", "skipped", "ended", "stopped"):  # now all ranks have made the same steps
             self.shared.jobs[job].step += self._jobs[job].local_steps
             self._jobs[job].local_steps = self._jobs[job].other_local_calls = 0
         if outcome.kind == "admitted":
@@ -410,9 +391,7 @@ class Interleaver:
             self._grant_batch(job)
 
     def check(self) -> None:
-        """Raises InternalError if the state contradicts itself. For tests, after every event: it costs as much as
-        the event did.
-        """
+        """Raises InternalError if the state contradicts itself. For tests: it costs as much as an event."""
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
             raise InternalError("interleaver: instructions were left behind")

@@ -1,4 +1,4 @@
-"""What must always hold between two events of an interleaver."""
+"""The invariants of an interleaver: they hold between any two events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxcross.interleave.shared_state import SharedState
 
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
-    """Raises InternalError if a segment ran too early, or the compute lane idles beside a ready one."""
+    """Raises InternalError if a segment ran too early, or the compute lane idles although one is ready."""
 
-    def must(holds: bool, what: str) -> None:
+    def must(holds: bool, violation: str) -> None:
         if not holds:
-            raise InternalError(f"interleaver: {what}")
+            raise InternalError(f"interleaver: {violation}")
 
     on_device, depth = compute.on_device, compute.depth
     must(len(on_device) <= depth, f"{len(on_device)} segments on a lane of depth {depth}")
@@ -24,7 +24,7 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
     must(len(set(rows)) == len(rows) <= shared.rows, f"jobs share rows {rows} of {shared.rows}")
     for job, mine in jobs.items():
         call = mine.call
-        must(call is None or mine.waits, f"job {job} has a call that nobody waits for")
+        must(call is None or mine.is_waiting, f"job {job} has a call, but its thread does not wait")
         admitted = call is not None and call.admitted
         must(not shared.jobs[job].remaining or admitted, f"job {job} has exchanges left of no admitted step")
         if call is None:

@@ -1,4 +1,4 @@
-"""The part of the interleaver's state that this rank has for itself: calls, and what waits here."""
+"""The part of the interleaver's state that is local to this rank: calls, and the waits of jobs' threads."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from jaxcross.errors import InternalError
+from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import JobBallot, JobRequest
+from jaxcross.interleave.vote import JobBallot, JobRequest, point_hash
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
 
 class Wait(NamedTuple):
-    """What a job waits for between two exchanges: the other ranks or, its `own` affair, something of this rank.
+    """A job's wait between two exchanges: for the other ranks or (`own`) for something of this rank.
 
-    `moved` changes with whatever moves on meanwhile.
+    `moved` changes whenever something moves on during the wait.
     """
 
     step: int
@@ -25,13 +27,13 @@ class Wait(NamedTuple):
 
     @property
     def point(self) -> tuple[int, str, bool]:
-        """Which wait it is."""
+        """Identifies the wait, without its progress."""
         return self.step, self.what, self.own
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a job's thread waits to do together with all ranks."""
+    """Something that a job's thread waits to do on all ranks: call a step with exchanges, take a batch, sync, end."""
 
     kind: PointKind
     hash: int
@@ -45,49 +47,51 @@ class LocalCall:
 
     number: int
     graph: StepGraph
-    counts: bool = True  # as a step of the job
+    counts: bool = True  # whether it is a step of the job
     issued: set[int] = field(default_factory=set)  # compute segments handed to the lane
     dispatched: set[int] = field(default_factory=set)  # compute segments handed to the device
     exchanged: set[int] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False
-    finite: bool = True  # what was exchanged, as far as it was looked at
+    finite: bool = True  # the exchanged values, as far as they were checked
     skipped: bool = False  # the step keeps its state
-    _unmet: list[int] = field(init=False)  # how many needs of each segment were neither issued nor exchanged
-    _able: list[int] = field(init=False)  # the compute segments that have none and were not issued, in order
-    _behind: list[int] = field(init=False)  # the same behind the commit
+    _unmet: list[int] = field(init=False)  # for each segment, the number of its needs neither issued nor exchanged
+    # The compute segments without unmet needs that were not issued yet, in order: those that may run before the
+    # commit, and those that have to wait for it.
+    _ready_before: list[int] = field(init=False)
+    _ready_after: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._unmet = [len(set(needs)) for needs in self.graph.needs]
-        self._able, self._behind = [], []
+        self._ready_before, self._ready_after = [], []
         for segment, kind in enumerate(self.graph.kinds):
             if kind == "compute" and not self._unmet[segment]:
-                self._side(segment).append(segment)
+                self._ready_list(segment).append(segment)
 
     def ready(self) -> int | None:
-        """The first compute segment that may go to the lane."""
-        first = [*self._able[:1], *(self._behind[:1] if self.committed else ())]
+        """Returns the first compute segment that may go to the lane."""
+        first = [*self._ready_before[:1], *(self._ready_after[:1] if self.committed else ())]
         return min(first, default=None)
 
     def issue(self, segment: int) -> None:
-        """The ready segment goes to the lane."""
-        del self._side(segment)[0]
+        """Notes that the ready segment goes to the lane."""
+        del self._ready_list(segment)[0]
         self.issued.add(segment)
-        self._has(segment)
+        self._provide(segment)
 
     def exchange_done(self, segment: int) -> None:
-        """A collective segment was run."""
+        """Notes that a collective segment was run."""
         self.exchanged.add(segment)
-        self._has(segment)
+        self._provide(segment)
 
-    def _has(self, segment: int) -> None:
+    def _provide(self, segment: int) -> None:
         for reader in self.graph.readers[segment]:
             self._unmet[reader] -= 1
             if not self._unmet[reader]:
-                insort(self._side(reader), reader)
+                insort(self._ready_list(reader), reader)
 
-    def _side(self, segment: int) -> list[int]:
-        return self._behind if segment in self.graph.after_commit else self._able
+    def _ready_list(self, segment: int) -> list[int]:
+        return self._ready_after if segment in self.graph.after_commit else self._ready_before
 
     def complete(self) -> bool:
         """Whether the caller can have its results."""
@@ -98,41 +102,75 @@ class LocalCall:
 
 @dataclass(slots=True)
 class LocalJob:
-    """What this rank alone knows of a job."""
+    """The state of a job that this rank alone knows."""
 
-    started: bool = False
+    thread_started: bool = False
     local_steps: int = 0  # steps since the last one that all ranks made together: they exchanged nothing
-    other_calls: int = 0  # calls that were made like steps and do not count as such, as evaluations
+    other_calls: int = 0  # calls that are made like steps and do not count, such as evaluations
     other_local_calls: int = 0  # those of them that are in `local_steps`
     call: LocalCall | None = None
     calls: int = 0
-    waits: bool = False  # the thread waits for an answer
-    point: Point | None = None  # and for the other ranks
+    is_waiting: bool = False  # the thread waits for an answer
+    point: Point | None = None  # the point at which it waits for the other ranks
     failed: str | None = None
-    ejects: bool = False  # what failed is what its policy ejects it for
+    ejects: bool = False  # it failed by a rule that ejects it
     returned: bool = False  # its function returned
-    request: JobRequest = JobRequest.NONE  # not yet said to the others
+    request: JobRequest = JobRequest.NONE  # not yet cast in a vote
     stream: int = -1
     syncs: int = 0
-    replayed: int = 0  # batches that were dropped on the way to where a restart goes on
+    replayed: int = 0  # batches dropped on the way to the position of a restart
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
 
+    def begin_call(self, event: m.StepCalled, made: int) -> None:
+        """The thread calls a step after it has made `made` of them."""
+        if self.call is not None or self.is_waiting:
+            raise InternalError(f"job {event.job} called a step before its last call returned")
+        graph = event.graph
+        self.calls += 1
+        self.call = LocalCall(number=self.calls, graph=graph, counts=event.counts)
+        point = None
+        if graph.collectives:
+            # The steps since the last common one are part of the point: otherwise ranks whose exchanges look alike
+            # at different calls would mix their steps.
+            text = f"called step {made + 1}\n{graph.text}"
+            point = Point("step", point_hash("step", graph.signature, self.local_steps), text)
+        self.wait_at(point)
+
+    def wait_at(self, point: Point | None) -> None:
+        """The thread waits: for all ranks at `point`, or for its own segments alone."""
+        self.is_waiting, self.point = True, point
+
+    def note(self, event: m.Event) -> None:
+        """Notes an event that changes nothing but this job's local state."""
+        match event:
+            case m.SegmentDispatched(_, call, segment):
+                if (current := self.current(call)) is not None:
+                    current.dispatched.add(segment)
+            case m.BatchDropped():
+                self.replayed += 1
+            case m.BatchPrepared(_, stream, count):
+                self.prepared[stream] = count
+            case m.StreamEnded(_, stream, count):
+                self.limits[stream] = count
+            case m.JobReturned():
+                self.returned = True
+
     def current(self, call: int) -> LocalCall | None:
-        """The call of that number, unless it is over."""
+        """Returns the call of that number, unless it is over."""
         return self.call if self.call is not None and self.call.number == call else None
 
     def add_request(self, request: JobRequest) -> None:
-        """Somebody here wishes so; the last one counts, but a stop is for good."""
+        """Takes a request on this rank: the last one counts, but a stop is final."""
         if self.request is not JobRequest.STOP:
             self.request = request
 
     def ready(self) -> int | None:
-        """The compute segment that may go to the lane next."""
+        """Returns the compute segment that may go to the lane next."""
         return None if self.call is None or self.failed is not None else self.call.ready()
 
     def called(self) -> tuple[int, ...] | str:
-        """What it waits for: the collective segments of the step that it called, or the kind of its point."""
+        """Returns the collective segments of the step that it called, or the kind of any other point."""
         assert self.point is not None
         if self.point.kind != "step":
             return self.point.kind
@@ -140,7 +178,7 @@ class LocalJob:
         return self.call.graph.collectives
 
     def has_update(self) -> bool:
-        """Whether a vote could change something for it, as far as this rank knows."""
+        """Whether a vote could change something for the job, as far as this rank knows."""
         if self.failed is not None:
             return True
         if self.point is None or self.point.kind != "batch":
@@ -149,11 +187,11 @@ class LocalJob:
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
-        """What it waits for between two exchanges.
+        """Returns the wait between two exchanges that the job is in, if any.
 
         Args:
-            committed: How many steps are.
-            progress: A number that changes with whatever moves on in any job: its end may wait for that.
+            committed: Number of committed steps.
+            progress: A number that changes whenever any job moves on: the job's end may wait for that.
         """
         step = committed + 1
         if self.failed is not None:
@@ -172,7 +210,7 @@ class LocalJob:
         return Wait(step, "call of the step", moved=self.calls)
 
     def ballot(self) -> JobBallot:
-        """What this rank says of it in a vote."""
+        """Returns this rank's ballot on the job."""
         return JobBallot(
             point=self.point.hash if self.point is not None else None,
             good=self.failed is None,
@@ -185,7 +223,7 @@ class LocalJob:
         )
 
     def text(self) -> str:
-        """What this rank tells people of it, where ranks disagree or it failed."""
+        """Returns this rank's text for a comparison: the failure, or the point at which the job waits."""
         if self.failed is not None:
             return f"{'ejected' if self.ejects else 'failed'}\n{self.failed}"
         return f"{self.point.kind}\n{self.point.text}" if self.point is not None else ""

@@ -1,7 +1,7 @@
-"""What goes into the interleaver (events) and what comes out (instructions). Plain data.
+"""The input of the interleaver (events) and its output (instructions). Plain data.
 
-`job` is a job's number, `call` counts a job's calls of any step on this rank: it tells a late completion of one
-call from the next call's.
+`job` is a job's number. `call` counts a job's calls of any step on this rank: it tells a late completion of one call
+from one of the next call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest, Verdict
 
 FinalStatus = Literal["ended", "stopped", "failed", "ejected"]
-"""How a job leaves."""
+"""The way in which a job is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +25,29 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The lanes stand ready. Sent once, first."""
+    """The lanes are ready. Sent once, as the first event."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """A person wants all jobs to stop, on all ranks, between two steps."""
+    """A person interrupts the run: all jobs are to stop, on all ranks, between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffElapsed(Event):
-    """The time asked for by `Backoff` is over."""
+    """The time of a `Backoff` is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAdded(Event):
-    """A job of that name was added here during the run; it joins once all ranks have added it."""
+    """A job was added here during the run; it joins once all ranks have added one of that name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequested(Event):
-    """Somebody wishes that a job stops, pauses or goes on. `job` is -1 while it has not joined."""
+    """A request that a job stops, pauses or goes on. `job` is -1 while it has not joined."""
 
     job: int
     name: str
@@ -56,7 +56,7 @@ class JobRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class TextSubmitted(Event):
-    """All ranks are to hear this text, each by a `TextDelivered`."""
+    """A text to be delivered on all ranks, by a `TextDelivered` on each."""
 
     text: str
 
@@ -97,14 +97,14 @@ class SyncWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchDropped(Event):
-    """The feed has gone one batch further towards the place where a restart goes on."""
+    """The prefetcher has dropped one batch on the way to the position of a restart."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBegun(Event):
-    """A job's thread begins another stream. Of the earlier ones it may still read those `still_open` it."""
+    """A job's thread begins another stream. It may still read the earlier streams in `still_open`."""
 
     job: int
     still_open: tuple[int, ...]
@@ -121,7 +121,7 @@ class BatchPrepared(Event):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded(Event):
-    """A stream has `count` batches in all on this rank."""
+    """A stream is known to have `count` batches in all on this rank."""
 
     job: int
     stream: int
@@ -164,8 +164,10 @@ class SegmentCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFailed(Event):
-    """A segment raised, when dispatched or later. A compute segment has then left the lane; an exchange is still
-    made, with zeros, and reported by `ExchangeDone`. `ejects`: it raised nothing, but its job wishes to leave for it.
+    """A segment raised, when dispatched or later.
+
+    A compute segment has then left the lane; an exchange is still made, with zeros, and reported by `ExchangeDone`.
+    `ejects`: it raised nothing, but found values for which its job is to be ejected.
     """
 
     job: int
@@ -177,7 +179,7 @@ class SegmentFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDone(Event):
-    """A collective segment's outputs are there. If they are not `finite`, the step is to keep its state."""
+    """A collective segment's outputs are there. If they are not `finite`, the step keeps its state."""
 
     job: int
     segment: int
@@ -186,7 +188,7 @@ class ExchangeDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class VoteDone(Event):
-    """The vote's outcome."""
+    """A vote is over."""
 
     verdict: Verdict
 
@@ -201,21 +203,21 @@ class TextsCompared(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementsGathered(Event):
-    """Every rank's news of jobs that may join, by rank."""
+    """Every rank's announcement of jobs that may join, by rank."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncDone(Event):
-    """What the job wanted to communicate is done."""
+    """The communication that a job's thread asked for is done."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Something for the driver to do, in the order given."""
+    """An instruction to the driver, to be followed in the order given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class StartJob(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class JobJoined(Instruction):
-    """The job of that name, added during the run, is in on all ranks. `StartJob` follows when its turn comes."""
+    """The job of that name, added during the run, has joined on all ranks. `StartJob` follows when its turn comes."""
 
     job: int
     name: str
@@ -243,7 +245,7 @@ class JobPaused(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class TextDelivered(Instruction):
-    """What some rank submitted; on all ranks in the same order."""
+    """A text that some rank submitted; on all ranks in the same order."""
 
     text: str
 
@@ -264,8 +266,9 @@ class Dispatch(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RunExchange(Instruction):
-    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs. `zero`: with zeros, at once.
-    `other_calls`: see `Span`.
+    """Exchange lane: wait for the segment's inputs, run it, wait for its outputs.
+
+    `zero`: run it with zeros, at once. `other_calls`: see `Span`.
     """
 
     job: int
@@ -298,29 +301,30 @@ class GatherAnnouncements(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RunSync(Instruction):
-    """Exchange lane: do what the job's thread asked for."""
+    """Exchange lane: run the work that the job's thread asked for."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff(Instruction):
-    """Exchange lane: nothing to do; report after a while that grows with `level`, unless told otherwise before."""
+    """Exchange lane: nothing to do; report after a time that grows with `level`, unless an instruction comes first."""
 
     level: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish(Instruction):
-    """Exchange lane: every job is finished on every rank. Left out are jobs that never joined."""
+    """Exchange lane: every job is finished on every rank. `left_out`: jobs that never joined."""
 
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepReturned(Instruction):
-    """Answer: all of the step's segments were dispatched. `step` is the job's number of committed steps; `skipped`:
-    this one kept the state.
+    """Answer: all of the step's segments were dispatched.
+
+    `step` is the job's number of committed steps; `skipped`: this one kept the state.
     """
 
     job: int
@@ -330,7 +334,7 @@ class StepReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SkipStep(Instruction):
-    """The step is committed, but is to keep its state. Comes before its segments behind the commit are dispatched."""
+    """The step is committed, but keeps its state. Comes before the segments that wait for the commit are dispatched."""
 
     job: int
     call: int
@@ -354,19 +358,20 @@ class SyncReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Raised(Instruction):
-    """Answer: the job is finished, its thread must raise (the reason came with `JobFinished`)."""
+    """Answer: the job is finished; its thread must raise (the reason came with `JobFinished`)."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobFinished(Instruction):
-    """The job is over on every rank, after so many committed steps. `texts` by rank if it failed or was ejected.
-    `asked` if somebody wanted this job to stop, and not only the whole run.
+    """The job is over on every rank, after `step` committed steps.
+
+    `texts`: by rank, if it failed or was ejected. `stop_requested`: this job was to stop, and not only the whole run.
     """
 
     job: int
-    how: FinalStatus
+    status: FinalStatus
     step: int
     texts: tuple[str, ...] = ()
-    asked: bool = False
+    stop_requested: bool = False

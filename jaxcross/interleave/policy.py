@@ -1,6 +1,6 @@
-"""A policy says whose turn it is. It sees job numbers and what each has had: both lanes and all ranks can use it.
+"""Policies give turns on a lane. They see job numbers and the past use of the lane, on both lanes and on all ranks.
 
-A job's number is its place in the order in which jobs were added or joined; it is never given to another one.
+A job's number is its place in the order in which jobs were added or joined; it is never given to another job.
 """
 
 from __future__ import annotations
@@ -10,89 +10,97 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides from its arguments alone: the exchange lane of every rank asks the same question and must hear the same
-    answer. Policies are immutable and have neither clock nor random numbers.
+    """The rule by which jobs get turns. Immutable, with neither clock nor random numbers.
+
+    It decides from its arguments alone: the exchange lanes of all ranks ask the same question and must get the same
+    answer.
     """
 
     @property
     def name(self) -> str:
-        """One word for reports."""
+        """A word for reports."""
         ...
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
-        """Of the jobs that are neither over nor paused, in ascending order, those that may run now: at least one."""
+        """Selects the jobs that may run now, at least one.
+
+        Args:
+            jobs: Those that are neither over nor paused, in ascending order.
+        """
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Whose turn it is among `candidates` (not empty), after those that were."""
+        """Returns the job among `candidates` (not empty) that gets the next turn."""
         ...
 
     def share(self, job: int) -> float:
-        """What a job is owed of a lane, relative to the others."""
+        """Returns the job's share of a lane, relative to the other jobs."""
         ...
 
 
 class Turns:
-    """Whose turn it was on one lane, and how much each job has had of it: start-time fair queueing (Goyal, Vin and
-    Cheng, SIGCOMM 1996, section 2).
+    """The past turns on one lane, by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2).
 
     Attributes:
-        jobs: Those that are there, in ascending order.
+        jobs: The jobs on the lane, in ascending order.
         last: The job that had the previous turn; -1 before the first one.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
         self.policy, self.jobs, self.last = policy, list(range(jobs)), -1
-        self._now = 0.0  # the lane's virtual time
-        self._had = dict.fromkeys(self.jobs, 0.0)
+        self._virtual_time = 0.0  # the start tag of the latest turn
+        self._finish_tags = dict.fromkeys(self.jobs, 0.0)
 
     def add(self, job: int) -> None:
-        """The job joins; it is owed nothing of what was."""
+        """Adds a job. It has no claim on the past of the lane."""
         insort(self.jobs, job)
-        self._had[job] = self._now
+        self._finish_tags[job] = self._virtual_time
 
     def remove(self, job: int) -> None:
-        """The job has left."""
+        """Removes a job."""
         self.jobs.remove(job)
-        del self._had[job]
+        del self._finish_tags[job]
 
     def next(self, candidates: Collection[int]) -> int:
-        """The policy's choice."""
+        """Returns the policy's choice."""
         return self.policy.next(candidates, self)
 
-    def had(self, job: int) -> float:
-        """What a job has had, over its share. Who was away is owed nothing: it has had the lane's virtual time."""
-        return max(self._now, self._had[job])
+    def start_tag(self, job: int) -> float:
+        """Returns the start tag of the job's next turn: its use of the lane so far, divided by its share.
+
+        A job that was away does not catch up: it starts at the lane's virtual time.
+        """
+        return max(self._virtual_time, self._finish_tags[job])
 
     def distance(self, job: int) -> int:
-        """How far the job is from its turn when turns go round."""
+        """Returns the number of turns until the job's, when turns go round."""
         return (bisect_left(self.jobs, job) - bisect_right(self.jobs, self.last)) % len(self.jobs)
 
     def round(self) -> Iterator[int]:
-        """All jobs in the order of their turns, when turns go round."""
+        """Yields all jobs in the order of their turns, when turns go round."""
         first = bisect_right(self.jobs, self.last)
         yield from self.jobs[first:]
         yield from self.jobs[:first]
 
     def begin(self, job: int) -> None:
-        """A turn of the job begins."""
+        """Begins a turn of the job."""
         self.last = job
-        self._now = self._had[job] = self.had(job)
+        self._virtual_time = self._finish_tags[job] = self.start_tag(job)
 
     def charge(self, job: int, amount: float) -> None:
-        """What a turn took of the lane: bytes or nanoseconds, the same unit in all calls."""
-        if job in self._had:  # its last segments may come to their end after it has left
-            self._had[job] += amount / self.policy.share(job)
+        """Charges a job for its use of the lane, in bytes or nanoseconds: the same unit in all calls."""
+        if job in self._finish_tags:  # its last segments may come to their end after it has left
+            self._finish_tags[job] += amount / self.policy.share(job)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Crossover: all jobs run, turns go round. On the compute lane a turn is a segment, on the other an exchange."""
+    """Crossover: all jobs run, and turns go round. A turn is one segment on the compute lane, or one exchange."""
 
     name: str = "round-robin"
 
@@ -100,7 +108,7 @@ class RoundRobin:
         return tuple(jobs)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # Nearly always the first that is asked; the least of all distances would cost 64 jobs as much as the rest.
+        # Nearly always the first job. A minimum over distances would cost as much as the rest of an event with 64 jobs.
         return next(job for job in turns.round() if job in candidates)
 
     def share(self, job: int) -> float:
@@ -110,15 +118,15 @@ class RoundRobin:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Crossover by shares: a job gets its share of each lane, of the device's time and of the link's bytes, whatever
-    the size of its steps; what it does not use, the others get.
+    """Crossover by shares: a job gets its share of the device's time and of the link's bytes, whatever its steps' size.
 
-    A segment or an exchange that has begun is not broken off, so a job's step waits at most for one of each other job:
-    cut large jobs into pieces no longer than the small job's.
+    The other jobs get the part that it does not use. A segment or an exchange that has begun is not interrupted, so a
+    job's step waits at most for one of each other job: cut large jobs into segments no longer than the small job's.
 
     Args:
-        shares: Of each job, in the order in which the jobs were added. Only their ratios count. Same on every rank.
-        joining: Of each job that joins during the run; the mean of `shares` if None.
+        shares: The share of each job, in the order in which the jobs were added. Only their ratios count. Same on every
+            rank.
+        joining: The share of each job that joins during the run; the mean of `shares` if None.
 
     Raises:
         TypeError: `shares` is not a sequence of numbers, or `joining` is not a number.
@@ -148,7 +156,7 @@ class Weighted:
         return tuple(jobs)
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        return min(candidates, key=lambda job: (turns.had(job), turns.distance(job)))
+        return min(candidates, key=lambda job: (turns.start_tag(job), turns.distance(job)))
 
     def share(self, job: int) -> float:
         if job < len(self.shares):
@@ -174,12 +182,12 @@ class Sequential:
         return 1.0
 
 
-def _is_number(value: Any) -> bool:
-    """Whether `value` is a real number, of Python, NumPy or JAX; texts and truth values are not."""
+def _is_number(value: object) -> bool:
+    """Whether `value` is a real number of Python, NumPy or JAX; texts and booleans are not."""
     if isinstance(value, bool | str | bytes):
         return False
     try:
-        float(value)
+        float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return False
     return True

@@ -1,8 +1,8 @@
 """The part of the interleaver's state that every rank shares, and the order of the exchange lane that follows from it.
 
-Nothing in here is told of a clock, a device or anything else that only one rank knows. It changes by two things, both
-the same on all ranks: a slot of the exchange lane was done, and what a vote said. So `slot()` names the same next
-slot on all ranks, although they ask at different times.
+Nothing in here depends on a clock, a device or anything else that only one rank knows. It changes by two things, both
+the same on all ranks: the end of a slot of the exchange lane, and the verdict of a vote. So `slot()` returns the same
+next slot on all ranks, although they ask at different times.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OutcomeKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The next thing on the exchange lane.
+    """One action on the exchange lane.
 
-    `job` of a vote is the job whose turn it is where no exchange remains, -1 if all are paused: then a rank may take
-    its time (`deferrable`).
+    A vote is `deferrable` where no exchange remains: a rank may delay it. Its `job` is the one whose turn it is, -1 if
+    all are paused.
     """
 
     kind: SlotKind
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Stream:
-    """How far all ranks are known to be with one stream of batches."""
+    """The progress of all ranks in one stream of batches, as far as it is known."""
 
     prepared: int = 0
     limit: int | None = None
@@ -54,17 +54,17 @@ class Stream:
 
 @dataclass(slots=True)
 class SharedJob:
-    """What all ranks know of a job.
+    """The state of a job that all ranks share.
 
     Attributes:
-        row: Its place in the ballot. A job that joins gets the place of one that has left.
+        row: Its row in the ballot. A job that joins gets the row of one that has left.
         step: Committed steps.
         remaining: Exchanges of the admitted step that are still to be made.
         started: The policy has let it run.
-        held: It begins no step for now: it is paused, or the policy lets others go first.
-        stop: Somebody wished that it stops.
-        finished: It makes no step any more; its reasons are still to be compared.
-        streams: Of its data, by number; no slot follows from them, and a rank forgets those that it reads no more.
+        held: It begins no step for now: it is paused, or the policy lets other jobs go first.
+        stop: A rank has requested that it stops.
+        finished: It makes no more steps; the ranks' texts about it may still have to be compared.
+        streams: Its streams of batches, by number. No slot follows from them, so a rank may forget closed ones.
     """
 
     row: int
@@ -78,7 +78,7 @@ class SharedJob:
     streams: dict[int, Stream] = field(default_factory=dict)
 
 
-_OPENING_VOTES = 16  # about half a second of patience
+_OPENING_VOTES = 16  # about half a second of backoff
 
 
 class SharedState:
@@ -86,27 +86,29 @@ class SharedState:
 
     def __init__(self, jobs: int, policy: Policy) -> None:
         self.jobs: dict[int, SharedJob] = {}  # those that have not left, by number, in ascending order
-        self.count = 0  # jobs that there ever were
-        self.rows = 0  # places in the ballot
+        self.count = 0  # all jobs ever, those that have left included
+        self.rows = 0  # rows of the ballot
         self.policy = policy
         self.turns = Turns(policy, 0)  # in bytes
         self.commit: int | None = None  # the job whose step's last exchange was just made
-        self.voted = False  # since the last exchange
+        self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        self.opening = _OPENING_VOTES  # votes that may still wait for every job's first step before the first exchange
-        self.queue: deque[Slot] = deque()  # comparisons, syncs, texts: they go before everything but a commit
+        # Votes that may still wait for every job's first step before the first exchange.
+        self.opening = _OPENING_VOTES
+        self.queue: deque[Slot] = deque()  # comparisons, syncs, gatherings: they precede everything but a commit vote
         self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
         self._free: list[int] = []  # rows of jobs that have left, a heap
         self._job_of_row: dict[int, int] = {}
-        self._next: Slot | None = None  # until something changes
+        self._next: Slot | None = None  # the answer of `slot`, until something changes
         self._previous: Verdict | None = None
-        self._unapplied: set[int] = set()  # jobs whose row of the verdict was not acted upon
+        # Jobs whose row of the last verdict was not acted upon: the next vote looks at them again, changed or not.
+        self._unapplied: set[int] = set()
         for _ in range(jobs):
             self._add()
         self._choose_running()
 
     def join(self) -> int:
-        """A job comes in, between two votes: its number."""
+        """Adds a job, between two votes, and returns its number."""
         number = self._add()
         self._choose_running()
         return number
@@ -123,7 +125,7 @@ class SharedState:
         return number
 
     def leave(self, number: int) -> SharedJob:
-        """The job is over, and nothing is to be said about it any more."""
+        """Removes a job that is over."""
         job = self.jobs.pop(number)
         heappush(self._free, job.row)
         del self._job_of_row[job.row]
@@ -144,13 +146,14 @@ class SharedState:
             job.started |= not job.held
 
     def slot(self) -> Slot:
-        """The next slot of the exchange lane, on every rank."""
+        """Returns the next slot of the exchange lane, the same on every rank."""
         if self._next is None:
             self._next = self._decide()
         return self._next
 
     def _decide(self) -> Slot:
         if self.commit is not None:
+            # Results of a step are held back until its commit: nothing else may delay that vote.
             return Slot("vote")
         if self.queue:
             return self.queue[0]
@@ -159,7 +162,8 @@ class SharedState:
         running = self.running
         job = self.turns.next(running) if running else -1
         idle = job < 0 or not self.jobs[job].remaining
-        # A job that is paused in the middle of a step, or that others may precede now, makes that step's exchanges.
+        # A job that was paused in the middle of a step, or that the policy now holds back, still makes that step's
+        # exchanges: other jobs must not wait for a half-made step.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
             return Slot("vote", job, deferrable=True)
@@ -167,7 +171,8 @@ class SharedState:
             # Once the first exchange is under way, a job that comes just after it waits for its whole length.
             return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
-            # Its turn: ask at once whether it has come back, but never twice between two exchanges.
+            # An idle job has the turn: vote at once on whether it has called a step by now, but never twice between two
+            # exchanges, since another job's exchange is ready to go.
             return Slot("vote")
         job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
@@ -175,7 +180,7 @@ class SharedState:
         return Slot("exchange", job, remaining[0])
 
     def exchange_done(self, job: int, nbytes: int) -> None:
-        """The slot `Slot("exchange", job, ...)` is over; `nbytes` as all ranks know it."""
+        """Ends the slot `Slot("exchange", job, ...)`. `nbytes` must be the same on all ranks: turns follow from it."""
         remaining = self.jobs[job].remaining
         assert remaining
         remaining.popleft()
@@ -186,13 +191,18 @@ class SharedState:
             self.commit = job
 
     def queued_done(self) -> Slot:
-        """The comparison, sync or gathering of texts at the head of the queue is over."""
+        """Ends the comparison, sync or gathering of texts at the head of the queue."""
         self._next = None
         return self.queue.popleft()
 
     def apply(self, verdict: Verdict, called: Callable[[int], Sequence[int] | str]) -> list[Outcome]:
-        """The vote is over. `called` tells what a job waits for here: the collective segments of the step it called,
-        "end", "sync" or "batch". Asked only of jobs that wait at the same point on all ranks, hence equal on all.
+        """Applies the verdict of a vote, and returns its outcomes in the order of their effect.
+
+        Args:
+            verdict: The verdict.
+            called: Returns what a job waits for on this rank: the collective segments of the step that it called,
+                "end", "sync" or "batch". Called only for jobs that wait at the same point on all ranks, so that the
+                answer is the same on all.
         """
         committing, self.commit, self.voted, self._next = self.commit, None, True, None
         if self.opening and any(job.remaining for job in self.jobs.values()):
@@ -202,16 +212,19 @@ class SharedState:
             self._choose_running()
         if verdict.gather and not self.stopping and not any(slot.kind == "gather" for slot in self.queue):
             self.queue.append(Slot("gather"))
-        # Of a job that nobody says anything new about, all was decided, unless it was in the middle of its exchanges
-        # then, or not allowed to run, and is so no more.
-        news = {self._job_of_row[row]: None for row in verdict.changed_rows(self._previous) if row in self._job_of_row}
-        self._unapplied.update(news)
+        # Where a job's row has not changed, an earlier verdict decided everything, unless the job was then amid
+        # its exchanges, or held back, and no longer is. So a vote costs as much as has changed, however many jobs
+        # there are.
+        changed = {
+            self._job_of_row[row]: None for row in verdict.changed_rows(self._previous) if row in self._job_of_row
+        }
+        self._unapplied.update(changed)
         self._previous = verdict
-        outcomes = self._apply_requests(verdict, news)
+        outcomes = self._apply_requests(verdict, changed)
         for number in tuple(self.jobs) if self.stopping else sorted(self._unapplied):
             job = self.jobs[number]
             again = not job.remaining and (self.stopping or job.stop or not job.held or number == committing)
-            if (number in news or again) and not job.finished:
+            if (number in changed or again) and not job.finished:
                 outcomes += self._apply_job(number, verdict.job(job.row), number == committing, called)
         if any(outcome.kind in ("compare", "ended", "stopped") for outcome in outcomes):
             self._choose_running()
@@ -242,7 +255,8 @@ class SharedState:
             return outcomes
         self._unapplied.discard(number)
         if not verdict.good and not verdict.received_commit:
-            # Some rank is still to receive what the last committed step made: no other rank has the state before it.
+            # Some rank still has to receive the results of the last committed step. If the job failed now, that rank
+            # would be one step behind the others, and they could not go back: the state before the step is overwritten.
             self._unapplied.add(number)
             return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
@@ -257,11 +271,11 @@ class SharedState:
             job.finished = True
             outcomes.append(Outcome("ended", number))
         elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
-            # Only where it waits on every rank: elsewhere it may still have to receive what its last step made.
+            # Only where it waits on every rank: elsewhere it may still have to receive the results of its last step.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:
-            self._unapplied.add(number)  # what it waits for is for later
+            self._unapplied.add(number)  # it waits, but may not begin anything: look again in the next vote
         elif what == "sync":
             self.queue.append(Slot("sync", number))
             outcomes.append(Outcome("sync", number))

@@ -1,7 +1,7 @@
 """Drives one real `Interleaver` a rank on a virtual clock: no threads, no arrays, no waiting.
 
-The jobs are scripts: generators that yield what a job's thread would do. Segments take the seconds that the script
-says, exchanges begin when the last rank arrives, and ranks that meet in different slots are an error.
+The jobs are scripts: generators that yield the actions of a job's thread. Segments take the seconds that the script
+states, exchanges begin when the last rank arrives, and ranks that meet in different slots are an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.instrument import Span
+from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.step_graph import StepGraph
@@ -23,7 +23,7 @@ from jaxcross.interleave.vote import JobRequest, tally
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The job's thread is busy with something of its own."""
+    """The job's thread is busy with work of its own."""
 
     seconds: float
 
@@ -39,9 +39,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """A batch will be ready after a while: the `count`-th, and the `last` or not. Does not wait.
+    """The `count`-th batch of a stream will be ready after a while, perhaps as its `last`. Does not wait.
 
-    A stream begins with its first one. The job may still read earlier ones, unless it was told of their end.
+    A stream begins with its first batch. The job may still read earlier streams that have not ended for it.
     """
 
     seconds: float
@@ -86,19 +86,19 @@ Script = Generator[Action, Any, None]
 
 @dataclass(slots=True)
 class RankResult:
-    """What happened on one rank.
+    """The record of one rank.
 
     Attributes:
         slots: The exchange lane's slots in order: `("exchange", job, step, segment)`, `("vote",)` ...
         segments: The compute segments in the order of their dispatch: `(job, call, segment)`.
-        finished: How each job ended, and the texts that the ranks compared.
+        finished: The final status of each job, and the texts that the ranks compared.
         steps: Committed steps of each job, in the order of their numbers.
         returned: The last step of each job whose results it received.
-        names: Of the jobs that joined, by number.
+        names: Names of the jobs that joined, by number.
         left_out: Names of jobs that never joined.
-        paused: Each job that was paused or went on, which of both, and how many slots were entered by then.
-        spans: What the lanes did; job `i` is called `str(i)`.
-        end_s: When the exchange lane was through.
+        paused: Each job that was paused or went on, which of both, and the number of slots entered by then.
+        spans: Spans of the lanes; job `i` is called `str(i)`.
+        end_s: The time when the exchange lane was through.
     """
 
     slots: list[tuple[Any, ...]] = field(default_factory=list)
@@ -123,8 +123,8 @@ class _Rank:
         self.result = RankResult()
         self.device_free_s = 0.0
         self.calls: dict[int, Step] = {}
-        self.streams: dict[int, dict[int, bool]] = {}  # of each job those that were begun, and whether they go on
-        self.asked: dict[int, int] = {}  # the stream of each job's last `Batch`
+        self.streams: dict[int, dict[int, bool]] = {}  # by job: the streams that it began, and whether they go on
+        self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
         self.ends: dict[tuple[int, int, int], float] = {}
         self.slot = 0
 
@@ -134,16 +134,16 @@ class Simulation:
 
     Args:
         scripts: `scripts[rank][job]`.
-        policy: Whose turn it is.
+        policy: The policy that gives turns.
         depth: Compute segments on the device at once.
-        exchange_s: Seconds an exchange takes once all ranks have come: of (job, step, segment).
-        vote_s: Seconds a vote, a comparison or a sync takes.
-        patience_s: What the driver would wait at each level of patience.
-        stop_at_s: When a person interrupts rank 0, if ever.
-        wishes: Who wishes what when: (seconds, rank, job's number, wish).
-        adds: Jobs added from outside of all jobs: (seconds, rank, name, script).
+        exchange_s: Seconds that an exchange (job, step, segment) takes once all ranks have arrived.
+        vote_s: Seconds that a vote, a comparison or a sync takes.
+        backoff_s: Seconds that a driver waits at each level of backoff.
+        stop_at_s: Time of an interrupt on rank 0, if any.
+        requests: Requests about jobs: (seconds, rank, job's number, request).
+        adds: Jobs added from outside all jobs: (seconds, rank, name, script).
         submits: Jobs submitted on rank 0: (seconds, name).
-        submitted: Script of such a job: of (rank, name).
+        submitted: Returns the script of such a job on (rank, name).
         check: Whether the interleavers validate themselves after every event.
     """
 
@@ -191,9 +191,9 @@ class Simulation:
             action()
         stuck = [rank.number for rank in self._ranks if not rank.interleaver.finished]
         if stuck:
-            why = "still run" if self._heap else "hang"
+            state = "still run" if self._heap else "hang"
             slots = {rank.number: rank.result.slots[-3:] for rank in self._ranks}
-            raise InternalError(f"ranks {stuck} {why} at {self._now} s; last slots {slots}")
+            raise InternalError(f"ranks {stuck} {state} at {self._now} s; last slots {slots}")
         for rank in self._ranks:
             rank.result.steps = [steps for _, steps in sorted(rank.steps.items())]
         return [rank.result for rank in self._ranks]
@@ -215,7 +215,7 @@ class Simulation:
 
     def _submitted(self, rank: int, name: str) -> Script:
         if self._script_of is None:
-            raise InternalError(f"nobody said what `{name}` does")
+            raise InternalError(f"there is no script for the submitted job `{name}`")
         return self._script_of(rank, name)
 
     def _handle(self, rank: _Rank, event: m.Event) -> None:
@@ -234,7 +234,7 @@ class Simulation:
             case m.StartJob(job) | m.SyncReturned(job):
                 self._at(now, lambda: self._resume(rank, job, None))
             case m.BatchGranted(job, more):
-                rank.streams.setdefault(job, {})[rank.asked[job]] = more
+                rank.streams.setdefault(job, {})[rank.reading[job]] = more
                 self._at(now, lambda: self._resume(rank, job, more))
             case m.Raised(job):
                 rank.scripts[job].close()
@@ -291,7 +291,7 @@ class Simulation:
                     self._post(self._now + seconds, rank, m.StreamEnded(job, stream, count))
                 self._resume(rank, job, None)
             case Batch(stream, index):
-                rank.asked[job] = stream
+                rank.reading[job] = stream
                 self._handle(rank, m.BatchWanted(job, stream, index))
             case Sync(label):
                 self._handle(rank, m.SyncWanted(job, label))
@@ -318,7 +318,7 @@ class Simulation:
         self._post(end, rank, late)
         rank.result.spans.append(_span(rank, d.job, d.step, d.segment, "compute", start, end, self._now))
 
-    def _meet(self, rank: _Rank, slot: tuple[Any, ...], payload: Any) -> None:
+    def _meet(self, rank: _Rank, slot: tuple[Any, ...], payload: object) -> None:
         rank.result.slots.append(slot)
         if rank.slot == len(self._meetings):
             self._meetings.append({})
@@ -350,9 +350,18 @@ class Simulation:
             self._post(end, other, event)
 
 
-def _span(rank: _Rank, job: int, step: int, segment: int, kind: Any, start: float, end: float, ready: float) -> Span:
+def _span(
+    rank: _Rank, job: int, step: int, segment: int, kind: SpanKind, start: float, end: float, ready: float
+) -> Span:
     ns = [round(t * 1e9) for t in (start, end, ready)]
     return Span(
-        rank=rank.number, job=str(job), step=step, segment=segment, kind=kind, lane=0,
-        start_ns=ns[0], end_ns=ns[1], ready_ns=ns[2],
-    )  # fmt: skip
+        rank=rank.number,
+        job=str(job),
+        step=step,
+        segment=segment,
+        kind=kind,
+        lane=0,
+        start_ns=ns[0],
+        end_ns=ns[1],
+        ready_ns=ns[2],
+    )

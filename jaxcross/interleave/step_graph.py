@@ -1,4 +1,4 @@
-"""An outline is all that the interleaver knows of a program."""
+"""The dependences between a program's segments: all that the interleaver knows of the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """Kinds and dependences of a program's segments. Compare by identity of content; safe to share between jobs.
+    """Kinds and dependences of a program's segments. Immutable: jobs may share it.
 
     Attributes:
         kinds: Kind of each segment.
@@ -16,9 +16,9 @@ class StepGraph:
         after_commit: Compute segments that may run only once the step is committed on every rank, because they
             donate or overwrite the step's input state.
         nbytes: Bytes that each segment hands to the wire; empty means none.
-        local_step: Whether a call is a step of its job although nothing is exchanged in it, as between the exchanges of
-            local SGD. Other programs without exchanges, as for an evaluation, are none.
-        signature: What two ranks must agree on before the step is exchanged (see `vote.point_hash`).
+        local_step: Whether a call is a step of its job although it exchanges nothing, as between the exchanges of local
+            SGD. Other programs without exchanges, such as an evaluation, are not steps.
+        signature: A number that must be equal on all ranks before the step is exchanged (see `vote.point_hash`).
         text: The same for people, one exchange a line.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
@@ -46,7 +46,7 @@ class StepGraph:
         if self.after_commit and not self.collectives:
             raise ValueError("a program without exchanges has no commit to wait for")
         if self.local_step and self.collectives:
-            raise ValueError("a program with exchanges is no local step")
+            raise ValueError("a program with exchanges cannot be a local step")
         readers: list[list[int]] = [[] for _ in self.kinds]
         for index, needs in enumerate(self.needs):
             for need in set(needs) if self.kinds[index] == "compute" else ():

@@ -1,8 +1,8 @@
 """The vote: the one control message between ranks, an all-reduce (minimum) of a short int64 vector.
 
 Each rank casts its `Ballot`; all receive the same `Verdict`. Every question is put so that the minimum over ranks
-answers it: "all of us?" is a bit, "any of us not?" the same bit, "are we equal?" a number and its negation, "how far
-is the slowest?" a count, "what is the strongest wish?" its rank among wishes.
+answers it: "is it so on all ranks?" is a bit, "are all ranks equal?" a number and its negation, "how far is the slowest
+rank?" a count, "what is the strongest request?" its place among the requests.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from enum import IntEnum
 
 import numpy as np
 
+# The largest value: it never decides a minimum, so it stands for "no opinion".
 _NEUTRAL = np.iinfo(np.int64).max
-_FIELDS = 11  # waiting, point, -point, good, stream, -stream, prepared, limit, wish, finite, settled
+# Columns of a job's row. Two of them come with their negation: the minimum of -x is minus the maximum of x, so x is
+# equal on all ranks exactly if the two minima are.
+# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, received_commit
+_FIELDS = 11
+# The header. A minimum of 1 means: no rank wants all jobs to stop; all ranks have pending jobs; no rank has added one
+# since the last vote; no rank has a text to deliver.
 _HEADER = 4
-_GO, _HOLDS, _QUIET, _MUTE = range(_HEADER)
+_NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 
 
 class JobRequest(IntEnum):
-    """What somebody wishes for a job. Of several ranks' wishes the least counts: to stop before all, then to pause."""
+    """A request about a job. Of several ranks' requests the least value counts: a stop first, then a pause."""
 
     STOP = 0
     PAUSE = 1
@@ -30,25 +36,25 @@ class JobRequest(IntEnum):
 
 
 def point_hash(*parts: object) -> int:
-    """A number below 2**62 (so that its negation exists) that is equal on two ranks when `parts` print equally."""
+    """Returns a number that is equal on two ranks when `parts` print equally."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
+    return int.from_bytes(digest, "little") >> 2  # below 2**62: its negation is an int64, and it is not `_NEUTRAL`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBallot:
-    """What one rank says about one job.
+    """One rank's vote on one job.
 
     Attributes:
-        point: Hash of the thing the job's thread waits to do together with the other ranks (call a step with
-            exchanges, end, ...), or None while it does not wait.
+        point: Hash of the action that the job's thread waits to take on all ranks (call a step with exchanges, end,
+            ...), or None while it does not wait.
         good: Nothing of this job has failed here. Acted upon at a step's commit, or between its steps.
-        stream: The stream of batches it reads, -1 for none.
-        prepared: How many batches of that stream are or were ready on this rank.
-        limit: How many batches that stream has in all, if that is known already.
-        wish: What somebody here wishes for it; ballot once.
-        finite: The exchanged values of its step, as far as they were looked at, are finite here.
-        settled: It does not have to receive here what a committed step makes.
+        stream: Number of the stream of batches that it reads, -1 for none.
+        prepared: Number of batches of that stream that are or were ready on this rank.
+        limit: Number of batches in that stream, if it is known already.
+        request: A request about it on this rank; cast in one vote only.
+        finite: The exchanged values of its step, as far as they were checked, are finite here.
+        received_commit: This rank has received the results of its last committed step, or will never need them.
     """
 
     point: int | None = None
@@ -62,20 +68,22 @@ class JobBallot:
 
 
 class Ballot:
-    """What one rank says: a few bits on the whole run, and one row a job. Kept from vote to vote, and written only
-    where there is news: a vote costs the host what has changed, however many jobs there are.
+    """One rank's vote: a few bits on the whole run, and one row a job.
+
+    It is kept from vote to vote, and only changed rows are written: a vote costs the host only as much as has changed,
+    however many jobs there are.
     """
 
     __slots__ = ("_rows", "_vector")
 
     def __init__(self, rows: int) -> None:
         self._vector = np.ones(_HEADER, np.int64)
-        self._vector[_HOLDS] = False
+        self._vector[_ALL_PENDING] = False
         self._rows = self._vector[_HEADER:].reshape(0, _FIELDS)
         self.grow(rows)
 
     def grow(self, rows: int) -> None:
-        """Makes room for so many jobs. On all ranks between the same two votes."""
+        """Makes room for `rows` jobs. Called on all ranks between the same two votes, so that vectors match."""
         before = len(self._rows)
         if rows > before:
             self._vector = np.concatenate([self._vector, np.zeros((rows - before) * _FIELDS, np.int64)])
@@ -84,7 +92,7 @@ class Ballot:
                 self.set_job(row, JobBallot())
 
     def set_job(self, row: int, ballot: JobBallot) -> None:
-        """From now on this rank says so about the job of that row."""
+        """Sets this rank's vote on the job of that row, for this vote and later ones."""
         self._rows[row] = (
             ballot.point is not None,
             _NEUTRAL if ballot.point is None else ballot.point,
@@ -100,38 +108,42 @@ class Ballot:
         )
 
     def stop(self) -> None:
-        """From now on this rank wishes that all jobs stop."""
-        self._vector[_GO] = False
+        """Requests that all jobs stop, in this vote and later ones."""
+        self._vector[_NO_STOP] = False
 
     def set_announcements(self, *, has_pending: bool, has_added: bool, has_texts: bool) -> None:
-        """What this rank says about jobs that may join.
+        """Sets whether this rank wants a gathering of announcements.
 
         Args:
-            has_pending: Some wait here until all ranks have added them.
+            has_pending: Jobs wait here until all ranks have added them.
             has_added: One of them was added since the last vote.
-            has_texts: There is a text here that all ranks are to hear.
+            has_texts: There is a text here for all ranks.
         """
-        self._vector[_HOLDS], self._vector[_QUIET], self._vector[_MUTE] = has_pending, not has_added, not has_texts
+        self._vector[_ALL_PENDING], self._vector[_NONE_ADDED], self._vector[_NO_TEXT] = (
+            has_pending,
+            not has_added,
+            not has_texts,
+        )
 
     def cast(self) -> np.ndarray:
-        """The vector that the minimum is taken of, as it is now. Same length on every rank that has the same jobs."""
+        """Returns a copy of the vector for the minimum over ranks. Its length is the same on every rank."""
         return self._vector.copy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobVerdict:
-    """What all ranks say about one job.
+    """The outcome of a vote about one job, the same on every rank.
 
     Attributes:
         waiting: The job waits on every rank.
         same_point: It waits at the same point on every rank. Only meaningful with `waiting`.
         good: It has failed on no rank.
         stream: The stream that every rank reads, or None if they read different ones.
-        prepared: How many batches of it every rank has ready.
+        prepared: Number of batches of it that every rank has ready.
         limit: The least known length of it, or None.
-        wish: The strongest wish of any rank.
+        request: The strongest request of any rank.
         finite: No rank has found exchanged values that are not finite.
-        settled: It has received, on every rank, what its last committed step made.
+        received_commit: Every rank has received the results of its last committed step.
     """
 
     waiting: bool
@@ -149,19 +161,20 @@ class Verdict:
     """The outcome of a vote, the same on every rank: the minimum of all ranks' vectors.
 
     Attributes:
-        stop: Some rank wishes that all jobs stop.
-        gather: Ranks have something to tell in words: a text, or jobs that perhaps all of them have added by now.
+        stop: Some rank requests that all jobs stop.
+        gather: A gathering of announcements is needed: for a text, or for jobs that all ranks may have added by now.
     """
 
     __slots__ = ("_rows", "gather", "stop")
 
     def __init__(self, vector: np.ndarray) -> None:
-        self.stop = not vector[_GO]
-        self.gather = bool(not vector[_MUTE] or (vector[_HOLDS] and not vector[_QUIET]))
+        self.stop = not vector[_NO_STOP]
+        # Jobs can only join if all ranks have some that wait, and only a new one can have made a set complete.
+        self.gather = bool(not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED]))
         self._rows = vector[_HEADER:].reshape(-1, _FIELDS)
 
     def job(self, row: int) -> JobVerdict:
-        """What all ranks say about the job of that row."""
+        """Returns the outcome about the job of that row."""
         waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received_commit = self._rows[
             row
         ].tolist()
@@ -178,12 +191,12 @@ class Verdict:
         )
 
     def changed_rows(self, before: Verdict | None) -> list[int]:
-        """The rows that say something else than in an earlier verdict; all of them if there were fewer in that."""
+        """Returns the rows that differ from an earlier verdict; all rows if their number has changed."""
         if before is None or len(before._rows) != len(self._rows):
             return list(range(len(self._rows)))
         return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()
 
 
 def tally(ballots: Sequence[np.ndarray]) -> Verdict:
-    """What ranks that cast these ballots would receive. For simulators and tests: no communication."""
+    """Returns the verdict on these ballots. For simulators and tests: no communication."""
     return Verdict(np.min(np.stack(ballots), axis=0))

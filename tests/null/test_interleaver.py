@@ -155,7 +155,7 @@ def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
     one = Interleaver(3, Sequential())
     assert [i.job for i in feed(one, m.RunStarted()) if isinstance(i, m.StartJob)] == [0]
     out = vote(one, feed(one, m.BatchWanted(0, 0, 0), m.StopRequested()))
-    assert [(i.job, i.how) for i in out if isinstance(i, m.JobFinished)] == [
+    assert [(i.job, i.status) for i in out if isinstance(i, m.JobFinished)] == [
         (0, "stopped"),
         (1, "stopped"),
         (2, "stopped"),
@@ -175,7 +175,7 @@ def test_reports_out_of_turn_are_internal_errors():
     one = Interleaver(1, RoundRobin())
     with pytest.raises(InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"):
         one.handle(m.ExchangeDone(0, 1))
-    with pytest.raises(ValueError, match="at least one job"):
+    with pytest.raises(ValueError, match="must be at least 1, got 0 and 2"):
         Interleaver(0, RoundRobin())
 
 
@@ -193,7 +193,7 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     out = feed(one, m.AnnouncementsGathered((one.announcement(),)))
     assert out[:2] == [m.JobJoined(1, "b"), m.StartJob(1)]
     out = vote(one, feed(one, m.StepCalled(1, PLAIN), m.BackoffElapsed()))
-    assert out[:2] == [m.JobFinished(1, "stopped", 0, asked=True), m.Raised(1)]  # a stop is for good
+    assert out[:2] == [m.JobFinished(1, "stopped", 0, stop_requested=True), m.Raised(1)]  # a stop is for good
 
 
 def test_what_comes_late_from_a_job_that_left_disturbs_nobody():
@@ -234,7 +234,7 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
     calls = feed(one, m.StepCalled(0, PLAIN))
     assert not any(isinstance(i, m.RunExchange) for i in calls)
     out = vote(one, calls if "CastVote" in kinds(calls) else feed(one, m.BackoffElapsed()))
-    assert m.JobFinished(0, "stopped", 0, asked=not isinstance(stop, m.StopRequested)) in out
+    assert m.JobFinished(0, "stopped", 0, stop_requested=not isinstance(stop, m.StopRequested)) in out
 
 
 def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
@@ -305,4 +305,4 @@ def test_a_job_that_fails_behind_local_calls_left_after_its_last_step():
     assert m.CompareTexts(0, "failed\nboom") in vote(one, feed(one, m.JobRaised(0, "boom")))
     out = feed(one, m.TextsCompared(0, ("failed\nboom",)))
     (finished,) = (i for i in out if isinstance(i, m.JobFinished))
-    assert (finished.how, finished.step) == ("failed", 1)
+    assert (finished.status, finished.step) == ("failed", 1)
