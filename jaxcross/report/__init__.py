@@ -5,7 +5,7 @@ from jaxcross.report.live import LiveView
 from jaxcross.report.record import Recorder
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
-from jaxcross.report.time_breakdown import account
+from jaxcross.report.time_breakdown import break_down
 
 __all__ = [
     "LOST_TIME",
@@ -16,5 +16,5 @@ __all__ = [
     "Recorder",
     "Report",
     "TimeBreakdown",
-    "account",
+    "break_down",
 ]

@@ -26,7 +26,7 @@ class _Slice(NamedTuple):
 
 
 LANE_TRACK = 1000
-"""Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000, so that they sort so."""
+"""Track numbers: jobs from 1, compute lanes from 1000, exchange lanes from 2000. Viewers sort by them."""
 
 
 def trace_events(report: RunData) -> dict[str, Any]:
@@ -169,13 +169,15 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
 
 
 def _maker(exchange: Span, computes: list[Span]) -> Span | None:
-    """Of the segments before the exchange that had begun by then. The thread that notes ends may be late with the
-    maker's; then it is the one that ends first.
+    """Returns the compute segment that made the exchange's operands, among those that had begun by then.
+
+    The thread that notes ends may be late with that segment's end; then it is the one that ends first.
     """
     before = [
-        c for c in computes
+        c
+        for c in computes
         if c.start_ns <= exchange.start_ns and (c.segment < exchange.segment or exchange.segment < 0)
-    ]  # fmt: skip
+    ]
     ended = [c for c in before if c.end_ns <= min(exchange.ready_ns, exchange.start_ns)]
     if ended:
         return max(ended, key=lambda c: (c.end_ns, c.segment))

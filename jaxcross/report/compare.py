@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """How many times shorter a job-step is in the second way, as it was measured."""
+        """The factor by which a job-step is shorter in the second way, as it was measured."""
         one, other = self.first.s_per_step, self.second.s_per_step
         return one / other if one is not None and other else None
 
@@ -73,13 +73,13 @@ class Comparison:
     @property
     def reason(self) -> str:
         """Why the ratio says nothing about the two ways; "" where it does."""
-        for name, account in zip(self.names, (self.first, self.second), strict=True):
-            if account.period_s is None:
+        for name, breakdown in zip(self.names, (self.first, self.second), strict=True):
+            if breakdown.period_s is None:
                 return f"{name}: the jobs were never in steady state together"
         if self._other_work:
             rounds = " and ".join(
-                f"{a_round(account)} ({name})"
-                for name, account in zip(self.names, (self.first, self.second), strict=True)
+                f"{a_round(breakdown)} ({name})"
+                for name, breakdown in zip(self.names, (self.first, self.second), strict=True)
             )
             return f"a round is {rounds}, which is not the same work"
         work = self.first.compute_s + self.first.exchange_s
@@ -126,8 +126,8 @@ class Comparison:
         if self.speedup is None:
             return f"No speed-up stated: {self.reason}"
         one, other = (
-            f"{seconds(account.s_per_step)}{text} ({name})"
-            for account, text, name in zip((self.first, self.second), (" per job-step", ""), self.names, strict=True)
+            f"{seconds(breakdown.s_per_step)}{text} ({name})"
+            for breakdown, text, name in zip((self.first, self.second), (" per job-step", ""), self.names, strict=True)
         )
         return f"{self.speedup:.2f}x: {one}, {other}"
 
@@ -140,13 +140,13 @@ class Comparison:
         for name in ("steps", rate, "compute", "exchange", "hidden", "round", "bound", "speed-up"):
             table.add_column(name, justify="right")
         factors = ("" if self.speedup is None else "1.00x", "-" if self.speedup is None else f"{self.speedup:.2f}x")
-        for name, account, factor in zip(self.names, (self.first, self.second), factors, strict=True):
-            for i, job in enumerate(account.jobs):
-                steps, _, *rest = cells(account, job)
+        for name, breakdown, factor in zip(self.names, (self.first, self.second), factors, strict=True):
+            for i, job in enumerate(breakdown.jobs):
+                steps, _, *rest = cells(breakdown, job)
                 table.add_row(Text(name) if i == 0 else "", Text(job.facts.name), steps, *rest, "", "", "")
-            steps, _, *rest = totals(account)
-            row = [steps, *rest, seconds(account.period_s), seconds(account.bound_s), factor]
-            table.add_row("", f"all {len(account.jobs)}", *row, style="bold", end_section=True)
+            steps, _, *rest = totals(breakdown)
+            row = [steps, *rest, seconds(breakdown.period_s), seconds(breakdown.bound_s), factor]
+            table.add_row("", f"all {len(breakdown.jobs)}", *row, style="bold", end_section=True)
         return "\n".join([printed(Group(title, table), width=WIDTH + 20), *self._notes()])
 
     def _notes(self) -> list[str]:
@@ -169,27 +169,27 @@ class Comparison:
         return [*lines, self.headline]
 
 
-def _pooled(accounts: Sequence[TimeBreakdown]) -> TimeBreakdown:
+def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """The mean of several runs, of those that have a round where some have one, and most jobs in it."""
-    most = max(len(account.crossed) for account in accounts)
-    accounts = [account for account in accounts if len(account.crossed) == most]
+    most = max(len(breakdown.crossed) for breakdown in breakdowns)
+    breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]
 
     def mean(value: Callable[[TimeBreakdown], float | None]) -> float | None:
-        return _mean(value(account) for account in accounts)
+        return _mean(value(breakdown) for breakdown in breakdowns)
 
-    lost = {cause: _mean(a.lost_s[cause] for a in accounts) or 0.0 for cause in LOST_TIME if accounts[0].lost_s}
+    lost = {cause: _mean(a.lost_s[cause] for a in breakdowns) or 0.0 for cause in LOST_TIME if breakdowns[0].lost_s}
     return replace(
-        accounts[0],
-        jobs=tuple(_pooled_job(jobs) for jobs in zip(*(account.jobs for account in accounts), strict=True)),
+        breakdowns[0],
+        jobs=tuple(_pooled_job(jobs) for jobs in zip(*(breakdown.jobs for breakdown in breakdowns), strict=True)),
         period_s=mean(lambda a: a.period_s),
         bound_s=mean(lambda a: a.bound_s),
         lost_s=lost,
-        hidden_share=_mean(a.hidden_share for a in accounts) or 0.0,
-        rounds=sum(a.rounds for a in accounts),
-        steady_share=_mean(a.steady_share for a in accounts) or 0.0,
-        shared_share=_mean(a.shared_share for a in accounts) or 0.0,
-        start_up_s=sum(a.start_up_s for a in accounts),
-        wall_s=sum(a.wall_s for a in accounts),
+        hidden_share=_mean(a.hidden_share for a in breakdowns) or 0.0,
+        rounds=sum(a.rounds for a in breakdowns),
+        steady_share=_mean(a.steady_share for a in breakdowns) or 0.0,
+        shared_share=_mean(a.shared_share for a in breakdowns) or 0.0,
+        start_up_s=sum(a.start_up_s for a in breakdowns),
+        wall_s=sum(a.wall_s for a in breakdowns),
     )
 
 

@@ -1,6 +1,6 @@
-"""The ranks' event files, read after the end: what each rank was in.
+"""Reads the ranks' event files after the end: the operation in which each rank was.
 
-The files are data from wherever: every line is checked, sizes are bounded, a torn last line is normal.
+The files are data from strangers: every line is checked, sizes are bounded, a torn last line is normal.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Begun:
         job: Name of the job, or "".
         step: Step of the job.
         segment: Segment of its program, -1 for none.
-        number: Which in the sequence of waits that all ranks share, 0 for what is none.
-        at_s: When, in seconds of the epoch.
+        number: Its number in the sequence of waits that all ranks share, 0 for anything else.
+        at_s: The time, in seconds of the epoch.
     """
 
     what: str
@@ -52,7 +52,7 @@ class Begun:
 
 @dataclass(slots=True, kw_only=True)
 class RankRecord:
-    """What one rank left.
+    """The event file of one rank.
 
     Attributes:
         rank, size, host, pid, run: As its file says.
@@ -84,13 +84,13 @@ class RankRecord:
 
     @property
     def where(self) -> Begun | None:
-        """What it was in: what it waited in for others, or else what it began last."""
+        """The operation in which the rank was: a wait for other ranks, or else the one that it began last."""
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
 
     @property
     def place(self) -> str:
-        """Where it was, for people."""
+        """The operation in which the rank was, as text."""
         if self.words == "failed" and self.standing:
             return self.standing  # the exception has ended what it was in
         where = self.where
@@ -98,14 +98,14 @@ class RankRecord:
             return "outside of any step" if self.done is None else f"outside of any step, after {self.done}"
         if where.job:
             return f"in {where}"
-        beside = max((b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None)
-        if beside is not None:
-            return f"in {where}, beside {beside}"
+        other = max((b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None)
+        if other is not None:
+            return f"in {where}, beside {other}"
         return f"in {where}" if self.done is None else f"in {where}, after {self.done}"
 
     @property
     def places(self) -> str:
-        """All that it was in: which of its threads came to harm, nobody knows of who died without a word."""
+        """All operations in which the rank was: a silent death does not tell which of its threads was at fault."""
         rest = [b for b in self.under_way.values() if b is not self.where and b.job]
         if self.words or not rest or (self.where is not None and not self.where.job and len(rest) == 1):
             return self.place
@@ -116,7 +116,7 @@ class RankRecord:
 
 
 def read(folder: str | os.PathLike[str]) -> list[RankRecord]:
-    """The records of the latest run in `folder`, by rank.
+    """Reads the records of the latest run in `folder`, by rank.
 
     Raises:
         ValueError: There are no event files, or not of a version that this one reads; says which.
@@ -151,12 +151,12 @@ def _read_rank(path: Path, rank: int) -> RankRecord:
 
 
 def _read_file(path: Path, rank: int, before: RankRecord | None) -> RankRecord:
-    """One file; `before` is what the file told that this one follows."""
+    """Reads one file; `before` is the record of the file that this one continues."""
     # Neither a link to elsewhere nor a pipe that would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         facts = os.fstat(stream.fileno())
         if not stat.S_ISREG(facts.st_mode):
-            raise ValueError(f"`{path}` is no file.")
+            raise ValueError(f"`{path}` is not a file.")
         header = _parse(stream.readline(MOST_LINE_BYTES)) or {}
         if facts.st_size > MOST_BYTES:
             stream.seek(-MOST_BYTES, os.SEEK_END)
@@ -173,9 +173,13 @@ def _read_file(path: Path, rank: int, before: RankRecord | None) -> RankRecord:
             f"`{path}` does not begin as an event file of version {VERSION} does, or is of another version."
         )
     record = before or RankRecord(
-        rank=rank, size=max(_int(header, "size"), rank + 1), host=_text(header, "host"), pid=_int(header, "pid"),
-        run=_text(header, "run"), last_s=float(start_s),
-    )  # fmt: skip
+        rank=rank,
+        size=max(_int(header, "size"), rank + 1),
+        host=_text(header, "host"),
+        pid=_int(header, "pid"),
+        run=_text(header, "run"),
+        last_s=float(start_s),
+    )
     record.under_way.clear()  # a file begins with what is under way
     for n, line in enumerate(lines):
         event = _parse(line)
@@ -190,9 +194,13 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
     record.last_s = max(record.last_s, at_s)
     if _is_int(token := event.get("begin")):
         begun = Begun(
-            what=_text(event, "what"), job=_text(event, "job"), step=_int(event, "step"),
-            segment=_int(event, "segment"), number=_int(event, "number"), at_s=at_s,
-        )  # fmt: skip
+            what=_text(event, "what"),
+            job=_text(event, "job"),
+            step=_int(event, "step"),
+            segment=_int(event, "segment"),
+            number=_int(event, "number"),
+            at_s=at_s,
+        )
         record.under_way[token] = begun
         record.entered = max(record.entered, begun.number)
     elif _is_int(token := event.get("end")):

@@ -1,4 +1,4 @@
-"""The lanes over time as a picture: what ran beside what, and in a comparison, how much sooner it was done."""
+"""The lanes over time as a picture: the work that ran at the same time, and in a comparison, the time it saved."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _steady_begin(report: RunData) -> int:
 
 
 def _since(runs: Sequence[RunData]) -> str:
-    """What began where pictures of these runs do."""
+    """Names the moment at which pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
     if any(job.period_s for run in runs for job in run.rounds.jobs):
@@ -173,7 +173,7 @@ def _length_s(report: RunData, begin: int) -> float:
 
 
 def _shown_s(every: Sequence[tuple[RunData, list[Row], int]]) -> float:
-    """How far the busiest lane can be drawn with `MOST_BARS` pieces of work."""
+    """Returns the seconds of the busiest lane that can be drawn with `MOST_BARS` pieces of work."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
         for _, _, spans in rows:
@@ -268,6 +268,13 @@ def _legend(figure: Any, colours: dict[str, str], rows: list[list[Row]], top: fl
     shown = [Patch(label=word, **_style(kind, FAINT)) for kind, word in words.items() if kind in kinds]
     for line, at in ((handles, top), (shown, top - second)) if second else ((handles + shown, top),):
         figure.legend(
-            handles=line, loc="upper left", bbox_to_anchor=(0.098, at), ncols=len(line), frameon=False,
-            fontsize=9, handlelength=2.2, columnspacing=1.6, borderaxespad=0.0,
-        )  # fmt: skip
+            handles=line,
+            loc="upper left",
+            bbox_to_anchor=(0.098, at),
+            ncols=len(line),
+            frameon=False,
+            fontsize=9,
+            handlelength=2.2,
+            columnspacing=1.6,
+            borderaxespad=0.0,
+        )

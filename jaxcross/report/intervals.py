@@ -21,12 +21,12 @@ def union(pieces: Iterable[Interval]) -> list[Interval]:
 
 
 def measure(pieces: Iterable[Interval]) -> int:
-    """Total length of a set."""
+    """Returns the total length of a set."""
     return sum(end - start for start, end in pieces)
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What two sets share."""
+    """Returns the intersection of two sets."""
     shared: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -41,7 +41,7 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """What is in the first set and not in the second."""
+    """Returns the part of the first set that is not in the second."""
     if not left:
         return []
     outside: list[Interval] = []

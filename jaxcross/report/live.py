@@ -1,4 +1,4 @@
-"""What the jobs are doing now: bars on a terminal, plain lines in a log."""
+"""Shows the jobs' progress: bars on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxcross.interleave.instrument import Instrument, Span
 from jaxcross.report.units import number, seconds
 
 _FIRST = "has data, traces and compiles its first step"
-_BEGINNINGS = ("joined", "resumes after")  # of what is said of a job
+_BEGINNINGS = ("joined", "resumes after")  # of the status notes with which a job begins another run
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class _Row:
         return f"loss {number(self.loss)}{of}"
 
 
-class _Patient:
-    """A stream for a view: that nobody reads it any more is no reason to end a run."""
+class _QuietStream:
+    """A stream that ignores write errors: a reader that has gone away must not end a run."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -92,7 +92,7 @@ class LiveView(Instrument):
 
     def __init__(self, jobs: Mapping[str, int | None], *, enabled: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._console.file = _Patient(self._console.file)  # pyright: ignore[reportAttributeAccessIssue]
+        self._console.file = _QuietStream(self._console.file)  # pyright: ignore[reportAttributeAccessIssue]
         self._enabled = enabled
         self._lock = threading.Lock()
         self._rows = {job: _Row(steps) for job, steps in jobs.items()}
@@ -158,7 +158,7 @@ class LiveView(Instrument):
                 self._show(job, row)
             elif kind == "status":
                 row.done = max(row.done, step)  # a job that leaves begins no step that would end its last one
-                # What is said of a job that has left, as that its state is not saved, does not hide why it left.
+                # A later note on a job that is over, such as that its state is not saved, does not hide its status.
                 text = f"{row.status}; {value}" if row.over else str(value)
                 row.over = row.over or step >= 0
                 self._state(job, row, text)

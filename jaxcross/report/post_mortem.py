@@ -1,4 +1,4 @@
-"""Which rank ended first, where it was, and what the others did then. Pure."""
+"""Finds the rank that ended first, its last operation, and the others' operations at that time. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""Signs of life come about once a second: who was seen so much later has ended later."""
+"""Signs of life come about once a second: a rank whose last one is so much later has ended later."""
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def verdict(records: Sequence[RankRecord]) -> str:
-    """Which rank ended first, where it was, and what the others did then. Pure."""
+    """Returns a paragraph on the rank that ended first, its last operation, and the others' at that time."""
     if all(record.words == "left" for record in records) and len(records) == records[0].size:
         return "All ranks ended by themselves: their scripts came to their ends."
     first, why = _first(records)
@@ -29,7 +29,7 @@ def verdict(records: Sequence[RankRecord]) -> str:
 
 
 def missing(records: Sequence[RankRecord]) -> list[int]:
-    """Ranks of the run that left no file."""
+    """Returns the ranks of the run that left no file."""
     return sorted(set(range(min(records[0].size, MOST_RANKS))) - {record.rank for record in records})
 
 
@@ -39,28 +39,28 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     for record in spoken:
         if record.words == "failed":
             return [record], f"ended first ({record.text})"
-    silent = [r for r in records if not r.words]
+    without_words = [r for r in records if not r.words]
     for record in spoken:
         if record.words == "reported" and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
             if all(not r.words for r in lost) and "is gone" in record.text:
                 return lost, _SILENTLY
             return lost, f"stopped first (rank {record.rank}: {record.text})"
-    waiting = max((r.entered for r in silent if r.where is not None and r.where.number), default=0)
+    waiting = max((r.entered for r in without_words if r.where is not None and r.where.number), default=0)
     left = [r for r in spoken if r.words == "left" and r.entered < waiting]
     if left:
         return left, "left first (its script ended)" if len(left) == 1 else "left first (their scripts ended)"
-    if silent and len(silent) < len(records):
-        return silent, _SILENTLY
+    if without_words and len(without_words) < len(records):
+        return without_words, _SILENTLY
     for record in spoken:
         if record.words in ("terminated", "interrupted", "reported"):
             return [record], f"ended first ({record.text})"
-    if not silent:
+    if not without_words:
         return [], "No rank says why it ended."
-    behind = [r for r in silent if r.entered == min(s.entered for s in silent)]
-    if len(behind) < len(silent):
+    behind = [r for r in without_words if r.entered == min(s.entered for s in without_words)]
+    if len(behind) < len(without_words):
         return behind, "had not come to where the others waited"
-    early = [r for r in silent if r.last_s < max(s.last_s for s in silent) - _BEAT_S]
+    early = [r for r in without_words if r.last_s < max(s.last_s for s in without_words) - _BEAT_S]
     if early:
         return early, _SILENTLY
     return [], (

@@ -1,4 +1,4 @@
-"""Keeping spans, turning them into rows, and putting the ranks' clocks together."""
+"""Records spans, turns them into rows, and aligns the ranks' clocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Recorder(Instrument):
         self._seen += 1
 
     def spans(self) -> tuple[Span, ...]:
-        """What was kept, oldest first."""
+        """Returns the spans that were kept, oldest first."""
         return tuple(self._spans)
 
     @property
     def dropped(self) -> int:
-        """How many spans the limit pushed out."""
+        """Number of spans that the limit pushed out."""
         return max(0, self._seen - len(self._spans))
 
 

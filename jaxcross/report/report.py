@@ -1,4 +1,4 @@
-"""`Report`: what a run did, on all its ranks."""
+"""`Report`: the record of a run on all its ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.report.summary import JobSummary, TimeBreakdown
-from jaxcross.report.time_breakdown import account
+from jaxcross.report.time_breakdown import break_down
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 FORMAT = 1
-IN_TURN = "sequential"  # the policy whose jobs are to run one after the other: other runs are compared with its
-_SPANS = 1_000_000  # of all ranks
+IN_TURN = "sequential"  # the policy that runs jobs one after the other: the baseline of comparisons
+_MAX_SPANS = 1_000_000  # of all ranks together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +29,14 @@ class Report:
     """A finished run. `print(report)` shows its table.
 
     Attributes:
-        spans: Those of all ranks, on the clock of rank 0.
+        spans: The spans of all ranks, on the clock of rank 0.
         jobs: The jobs, in the order in which they were added.
-        wall_ns: Per rank: begin (on rank 0's clock) and end of the run.
-        policy: How the jobs were run.
-        placement: Where segments ran.
-        link: What joined the ranks; an emulated link says so here and therefore in every output.
-        dropped: Spans that were not kept because there were too many.
-        rounds: The account (T, bound, losses), computed from the above.
+        wall_ns: Begin and end of the run, by rank, on rank 0's clock.
+        policy: Name of the policy.
+        placement: The device on which segments ran.
+        link: The link between the ranks; an emulated link says so here, and therefore in every output.
+        dropped: Number of spans that were not kept because there were too many.
+        rounds: The breakdown of the time (T, bound, losses), computed from the above.
     """
 
     spans: tuple[Span, ...]
@@ -47,7 +50,7 @@ class Report:
 
     def __post_init__(self) -> None:
         lengths = {rank: end - start for rank, (start, end) in self.wall_ns.items()}
-        object.__setattr__(self, "rounds", account(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN))
+        object.__setattr__(self, "rounds", break_down(self.spans, self.jobs, lengths, in_turn=self.policy == IN_TURN))
 
     @classmethod
     def build(
@@ -73,16 +76,16 @@ class Report:
         it keeps about a million spans, the latest.
 
         Args:
-            spans: This rank's, oldest first.
+            spans: This rank's spans, oldest first.
             jobs: The jobs of the run.
             start_ns: `time.monotonic_ns` of this rank when the run began.
             end_ns: The same when it ended.
             rank: This rank.
             size: Number of ranks.
-            policy: How the jobs were run.
-            placement: Where segments ran.
-            link: What joins the ranks.
-            dropped: Spans of this rank that were not kept.
+            policy: Name of the policy.
+            placement: The device on which segments ran.
+            link: The link between the ranks.
+            dropped: Number of spans of this rank that were not kept.
             control: `World.control`; None for a run of one rank.
             watch: A context for the wait alone.
 
@@ -92,12 +95,16 @@ class Report:
         if size > 1 and control is None:
             raise ValueError(f"a report of `{size}` ranks needs `control` to gather their spans: pass world.control.")
         mine = tuple(spans)
-        kept = mine[-max(1, _SPANS // size) :]
-        facts = [asdict(job) for job in jobs]
-        text = json.dumps({
-            "rank": rank, "start": start_ns, "end": end_ns, "dropped": dropped + len(mine) - len(kept), "jobs": facts,
+        kept = mine[-max(1, _MAX_SPANS // size) :]
+        part = {
+            "rank": rank,
+            "start": start_ns,
+            "end": end_ns,
+            "dropped": dropped + len(mine) - len(kept),
+            "jobs": [asdict(job) for job in jobs],
             "spans": to_rows(kept),
-        })  # fmt: skip
+        }
+        text = json.dumps(part)
         with watch or nullcontext():
             texts = [text] if control is None or size == 1 else control.allgather_text(text)
         parts = [json.loads(text) for text in texts]
@@ -118,16 +125,16 @@ class Report:
         return tuple(sorted(self.wall_ns))
 
     def speedup(self, over: Report) -> float | None:
-        """How many times shorter a job-step is here than in the other run; None if one of them has no round.
+        """Returns how many times shorter a job-step is here than in the other run; None if one of them has no round.
 
-        Not whether the two can be compared: a machine that was busy during one of them decides it as well. `Comparison`
-        says so.
+        It does not check that the two can be compared: a machine that was busy during one of them changes the result.
+        `Comparison` checks that.
         """
         one, other = over.rounds.s_per_step, self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of the table as plain data; all names carry their units."""
+        """Returns the numbers of the table as plain data; names carry their units."""
         rounds = self.rounds
         return {
             "policy": self.policy,
@@ -142,7 +149,7 @@ class Report:
             "shared_share": rounds.shared_share,
             "period_s": rounds.period_s,
             "bound_s": rounds.bound_s,
-            "limit": rounds.limit,
+            "limit": rounds.bottleneck,
             "efficiency": rounds.efficiency,
             "s_per_step": rounds.s_per_step,
             "hidden_share": rounds.hidden_share,
@@ -194,7 +201,7 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        """Reads what `to_json` wrote.
+        """Reads a file that `to_json` wrote.
 
         Raises:
             ValueError: The file holds something else.
@@ -244,7 +251,7 @@ class Report:
 
         return draw(self, Path(path), compare, window=window)
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Group:
         from jaxcross.report.table import render
 
         return render(self)
@@ -255,8 +262,8 @@ class Report:
         return plain(self)
 
 
-def _spelt(value: Any) -> Any:
-    """`value` with a word in place of each float that JSON has no number for."""
+def _spelt(value: object) -> object:
+    """Replaces each float that JSON has no number for by a word."""
     if isinstance(value, dict):
         return {key: _spelt(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -271,5 +278,5 @@ def _read_facts(job: dict[str, Any]) -> JobSummary:
     return JobSummary(**{**job, **numbers, "metrics": metrics})
 
 
-def _number(value: Any) -> Any:
+def _number(value: float | str | None) -> float | None:
     return float(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Which part of a run is measured: a stretch of one rank's time that holds whole rounds of all its jobs."""
+"""Finds the part of a run to measure: a stretch of one rank's time that holds whole rounds of all its jobs."""
 
 from __future__ import annotations
 

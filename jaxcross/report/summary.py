@@ -1,4 +1,4 @@
-"""The numbers of a run: what the runner says of a job, what the spans say of it, and the account of the whole."""
+"""The numbers of a run: facts about each job, its timing, and the breakdown of the whole time."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ BRIEF = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """What the runner knows of a job in addition to its spans.
+    """Facts about a job that the runner knows in addition to its spans.
 
     Attributes:
         name: The job's name.
         steps: Steps that it did in this run.
         examples_per_step: Examples that all ranks together use in a step; None if unknown.
         final_loss: The last loss that it logged.
-        metrics: Last values of whatever else it logged.
-        how: How it left: `ended`, `stopped`, `failed` or `ejected`, on all ranks after step `last_step`.
+        metrics: Last values of everything else that it logged.
+        how: Its final status: `ended`, `stopped`, `failed` or `ejected`, on all ranks after step `last_step`.
         why: The reason, if it failed or was ejected.
         skipped: Steps among `steps` that kept the state, because what they exchanged was not finite.
         replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first leaf, `not compared:
             ...` with the reason; empty for one rank, and for jobs without a state.
         first_step: Steps that earlier runs did, which this one resumed from.
-        unit: What an example is: `images` or `examples`.
+        unit: The unit of examples: `images` or `examples`.
     """
 
     name: str
@@ -67,14 +67,14 @@ class JobTiming:
     round, or the job has no part in it, over the job's own steady state.
 
     Attributes:
-        facts: What the runner said of it.
+        facts: The facts from the runner.
         period_s: From the end of one step to the end of its next; 0 if it did not make two.
         compute_s: Compute time of a step, mean over ranks.
         exchange_s: Exchange time of a step without waiting for other ranks.
         hidden_share: Share of its exchange time (waiting included) during which some job computed on the same rank.
         bytes_per_step: Bytes that one rank hands to the wire in a step, over the whole run; none of evaluations.
         steps_per_round: Steps of it in a round: 1 where all jobs made equally many, 0 if it has no part in the round.
-        other_calls: Calls with exchanges that are none of its steps, as evaluations.
+        other_calls: Number of its calls that exchange and are not steps, such as evaluations.
         bytes_per_other_call: Bytes that one rank hands to the wire in one of those.
     """
 
@@ -95,7 +95,7 @@ class JobTiming:
 
     @property
     def examples_per_s(self) -> float | None:
-        """None also where it is not known how many are in a step."""
+        """None also where the number in a step is not known."""
         per_step = self.facts.examples_per_step
         return per_step / self.period_s if self.period_s and per_step is not None else None
 
@@ -106,16 +106,16 @@ class TimeBreakdown:
     what follows from them are None, and nothing is lost.
 
     Attributes:
-        jobs: One account a job.
+        jobs: The timing of each job.
         period_s: T, the measured length of a round on the rank that decides it. A round is one step of every job; of
             jobs that go at unequal rates, as many steps in all, in the proportion in which they made them.
         bound_s: max(sum c, sum m, max(c + m)) of the measured means: no order of the same work is faster. What a job
             overlaps with itself (a backward pass cut into several exchanges) shortens its c + m. None also where a job
             of the round trains by a parameter server: its step is its own bound.
-        limit: Which of the three terms it is: `compute`, `exchange` or `chain`; "" without a round.
+        bottleneck: The term that is the bound: `compute`, `exchange` or `chain` (a critical path); "" without a round.
         lost_s: `period_s - bound_s` by cause; keys of `LOST_TIME`, none negative, and the values sum to the difference.
         hidden_share: Share of all jobs' exchange time that compute covered.
-        rounds: How many rounds were measured, on that rank.
+        rounds: Number of rounds that were measured, on that rank.
         in_turn: Whether the round is made of jobs that ran one after the other, because their policy was to.
         steady_share: Share of the run that was measured.
         shared_share: Share of the run in which at least two jobs were at work, compiling included.
@@ -126,7 +126,7 @@ class TimeBreakdown:
     jobs: tuple[JobTiming, ...]
     period_s: float | None
     bound_s: float | None
-    limit: str
+    bottleneck: str
     lost_s: Mapping[str, float]
     hidden_share: float
     rounds: float
@@ -162,7 +162,7 @@ class TimeBreakdown:
 
     @property
     def examples_per_s(self) -> float | None:
-        """Of all jobs together; None if it is not known of each, or if they count different things."""
+        """Examples of all jobs together; None if not known for each of them, or if their units differ."""
         per_step = [job.facts.examples_per_step for job in self.crossed]
         known = [n for n in per_step if n is not None]
         if not self.period_s or len(known) < len(per_step) or len({job.facts.unit for job in self.crossed}) != 1:

@@ -56,14 +56,15 @@ def render(report: RunData) -> Group:
 
 
 def unit(jobs: Sequence[JobTiming]) -> str:
-    """What the jobs' examples are called."""
+    """Returns the unit of the jobs' examples."""
     units = {job.facts.unit for job in jobs if job.facts.examples_per_step is not None}
     return units.pop() if len(units) == 1 else "examples"
 
 
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
-    """A job's steps, steps/s, examples/s, compute, exchange and hidden share. A job with no part in the round has no
-    more than steps, or the rows would not add up to the last one.
+    """Returns a job's steps, steps/s, examples/s, compute, exchange and hidden share.
+
+    A job with no part in the round has only steps: otherwise the rows would not add up to the last one.
     """
     facts = job.facts
     steps = (
@@ -73,32 +74,28 @@ def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     )
     if not job.period_s or (rounds.period_s is not None and not job.steps_per_round):
         return [steps, *["-"] * 5]
-    return [
-        steps, number(job.steps_per_s), number(job.examples_per_s), seconds(job.compute_s), seconds(job.exchange_s),
-        share(job.hidden_share),
-    ]  # fmt: skip
+    pace = [number(job.steps_per_s), number(job.examples_per_s)]
+    return [steps, *pace, seconds(job.compute_s), seconds(job.exchange_s), share(job.hidden_share)]
 
 
 def totals(rounds: TimeBreakdown) -> list[str]:
-    """The same of all jobs: sums of a round, where there is one."""
+    """Returns the same cells for all jobs: sums of a round, where there is one."""
     steps = str(sum(job.facts.steps for job in rounds.jobs))
     if not rounds.period_s:
         return [steps, *["-"] * 5]
-    return [
-        steps, number(len(rounds.crossed) / rounds.period_s), number(rounds.examples_per_s), seconds(rounds.compute_s),
-        seconds(rounds.exchange_s), share(rounds.hidden_share),
-    ]  # fmt: skip
+    pace = [number(len(rounds.crossed) / rounds.period_s), number(rounds.examples_per_s)]
+    return [steps, *pace, seconds(rounds.compute_s), seconds(rounds.exchange_s), share(rounds.hidden_share)]
 
 
 def a_round(rounds: TimeBreakdown) -> str:
-    """What a round is made of."""
+    """Describes the steps in a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
         return "one step of every job" if len(rounds.crossed) == len(rounds.jobs) else "one step of each job in it"
     return ", ".join(f"{job.steps_per_round:.2f} steps of {job.facts.name}" for job in rounds.crossed)
 
 
 def too_small(rounds: TimeBreakdown) -> str:
-    """What to say of jobs whose votes take longer than crossover could save them; "" of all others."""
+    """Returns a line about jobs whose votes take longer than crossover could save; "" for all others."""
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
@@ -139,8 +136,9 @@ def _footnotes(report: RunData) -> list[str]:
     lines += [
         f"{job.facts.name}: its steps are the calls of the first function that exchanges, not counted are "
         f"{job.other_calls} of others."
-        for job in rounds.jobs if job.other_calls and job.bytes_per_other_call > job.bytes_per_step
-    ]  # fmt: skip
+        for job in rounds.jobs
+        if job.other_calls and job.bytes_per_other_call > job.bytes_per_step
+    ]
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines
@@ -162,13 +160,13 @@ def _without_round(rounds: TimeBreakdown) -> list[str]:
 
 def _with_round(rounds: TimeBreakdown) -> list[str]:
     period, bound = rounds.period_s or 0.0, rounds.bound_s
-    limits = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
+    names = {"compute": "all computation", "exchange": "all exchange", "chain": "the longest job"}
     lines = [
         "Times are per step (last row: per round), in the steady state; hidden: share of exchange under computation.",
         (
             f"Round {seconds(period)} ({a_round(rounds)}), no bound: a step with a parameter server is its own."
             if bound is None
-            else f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({limits[rounds.limit]}), "
+            else f"Round {seconds(period)} ({a_round(rounds)}), bound {seconds(bound)} ({names[rounds.bottleneck]}), "
             f"efficiency {share(rounds.efficiency)}."
         ),
     ]
@@ -177,9 +175,10 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
     elif bound is not None and len(rounds.crossed) > 1:
         lines.append("The bound takes compute and exchange as they were here, slowed by each other or not.")
     lines += [
-        f"{job.facts.name}: no part in the round, {_why_no_part(job)}." for job in rounds.jobs
+        f"{job.facts.name}: no part in the round, {_why_no_part(job)}."
+        for job in rounds.jobs
         if not job.steps_per_round and job.facts.steps
-    ]  # fmt: skip
+    ]
     named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
     if named and bound is not None:
         lines.append(f"Lost {seconds(period - bound)} a round:")

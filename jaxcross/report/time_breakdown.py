@@ -1,13 +1,13 @@
-"""What a run achieved, what it could have, and where the difference went: pure functions over spans.
+"""Compares what a run achieved with its bound, and explains the difference: pure functions over spans.
 
 A **round** is one step of every job. It is measured where all jobs are in steady state next to each other: between the
 latest end of a first step (compiling, first touch of every page) and the earliest end of a last one, over whole rounds.
-Where all jobs never are, or hardly ever, the round is one of the largest set of jobs that are.
+Where that is never or hardly ever the case, the round is one of the largest set of jobs for which it is.
 Jobs that run one after the other because their policy says so add their steps, so `Sequential` and crossover are
 measured by the same rule. Elsewhere there is no round, and none is reported.
 
-The bound is made of what the lanes did in the same stretch of time that the round is measured on. A lane does one thing
-at a time, so it cannot have worked longer than the round lasted: no round is shorter than its bound.
+The bound is made of the work of the lanes in the same stretch of time on which the round is measured. A lane does one
+thing at a time, so it cannot have worked longer than the round lasted: no round is shorter than its bound.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, sh
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What bounds a round, in nanoseconds."""
+    """The three lower bounds of a round, in nanoseconds; `critical_path` by job."""
 
     compute: float
     exchange: float
-    chain: Mapping[str, float]
+    critical_path: Mapping[str, float]
 
     @property
     def longest(self) -> str:
-        """The job with the longest chain."""
-        return max(self.chain, key=lambda job: self.chain[job])
+        """The job with the longest critical path."""
+        return max(self.critical_path, key=lambda job: self.critical_path[job])
 
     @property
-    def limit(self) -> tuple[float, str]:
-        """The bound, and the term that sets it."""
-        terms = {"compute": self.compute, "exchange": self.exchange, "chain": self.chain[self.longest]}
+    def bottleneck(self) -> tuple[float, str]:
+        """The bound, and the name of the term that sets it."""
+        terms = {"compute": self.compute, "exchange": self.exchange, "chain": self.critical_path[self.longest]}
         name = max(terms, key=lambda term: terms[term])
         return terms[name], name
 
     @classmethod
     def mean(cls, several: Sequence[_Terms]) -> _Terms:
-        jobs = dict.fromkeys(job for terms in several for job in terms.chain)
+        jobs = dict.fromkeys(job for terms in several for job in terms.critical_path)
         return cls(
             _mean(t.compute for t in several),
             _mean(t.exchange for t in several),
-            {job: _mean(t.chain[job] for t in several if job in t.chain) for job in jobs},
+            {job: _mean(t.critical_path[job] for t in several if job in t.critical_path) for job in jobs},
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's time, and what is measured of it."""
+    """One rank's timeline, and the stretches of it that are measured: each job's own, and those of the round."""
 
     timeline: Timeline
     own: Mapping[str, Stretch]
@@ -63,15 +63,16 @@ class _Rank:
 
     @classmethod
     def of_all(cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool) -> dict[int, _Rank]:
-        """Chooses where the round is measured, if anywhere: each job's own steady state, or the one that they share.
+        """Chooses where the round is measured, if anywhere: in each job's own steady state, or in a shared one.
 
-        That of all jobs, or of the largest set of at least two that has one; the same set on every rank. A set that was
-        together for less than a tenth of the time of another one gives way to it.
+        The shared one is of all jobs, or of the largest set of at least two that has one; the same set on every rank. A
+        set that was together for less than a tenth of the time of another set gives way to it.
         """
         own = {
             rank: {job: stretch for job in jobs if (stretch := Stretch.own(timeline, job)) is not None}
             for rank, timeline in timelines.items()
         }
+        # Jobs one after the other have no time together: their own steady states add up to the round.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {rank: cls(timeline, own[rank], tuple(own[rank].values())) for rank, timeline in timelines.items()}
         found: list[tuple[int, dict[int, Stretch]]] = []
@@ -80,6 +81,7 @@ class _Rank:
             shared = {r: stretch for r, t in there.items() if (stretch := Stretch.shared(t, members)) is not None}
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
+        # More jobs are better than a longer stretch, unless the stretch is so short that its ends decide its rates.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
@@ -91,42 +93,45 @@ class _Rank:
 
     @property
     def terms(self) -> _Terms:
-        chain: dict[str, float] = {}
+        critical_path: dict[str, float] = {}
         for stretch in self.stretches:
             for job in stretch.steps:
-                chain[job] = _inside(_chain(self.timeline, job), stretch) / stretch.rounds
+                critical_path[job] = _inside(_critical_path(self.timeline, job), stretch) / stretch.rounds
         return _Terms(
             sum(_inside(_busiest(self.timeline.compute_lanes, s), s) / s.rounds for s in self.stretches),
             sum(_inside(_busiest(self.timeline.exchange_lanes, s), s) / s.rounds for s in self.stretches),
-            chain,
+            critical_path,
         )
 
     def lost(self) -> dict[str, float]:
-        """Nanoseconds a round in which what limits this rank did not work, by cause: its period less its own bound."""
+        """Returns the nanoseconds a round in which this rank's bottleneck did not work, by cause.
+
+        They add up to the rank's period minus its own bound.
+        """
         lost = dict.fromkeys(LOST_TIME, 0.0)
         terms = self.terms
-        _, limit = terms.limit
+        _, bottleneck = terms.bottleneck
         for stretch in self.stretches:
-            for cause, length in _gaps(self.timeline, stretch, limit, terms.longest).items():
+            for cause, length in _gaps(self.timeline, stretch, bottleneck, terms.longest).items():
                 lost[cause] += length / stretch.rounds
         return lost
 
     def measured(self, job: str) -> Stretch | None:
-        """Where this job's own numbers are taken: with the round, or else in its own steady state."""
+        """Returns the stretch for this job's own numbers: that of the round, or else its own steady state."""
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
 
 
-def account(
+def break_down(
     spans: Sequence[Span], jobs: Sequence[JobSummary], wall_ns: Mapping[int, int], *, in_turn: bool = False
 ) -> TimeBreakdown:
-    """Accounts for a run.
+    """Breaks down the time of a run.
 
     Args:
-        spans: Those of all ranks; clocks need not agree.
+        spans: The spans of all ranks; clocks need not agree.
         jobs: The jobs, in the order to show.
-        wall_ns: Per rank, how long the run took.
-        in_turn: Whether the jobs ran one after the other because they were to.
+        wall_ns: The length of the run, by rank.
+        in_turn: Whether the policy ran the jobs one after the other.
     """
     spans = numbered_votes(in_lane_order(spans))
     shortest = shortest_exchanges(spans)
@@ -138,22 +143,25 @@ def account(
     timelines = {r: Timeline.of(r, of_rank[r], shortest).without_undone(made) for r in sorted(wall_ns) or [0]}
     ranks = _Rank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
-    decisive = max(measured, key=lambda rank: measured[rank].limit[0], default=min(ranks))
+    # The rank with the highest bound decides the round: the others wait for it in every exchange.
+    decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
     part, wall = ranks[decisive], max(wall_ns.values(), default=0)
     crossed = [job for stretch in part.stretches for job in stretch.steps]
     steady = union(own.window for own in part.own.values())
-    bound, limit, lost = None, "", {}
+    bound, bottleneck, lost = None, "", {}
     # A step with a parameter server is one stretch from its begin to its end, so the round would be its own bound.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        bound, limit = _Terms.mean(list(measured.values())).limit
+        # The bound is one of mean work: with equal work on every rank, a round could be as short. The rest of the
+        # decisive rank's own bound is imbalance.
+        bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
-        lost["imbalance"] = measured[decisive].limit[0] - bound
+        lost["imbalance"] = measured[decisive].bottleneck[0] - bound
     return TimeBreakdown(
-        jobs=tuple(_job_account(job, ranks, decisive, of_rank[decisive]) for job in jobs),
+        jobs=tuple(_job_timing(job, ranks, decisive, of_rank[decisive]) for job in jobs),
         period_s=part.period / 1e9 if measured else None,
         bound_s=bound / 1e9 if bound is not None else None,
-        limit=limit,
+        bottleneck=bottleneck,
         lost_s={cause: max(length, 0.0) / 1e9 for cause, length in lost.items()},
         hidden_share=_hidden(ranks.values(), crossed or names),
         rounds=min((stretch.rounds for stretch in part.stretches), default=0.0),
@@ -165,12 +173,13 @@ def account(
     )
 
 
-def _chain(timeline: Timeline, job: str) -> list[Interval]:
+def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
+    """Returns the time in which the job computed or exchanged: its steps follow one another, so no round is shorter."""
     return union([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
 
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
-    """The lane with most to do: what several lanes do may overlap, what one does may not."""
+    """Returns the work of the busiest lane: work of several lanes may overlap, that of one lane cannot."""
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
@@ -178,24 +187,30 @@ def _inside(pieces: list[Interval], stretch: Stretch) -> int:
     return measure(intersect(pieces, [stretch.window]))
 
 
-def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> dict[str, int]:
-    """Nanoseconds in which what sets the bound did not work, each under one cause."""
+def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -> dict[str, int]:
+    """Returns the nanoseconds in which the bottleneck did not work, each under one cause.
+
+    `longest` is the job with the longest critical path.
+    """
     transfer = union(piece for pieces in timeline.transfer.values() for piece in pieces)
     working = union([*timeline.computing, *transfer])
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,
         "chain": union([*timeline.late_compute, *timeline.late_exchange]),
-    }[limit]
+    }[bottleneck]
     busy = {
         "compute": _busiest(timeline.compute_lanes, stretch),
         "exchange": _busiest(timeline.exchange_lanes, stretch),
-        "chain": _chain(timeline, chain_job) if chain_job in stretch.steps else [],
-    }[limit]
+        "chain": _critical_path(timeline, longest) if longest in stretch.steps else [],
+    }[bottleneck]
     left = subtract([stretch.window], busy)
-    if limit == "chain":
+    if bottleneck == "chain":
+        # While one of the lanes works, the critical path waits for that work, whatever else is late.
         late = subtract(late, working)
-    voting = late if limit != "compute" else []  # ready work that waited for the exchange lane, which makes no exchange
+    # Ready work that waited for the exchange lane: if that was voting then, the vote is the cause, not the dispatch.
+    voting = late if bottleneck != "compute" else []
+    # Each gap is counted under the first cause in this list that covers it, so the order states precedence.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -203,7 +218,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # last: a vote or the preparation of a batch costs nothing while something else holds the lane up
+        # These come late: a vote or the preparation of a batch costs nothing while something else holds the lane up.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
@@ -217,7 +232,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, limit: str, chain_job: str) -> d
     return lengths
 
 
-def _job_account(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobTiming:
+def _job_timing(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, spans: Sequence[Span]) -> JobTiming:
     name, part = facts.name, ranks[decisive]
     stretch = part.measured(name)
     costs = [cost for rank in ranks.values() if (cost := _cost(rank, name)) is not None]
@@ -240,7 +255,10 @@ def _job_account(facts: JobSummary, ranks: Mapping[int, _Rank], decisive: int, s
 
 
 def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
-    """Nanoseconds a step of compute and of exchange on one rank; of all there is, if it made a single step."""
+    """Returns the nanoseconds of compute and of exchange in a step on one rank.
+
+    They are of the measured stretch, or of all steps if the job was never in a steady state.
+    """
     timeline, stretch = rank.timeline, rank.measured(job)
     compute, transfer = timeline.compute.get(job, []), timeline.transfer.get(job, [])
     if stretch is not None:
@@ -250,7 +268,7 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
 
 
 def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
-    """Share of these jobs' exchange time, where it was measured, that computation covered."""
+    """Returns the share of these jobs' measured exchange time that computation covered."""
     hidden = whole = 0
     for rank in ranks:
         for job in jobs:
@@ -262,7 +280,7 @@ def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:
 
 
 def _at_work(spans: Sequence[Span]) -> list[Interval]:
-    """Of each job, from its first span to its last."""
+    """Returns the time from the first span to the last, for each job."""
     reach: dict[str, Interval] = {}
     for span in spans:
         if span.job:

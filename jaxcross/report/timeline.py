@@ -83,8 +83,8 @@ class Timeline:
         host: When a job compiled, or was in work on the host that it measures.
         late_compute: When the next compute segment was ready and the idle compute lane had not begun it.
         late_exchange: The same of the exchange lanes, which may have been voting.
-        step_ends: Per job, step number and end of its last segment, in order of steps. What is none of its steps, as an
-            evaluation, is work of the job all the same.
+        step_ends: Per job, step number and end of its last segment, in order of steps. Calls that are not steps,
+            such as evaluations, are work of the job all the same.
     """
 
     rank: int

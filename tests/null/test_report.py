@@ -93,7 +93,7 @@ def test_facts_are_those_of_rank_0():
 
 
 def test_a_report_of_many_ranks_keeps_the_latest_spans(monkeypatch):
-    monkeypatch.setattr(report_module, "_SPANS", 10)
+    monkeypatch.setattr(report_module, "_MAX_SPANS", 10)
     report = Report.build(run_of(0), jobs=JOBS, start_ns=0, end_ns=10 * S)
     assert report.spans == tuple(run_of(0)[-10:])
     assert report.dropped == len(run_of(0)) - 10

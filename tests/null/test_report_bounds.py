@@ -16,7 +16,7 @@ from jaxcross.interleave.vote import JobRequest
 from jaxcross.report.chrome import trace_events
 from jaxcross.report.report import IN_TURN, Report
 from jaxcross.report.summary import LOST_TIME, JobSummary
-from jaxcross.report.time_breakdown import account
+from jaxcross.report.time_breakdown import break_down
 
 S = 1_000_000_000
 SEEDS = st.integers(0, 2**32 - 1)
@@ -133,7 +133,7 @@ def check_sums(result, *, served=False):
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
 def test_no_round_is_shorter_than_its_bound(seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
-    check_sums(account(spans, facts, wall_ns, in_turn=kind == "sequential"))
+    check_sums(break_down(spans, facts, wall_ns, in_turn=kind == "sequential"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -148,7 +148,7 @@ def test_exchanges_on_lanes_of_their_own_may_overlap(seed, kind):
         own = {"lane": 1 + int(span.job) if span.job.isdecimal() else 9, "label": PARAMETER_SERVER}
         moved.append(replace(span, end_ns=span.end_ns + late, **own))
     longer = {rank: end + S for rank, end in wall_ns.items()}
-    check_sums(account(moved, facts, longer, in_turn=kind == "sequential"), served=True)
+    check_sums(break_down(moved, facts, longer, in_turn=kind == "sequential"), served=True)
 
 
 @pytest.mark.parametrize("jobs", [2, 3, 4])
@@ -159,7 +159,7 @@ def test_short_runs_are_measured_over_whole_rounds(jobs, steps):
     scripts = [[loop(random.Random(0), graph, (0.5, 0.0), steps, jitter=0, think=0) for _ in range(jobs)]]
     spans = Simulation(scripts, policy=RoundRobin(), exchange_s=lambda *_: 1.0).run()[0].spans
     facts = [JobSummary(name=str(job), steps=steps) for job in range(jobs)]
-    result = account(spans, facts, {0: 100 * S})
+    result = break_down(spans, facts, {0: 100 * S})
     assert (result.period_s, result.bound_s) == (pytest.approx(jobs), pytest.approx(jobs))
     assert result.rounds >= steps - 2
 
@@ -181,7 +181,7 @@ def test_unequal_rates_share_a_round_of_as_many_steps():
         JobSummary(name="small", steps=18, examples_per_step=1),
         JobSummary(name="large", steps=6, examples_per_step=2),
     ]
-    result = account(spans, facts, {0: 36 * S})
+    result = break_down(spans, facts, {0: 36 * S})
     assert (result.period_s, result.bound_s, result.s_per_step) == (3.0, 3.0, 1.5)
     assert [job.steps_per_round for job in result.jobs] == [1.5, 0.5]
     assert [job.steps_per_s for job in result.jobs] == [0.5, pytest.approx(1 / 6)]
