@@ -242,8 +242,8 @@ class Driver:
                 raise InternalError(f"the driver cannot follow {instruction!r}")
 
     def _finish(self, job: JobRecord, end: m.JobFinished) -> None:
-        job.status = end.how
-        job.on_end(end.how, end.asked)
+        job.status = end.status
+        job.on_end(end.status, end.stop_requested)
         if end.texts:
             job.error = explain(job.name, end.step, end.texts)
             job.error.__cause__ = job.cause
@@ -251,8 +251,8 @@ class Driver:
         job.done.set()
         if job.thread is None:
             del self._jobs[job.number]
-        if end.how != "ended":  # the job itself notes its end, after its last metrics
-            self.listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.how))
+        if end.status != "ended":  # the job itself notes its end, after its last metrics
+            self.listeners.note(job=job.name, kind="status", step=end.step, value=str(job.error or end.status))
 
     def _call(self, number: int, call_number: int) -> StepCall:
         # Each instruction names the call that it is for: one that came late must not touch the next call's values.
