@@ -1,55 +1,67 @@
-"""The picture of `convergence.py`: loss and accuracy against steps and against received bytes."""
+"""The picture of `convergence.py`: accuracy at the end against received bytes."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-PANELS = (("test_loss", "steps"), ("test_loss", "MB"), ("accuracy", "steps"), ("accuracy", "MB"))
-WORDS = {"test_loss": "test loss", "accuracy": "test accuracy", "steps": "steps", "MB": "MB received a rank"}
-
-
-def looks_of(names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """A colour and a line's style for each, all different: up to 50."""
-    colours = [f"C{n}" for n in range(10)]  # matplotlib's own cycle
-    styles = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-    return dict(zip(names, itertools.product(styles, colours), strict=False))
+NAMED = {
+    "mean": ("#0072b2", (6, -13)),
+    "mean, bfloat16": ("#56b4e9", (-40, 8)),
+    "top_k 1%, exact": ("#d55e00", (-20, -15)),
+    "power_sgd, rank 2": ("#009e73", (-10, -15)),
+    "local_sgd, every 8": ("#cc79a7", (-20, 11)),
+    "adasum of deltas": ("#e69f00", (-95, 5)),
+}
+"""What is named in the picture: its colour, and its label's offset in points. All other strategies are grey."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes it. Curves are means over seeds; each strategy has the same look in every panel."""
+    """Writes it: a panel a task, a point a strategy, the mean over seeds at the last step."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(row["strategy"] for row in result["rows"]))
-    looks = looks_of(names)
     tasks = list(result["tasks"])
-    figure, axes = plt.subplots(
-        len(tasks), len(PANELS), figsize=(19, 4.5 * len(tasks)), squeeze=False, layout="constrained"
-    )
-    for line, task in zip(axes, tasks, strict=True):
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5.6 * len(tasks), 4.2), squeeze=False, layout="constrained")
+    for axis, task in zip(axes[0], tasks, strict=True):
         rows = [row for row in result["rows"] if row["task"] == task]
-        every = result["tasks"][task]["every"]
-        for axis, (value, against) in zip(line, PANELS, strict=True):
-            for row in rows:
-                mean = np.mean(np.asarray(row[value], float), axis=0)  # null, where it diverged, is NaN: a gap
-                steps = [every * (n + 1) for n in range(len(mean))]
-                at = steps if against == "steps" else [nbytes / 1e6 for nbytes in row["received_bytes"]]
-                style, colour = looks[row["strategy"]]
-                axis.plot(at, mean, color=colour, linestyle=style, label=row["strategy"], lw=1.3)
-            axis.set(xlabel=WORDS[against], ylabel=WORDS[value], title=task)
-            axis.grid(alpha=0.3)
-            if against == "MB":
-                axis.set_xscale("log")
-            if value == "test_loss":
-                axis.set_yscale("log")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper")
-    figure.savefig(path, dpi=100)
+        points = {row["strategy"]: (row["received_bytes"][-1] / 1e6, accuracy_of(row)) for row in rows}
+        mean = points.get("mean", (0.0, 0.0))[1]
+        for name, (mb, accuracy) in points.items():
+            if name not in NAMED:
+                axis.scatter(mb, accuracy, color="#c0c0c0", s=25, zorder=2)
+                continue
+            color, offset = NAMED[name]
+            axis.scatter(mb, accuracy, color=color, s=60, zorder=3)
+            axis.annotate(name, (mb, accuracy), offset, textcoords="offset points", fontsize=8.5, color=color)
+        axis.axhline(mean, color="#0072b2", lw=0.8, linestyle=":")
+        axis.set(xlabel="MB that a rank receives", ylabel="test accuracy at the end", title=task)
+        axis.set_xscale("log")
+        lowest = min((accuracy for name, (_, accuracy) in points.items() if name in NAMED), default=0.0)
+        axis.set_ylim(lowest - 0.03, max(accuracy for _, accuracy in points.values()) + 0.015)  # what diverged is below
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_answer(result), fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def accuracy_of(row: dict[str, Any]) -> float:
+    """Mean over seeds at the last step; 0 where all diverged."""
+    ends = [seed[-1] for seed in row["accuracy"] if seed[-1] is not None]
+    return sum(ends) / len(ends) if ends else 0.0
+
+
+def _answer(result: dict[str, Any]) -> str:
+    """The question of the picture with its answer: top-k over the mean, in each task."""
+    ends = {(row["task"], row["strategy"]): accuracy_of(row) for row in result["rows"]}
+    sparse = "top_k 1%, exact"
+    over = [
+        f"{ends[task, sparse] - ends[task, 'mean']:+.3f} accuracy on {task}"
+        for task in result["tasks"]
+        if (task, sparse) in ends and (task, "mean") in ends
+    ]
+    answer = f"  {sparse}: {', '.join(over)}, against the mean" if over else ""
+    return f"What do fewer bytes cost?{answer}"

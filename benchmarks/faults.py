@@ -34,7 +34,7 @@ SILENCE_S, WATCHDOG_S = 3.0, 40.0  # of each run, if it has the machine to itsel
 PROMISED_S = {
     "raise": 1.0, "memory": 1.0, "segv": 3.0, "kill": 3.0, "exit": 3.0, "stop": SILENCE_S + 1, "block": SILENCE_S + 1
 }  # fmt: skip
-"""Until all other ranks have named the faulty one: what docs/reliability.md states."""
+"""Until all other ranks have named the faulty one: what docs/reference/faults.md states."""
 LOADED_S = 20.0
 """What a machine that does other things as well may add. The watchdog would still take longer, so that a fault which
 only that one has told is found out."""

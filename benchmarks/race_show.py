@@ -57,8 +57,26 @@ def over_reference(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | N
     return None if own is None else row["s_per_job_step"] / own["s_per_job_step"]
 
 
+LOOKS = {"crossed": "#0072b2", "ddp": "#e69f00"}
+"""Colours of jaxcross and of PyTorch, the same in every picture; all other rivals are grey."""
+
+BARS = (
+    "crossover",
+    "crossover-cut",
+    "crossover-shares",
+    "wait-free",
+    "uncut",
+    "ddp-k",
+    "ddp",
+    "gloo-k",
+    "fused-k",
+    "fused",
+)
+"""What is drawn, from top to bottom, of what was raced: with float32 on the wire."""
+
+
 def draw(case: str, result: dict[str, Any], path: Path) -> None:
-    """Writes a picture of one case: what each rival took at each rate, against the bounds, and what it cost.
+    """Writes a picture of one case: seconds a job-step of jaxcross and its rivals at each rate, against the bound.
 
     Of a rate that was raced several times, the run with the most rivals counts; others of the same machine add theirs.
     """
@@ -70,41 +88,48 @@ def draw(case: str, result: dict[str, Any], path: Path) -> None:
     rows = [row for row in result["rows"] if row["case"] == case]
     if not rows:
         return
-    rows = [{**row, "over_reference": over_reference(row, rows) or 0.0} for row in rows]
     rates = list(dict.fromkeys(row["rate"] for row in sorted(rows, key=lambda row: row["rate_bits_per_s"])))
     shown = {rate: _shown([row for row in rows if row["rate"] == rate], result["runs"]) for rate in rates}
-    rivals = [name for name in RIVALS if any(name in shown[rate] for rate in rates)]
-    panels = (
-        ("s_per_job_step", 1.0, "s a job-step"), ("over_reference", 1.0, "T / jaxcross's T"),
-        ("efficiency", 1.0, "bound / T"), ("hidden_share", 1.0, "hidden share"), ("cpu_s", 1.0, "CPU s a job-step"),
-        ("wire_bytes", 1e-6, "MB a job-step"), ("peak_rss_bytes", 1e-9, "peak GB a host"),
-    )  # fmt: skip
-    figure, axes = plt.subplots(len(panels), 1, figsize=(1.2 * len(rivals) + 3, 16), sharex=True, layout="constrained")
-    width = 0.8 / len(rates)
-    for axis, (key, scale, label) in zip(axes, panels, strict=True):
-        for n, rate in enumerate(rates):
-            own = shown[rate]
-            at = [i + (n - (len(rates) - 1) / 2) * width for i, r in enumerate(rivals) if r in own]
-            chosen = [own[r] for r in rivals if r in own]
-            bars = axis.bar(at, [row[key] * scale for row in chosen], width, label=_named(chosen[0]))
-            if key == "s_per_job_step":
-                low = [row[key] - row["spread"][0] for row in chosen]
-                high = [row["spread"][1] - row[key] for row in chosen]
-                axis.errorbar(at, [row[key] for row in chosen], [low, high], fmt="none", ecolor="black", lw=0.8)
-                for x, row, bar in zip(at, chosen, bars, strict=True):
-                    ends = x - width / 2, x + width / 2
-                    axis.hlines(row["bound_s"], *ends, colors="black", lw=1.5)
-                    axis.hlines(row["bound_with_tax_s"], *ends, colors="black", lw=1.0, linestyles="dotted")
-                    bar.set_alpha(0.85)
-        if key in ("over_reference", "efficiency", "hidden_share"):
-            axis.axhline(1.0, color="black", lw=0.8, linestyle="dashed")
-        axis.set_ylabel(label)
-        axis.grid(axis="y", alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(rates))
-    axes[0].set_title(f"case `{case}`: bounds as lines, with the exchange's tax dotted")
-    axes[-1].set_xticks(range(len(rivals)), rivals, rotation=30, ha="right")
-    figure.savefig(path, dpi=110)
+    names = [name for name in BARS if any(name in shown[rate] for rate in rates)]
+    size = (4.2 * len(rates) + 1, 0.42 * len(names) + 1.5)
+    figure, axes = plt.subplots(1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, rate in zip(axes[0], rates, strict=True):
+        own = shown[rate]
+        for at, name in enumerate(names):
+            if (row := own.get(name)) is None:
+                continue
+            color = LOOKS.get(RIVALS[name].team, "#b0b0b0")
+            low, high = row["spread"]
+            took = row["s_per_job_step"]
+            axis.barh(at, took, color=color, height=0.75, xerr=[[took - low], [high - took]], error_kw={"lw": 0.8})
+            axis.text(0.02 * axis.get_xlim()[1], at, f"{took:.2f} s", va="center", fontsize=9, color="white")
+        bound = next((own[name] for name in REFERENCES["float32"] if name in own), next(iter(own.values())))[
+            "bound_with_tax_s"
+        ]
+        axis.axvline(bound, color="black", lw=1, linestyle="--")
+        axis.text(bound, -0.75, " bound", fontsize=8, va="center")
+        axis.set_title(_named(next(iter(own.values()))), fontsize=10)
+        axis.set_xlabel("seconds a job-step")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_yticks(range(len(names)), names)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(_answer(case, shown), fontsize=12, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _answer(case: str, shown: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The question of a picture with its answer, from what it shows."""
+    own = next((n for n in ("crossover", "wait-free") if any(n in rows for rows in shown.values())), "")
+    gains = [
+        rows["fused"]["s_per_job_step"] / rows[own]["s_per_job_step"]
+        for rows in shown.values()
+        if own in rows and "fused" in rows
+    ]
+    if not gains:
+        return f"Seconds a job-step of every rival, case {case}"
+    times = f"{min(gains):.2f}" + (f" to {max(gains):.2f}" if len(gains) > 1 else "")
+    return f"{own.capitalize()} is {times} times as fast as one jit a step and mpi4jax (fused): case {case}"
 
 
 def _shown(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -115,4 +140,5 @@ def _shown(rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, 
 
 
 def _named(row: dict[str, Any]) -> str:
-    return f"{row['rate']} ({row['rate_bits_per_s'] / 1e6:.0f} Mbit/s)"
+    ratio = sum(row["m_s"]) / sum(row["c_s"])
+    return f"exchange {ratio:.1f} times compute ({row['rate_bits_per_s'] / 1e6:.0f} Mbit/s)"

@@ -85,8 +85,9 @@ def _before(make: Callable[[], optax.GradientTransformation]) -> Callable[[Setti
 
 
 def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
-    # Not the defaults, as docs/exchanges.md says. Fewer elements a scale: these models' layers are small. With `eps` at
-    # 1e-8, elements of a tiny second moment that share a scale with larger ones overflow as soon as signs are sent.
+    # Not the defaults, as docs/reference/exchanges.md says. Fewer elements a scale, because these models' layers are
+    # small. With `eps` at 1e-8, elements of a tiny second moment that share a scale with larger ones overflow as soon
+    # as signs are sent.
     return optax.chain(
         exchange.one_bit_adam(s.freeze_step, AXIS, ranks=s.ranks, block=256, eps=eps),
         optax.scale_by_learning_rate(s.adam_rate),

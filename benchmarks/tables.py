@@ -1,4 +1,4 @@
-"""What do the kept results say? Writes their tables into the pages of docs/, so that no number is copied by hand.
+"""What do the kept results say? Writes their tables into docs/ and benchmarks/results/: no number is copied by hand.
 
     python benchmarks/tables.py [--check] [--root FOLDER]
 
@@ -58,6 +58,11 @@ def filled(page: str, read: Read) -> str:
     return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(read, m[1], m[2] or '')}", page)
 
 
+def pages_of(root: Path) -> list[Path]:
+    """The pages that may have tables: of the documentation, and next to the results."""
+    return sorted([*(root / "docs").glob("**/*.md"), *(root / "benchmarks" / "results").glob("*.md")])
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
@@ -70,7 +75,7 @@ def main() -> int:
         return kept_result(args.root / "benchmarks" / "results" / f"{name}.json")
 
     stale = 0
-    for page in sorted((args.root / "docs").glob("*.md")):
+    for page in pages_of(args.root):
         old = page.read_text()
         new = filled(old, read)
         if old != new and args.check:

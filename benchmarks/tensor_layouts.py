@@ -1,4 +1,4 @@
-"""Which rank holds which part? Draws the layouts of docs/tensor.md, as `tensor.Mesh` itself cuts them.
+"""Which rank holds which part? Draws the layouts as `tensor.Mesh` itself cuts them, for the page of that name.
 
 python benchmarks/tensor_layouts.py docs/images/tensor-layouts.png
 """

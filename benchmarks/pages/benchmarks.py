@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, but for those of the race."""
+"""The tables of benchmarks/results/benchmarks.md, but for those of the race."""
 
 from __future__ import annotations
 

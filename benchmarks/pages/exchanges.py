@@ -1,4 +1,4 @@
-"""The tables of docs/exchanges.md."""
+"""The tables of benchmarks/results/exchanges.md."""
 
 from __future__ import annotations
 

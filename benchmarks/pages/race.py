@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md that race.json fills."""
+"""The tables of benchmarks/results/race.md that race.json fills."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ def race_verdicts(read: Read, arguments: str) -> Iterator[tuple[str, ...]]:
                 *(_middle(_over(at_rate, name, others)) for others in ({"fused"} & jax, jax, torch)),
                 _middle(_over(at_rate, name, torch, own_c=True)),
             )  # fmt: skip
+
+
+def race_summary(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Two and three equal jobs in crossover at each rate: how many times as fast as others, and against the bound."""
+    yield ("jobs", "exchange / compute", "over `jit` and mpi4jax", "over the best JAX rival", "over the best DDP",
+           "bound / T", "repeats")  # fmt: skip
+    named = {"network": "2", "balanced": "1", "compute": "1/2"}
+    for _, *rows in (race_verdicts(read, "two:1"), race_verdicts(read, "three")):
+        for jobs, rate, way, repeats, _, taxed, fused, jax, ddp, _ in rows:
+            if way == "crossover":
+                yield f"{jobs} ResNet-50", named[rate], fused, jax, ddp, taxed, repeats
 
 
 def raced_alike(read: Read, argument: str) -> list[dict[str, Any]]:
@@ -194,6 +205,7 @@ def _each(values: list[float]) -> str:
 
 TABLES: dict[str, Table] = {
     "race": race,
+    "race-summary": race_summary,
     "race-verdicts": race_verdicts,
     "race-links": race_links,
     "race-account": race_account,

@@ -1,4 +1,4 @@
-"""The tables of docs/tensor.md."""
+"""The tables of benchmarks/results/tensor.md."""
 
 from __future__ import annotations
 

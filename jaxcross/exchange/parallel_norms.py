@@ -27,8 +27,8 @@ def scale_by_trust_ratio(
     Updates and parameters must already be equal on all ranks: put it behind `mean` or another exchange whose result is.
     It averages nothing. Without one, each rank scales its own updates by ratios of other ranks', and nothing tells.
     It pays where reading (P-1)/P of two arrays takes longer than waiting once more. On two ranks neither a
-    Transformer's step nor ResNet-50's gained more than repeats differ by (docs/exchanges.md): it is for many ranks
-    and large models.
+    Transformer's step nor ResNet-50's gained more than repeats differ by (benchmarks/results/exchanges.md): it is for
+    many ranks and large models.
 
     ```python
     tx = optax.chain(jaxcross.exchange.mean("batch"), jaxcross.exchange.lars("batch", 0.1))

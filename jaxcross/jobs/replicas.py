@@ -33,7 +33,7 @@ class CheckReplicas:
     report. With `every`, it is an `ExchangeError` on every rank, wherever it is found: the job leaves, others go on.
 
     Compared are the bits of the leaves that are equal on all ranks when training begins, less those that an exchange
-    strategy declares to be a rank's own; see `docs/reliability.md`.
+    strategy declares to be a rank's own; see `docs/reference/faults.md`.
 
     Args:
         every: Compare after so many steps. Costs one pass over the state on the host each time. If None, only at

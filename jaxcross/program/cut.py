@@ -2,7 +2,7 @@
 
 Segments alternate: compute 0, collective 0, compute 1, collective 1, ..., tail. An equation's *position* is an index
 into that sequence: even positions compute, odd positions exchange, the last one is the tail. The rules are numbered
-as in docs/design.md.
+as in docs/explanation/cutting.md.
 """
 
 from __future__ import annotations

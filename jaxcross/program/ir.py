@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def times(self) -> int:
-        """Number of times that one step makes it: the product of the lengths of the `scan`s around it.
+        """Number of times that one step makes it: the product of the lengths of the loops around it.
 
         A `while` does not say how often it iterates, and counts as once.
         """

@@ -1,6 +1,6 @@
 """Tensor parallelism: Megatron-LM's 1-D, Optimus' 2-D and the 2.5-D of SUMMA2.5-LM and Tesseract, as Flax layers.
 
-A model is written once, with a field `mesh`; `Mesh()` is the serial model. See `docs/tensor.md`.
+A model is written once, with a field `mesh`; `Mesh()` is the serial model. See `docs/reference/tensor-layouts.md`.
 """
 
 from jaxcross.tensor.collectives import copy_to, reduce_from

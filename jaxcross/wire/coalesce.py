@@ -1,7 +1,7 @@
 """Small sums with no other exchange between them travel as one message.
 
 Ranks wait for each other once a message, and a rank whose core computes takes its time to answer; what joining them
-gains is in docs/benchmarks.md. Pure; the same on every rank, as it follows from the equations.
+gains is in benchmarks/results/benchmarks.md. Pure; the same on every rank, as it follows from the equations.
 """
 
 from __future__ import annotations

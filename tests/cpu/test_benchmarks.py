@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import exchanges
 import strategies
-from convergence_show import looks_of
+from convergence_show import NAMED
 
 from jaxcross.commands.launch import find_mpirun
 from jaxcross.exchange import mean
@@ -111,10 +111,9 @@ def test_selection(smoke):
     assert largest["over_exact"] == ways[result["rows"][1]["chosen"]]["s"]["median"] / ways["exact"]["s"]["median"]
 
 
-def test_every_declared_strategy_has_a_look_of_its_own_in_the_picture():
+def test_strategies_named_in_the_picture_are_declared():
     names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER, *strategies.CONTROLS)]
-    looks = looks_of(names)
-    assert list(looks) == names and len(set(looks.values())) == len(names) > 30
+    assert set(names) > NAMED.keys() and len(NAMED) == len({color for color, _ in NAMED.values()}) <= 6
 
 
 @pytest.mark.exhaustive

@@ -27,7 +27,7 @@ from jaxcross.commands.launch import find_mpirun, mpirun_command
 from jaxcross.world import xla_pool
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 TIMEOUT_S = 240
 MARK = "\x1e"
 # Words that a shell, a package manager or a cluster provides: nothing of ours to check.
@@ -110,7 +110,7 @@ def run(page: Path, folder: Path, ranks: int, env: dict[str, str]) -> list[str]:
 
 
 # Four ranks compile for a minute; the usual run has examples/gpt.py on two.
-LONG = {"tensor.md"}
+LONG = {"tensor.md", "tensor-parallelism.md"}
 
 
 def with_python() -> list[Any]:

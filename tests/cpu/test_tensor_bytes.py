@@ -1,4 +1,4 @@
-"""What the layers put on the wire is what the formulas of docs/tensor.md say, to the byte."""
+"""What the layers put on the wire is what the formulas of docs/reference/tensor-layouts.md say, to the byte."""
 
 from __future__ import annotations
 

@@ -1,0 +1,98 @@
+"""Draws `docs/images/streets.png`: the folders of the package along the way of a step and the way of a loop.
+
+    python docs/pictures/streets.py [FILE]
+
+A test compares the folders named here with those that exist.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from style import BLUE, DARK, GREY, IMAGES, ORANGE, PALE, arrow, canvas, rounded, title
+
+# Folder -> what it holds, in few words.
+FOLDERS = {
+    "step": "`crossover`: one variant for\neach set of argument types",
+    "program": "trace, flatten, cut,\nprint, verify, compile",
+    "wire": "collectives as MPI messages,\npacked into few buffers",
+    "jobs": "runner, loops, batches,\nwhat a training function calls",
+    "runtime": "the driver and the threads\nof the two lanes",
+    "interleave": "pure decisions: which job\nis next, votes, policies",
+    "world": "ranks, their start,\ncontrol messages",
+    "health": "watchdog, heartbeat,\nabort of all ranks",
+    "exchange": "gradient exchanges as\noptax transformations",
+    "tensor": "layers split over ranks,\nup to 2.5-D",
+    "server": "parameter servers",
+    "data": "records and batches",
+    "checkpoint": "save and restore",
+    "report": "tables, pictures, bounds",
+    "plan": "choose an exchange",
+    "commands": "`jaxcross launch`, `demo`,\n`doctor`, ...",
+    "lab": "hosts and links to test on",
+}
+GROUPS = {
+    "ground": ("world", "health"),
+    "inside a step": ("exchange", "tensor", "server"),
+    "around a run": ("data", "checkpoint", "report", "plan"),
+    "tools": ("commands", "lab"),
+}
+
+
+WIDTH, GROUP_WIDTH = 2.8, 3.15
+COLUMNS = (2.6, 6.3, 10.0)
+
+
+def draw_street(axes: Axes, y: float, own: str, name: str, color: str, folders: tuple[str, ...]) -> None:
+    """Draws what the user brings, and from there folder after folder."""
+    axes.text(0, y + 1.17, name, fontsize=9.5, color=color, style="italic")
+    rounded(axes, 0, y, 1.6, 1, color, fill="white", dashed=True)
+    axes.text(0.8, y + 0.5, own, ha="center", va="center", fontsize=11, weight="bold")
+    end = 1.65
+    for x, folder in zip(COLUMNS, folders, strict=True):
+        # The driver hands events to the interleaver and gets instructions back.
+        arrow(axes, (end, y + 0.5), (x - 0.07, y + 0.5), color, "<|-|>" if folder == "interleave" else "-|>")
+        rounded(axes, x, y, WIDTH, 1, color, fill=f"{color}22")
+        axes.text(x + WIDTH / 2, y + 0.77, f"{folder}/", ha="center", va="center", fontsize=11, weight="bold")
+        axes.text(x + WIDTH / 2, y + 0.34, FOLDERS[folder], ha="center", va="center", fontsize=8.5, color=DARK)
+        end = x + WIDTH + 0.07
+
+
+def draw_group(axes: Axes, x: float, title: str, folders: tuple[str, ...]) -> None:
+    """Draws folders that the streets lean on, one below the other."""
+    axes.text(x + GROUP_WIDTH / 2, 2.4, title, ha="center", fontsize=9.5, color=GREY, style="italic")
+    height = 2.2 / len(folders)
+    for number, folder in enumerate(folders):
+        y = 2.2 - (number + 1) * height
+        rounded(axes, x, y + 0.06, GROUP_WIDTH, height - 0.12, "#aaaaaa", fill=PALE)
+        axes.text(x + 0.12, y + height / 2, f"{folder}/", va="center", fontsize=9.5, weight="bold")
+        axes.text(x + 1.32, y + height / 2, FOLDERS[folder], va="center", fontsize=7.8, color=DARK)
+
+
+def draw() -> Figure:
+    """Returns the figure. Needs no display."""
+    figure, axes = canvas(11, 5.6, right=13.3, top=6.8)
+    title(
+        axes,
+        6.55,
+        "Where does a line of code live?  On the street that compiles a step, or on the one that runs a loop",
+    )
+    draw_street(axes, 4.9, "your step", "compile street", BLUE, ("step", "program", "wire"))
+    draw_street(axes, 3.05, "your loop", "run street", ORANGE, ("jobs", "runtime", "interleave"))
+    middle = COLUMNS[1] + WIDTH / 2
+    arrow(axes, (middle, 4.83), (middle, 4.12), GREY)
+    axes.text(middle + 0.15, 4.47, "executables for the lanes", fontsize=8.5, color=GREY, va="center")
+    for number, (group, folders) in enumerate(GROUPS.items()):
+        draw_group(axes, number * (GROUP_WIDTH + 0.2), group, folders)
+    return figure
+
+
+def main() -> int:
+    draw().savefig(sys.argv[1] if len(sys.argv) > 1 else IMAGES / "streets.png")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
