@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 
 def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool) -> None:
-    """Replaces donated arrays that stand in `leaves` more than once by copies, all but one, and none if one is kept.
+    """Replaces donated arrays that occur more than once in `leaves` by copies, so that each buffer is donated once.
+
+    If an argument that is not donated shares the buffer, every donated one is copied.
 
     Args:
         leaves: Flat arguments; changed in place.
@@ -32,7 +34,7 @@ def copy_shared(leaves: list[Any], donated: Collection[int], *, new_types: bool)
 
 
 def find_shared(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first two names of arrays that share a buffer, which XLA was to take twice; None if there are none."""
+    """Returns the names of the first two arrays that share a buffer; None if none do."""
     seen: dict[int, str] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array) and (first := seen.setdefault(_buffer(array), name)) != name:

@@ -1,4 +1,4 @@
-"""Which part of an array an equation reads or writes, and by what constant it multiplies."""
+"""Describes the part of an array that an equation reads or writes, and the constant by which it multiplies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _THROUGH = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "sq
 
 
 def ways_through(eqn: compat.Equation, makers: Mapping[Any, Any], result: int) -> Sequence[str | None]:
-    """How each operand of a layout or element-wise equation reaches one of its results.
+    """Describes how each operand of a layout or element-wise equation reaches one of its results.
 
     Args:
         eqn: The equation.
@@ -54,7 +54,7 @@ def picks(eqn: compat.Equation) -> bool:
 
 
 def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[str | None] | None:
-    """The same for an equation that `picks`; None where the index is not written in the code."""
+    """Does the same for an equation that `picks`; returns None where the index is not written in the code."""
     at = _constant(eqn.invars[1], makers)
     if at is None:
         return None
@@ -63,14 +63,14 @@ def ways_by_index(eqn: compat.Equation, makers: Mapping[Any, Any]) -> Sequence[s
 
 
 def _slice(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] | None, shape: Sequence[int]) -> str:
-    """Of the dimensions that are not taken whole: a batch that is short elsewhere does not matter."""
+    """Describes the dimensions that a slice cuts. The others do not matter: a batch may be short there."""
     steps = strides or [1] * len(shape)
     cut = [x for x in zip(range(len(shape)), starts, limits, steps, shape, strict=True) if x[1:4] != (0, x[4], 1)]
     return str(cut) if cut else ""
 
 
 def _constant(atom: compat.Atom, makers: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """The integers that an index is made of, None if they are not written in the code."""
+    """Returns the integers that an index is made of, None if they are not written in the code."""
     if isinstance(atom, compat.Literal):
         return (int(atom.val),)
     eqn = makers.get(atom)

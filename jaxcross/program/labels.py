@@ -1,7 +1,7 @@
-"""Labels: what each exchange of a step is of, so that ranks can tell whether they make the same ones in the same order.
+"""Labels identify each exchange of a step, so that ranks can check that they make the same ones in the same order.
 
-The signature says that two exchanges are sums of three floats, not of which. Ranks that loop over names in different
-orders have equal signatures, and each would get values of the other exchange. A label is the same on all ranks that
+By the signature two exchanges may both be sums of three floats. Ranks that loop over names in different orders have
+equal signatures, and each would receive the values of the other exchange. A label is the same on all ranks that
 make the same exchange. It does not depend on the order of tracing, nor, but for the last kind below, on shapes, which
 may differ on one rank.
 
@@ -96,9 +96,7 @@ def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, int, int, int]:
 
 
 def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
-    """The marks of what an equation exchanges, itself or inside, and whether its operand is empty, in the order of
-    `exchanges_of`.
-    """
+    """Yields the marks of each exchange of an equation, and whether its operand is empty, in `exchanges_of` order."""
     eqn = scope.eqns[i]
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
@@ -139,7 +137,7 @@ class Member:
 
 
 def order_of(program: Program) -> list[Member]:
-    """The arrays that a program exchanges, in the order in which they travel. Does not wait or communicate.
+    """Returns the arrays that a program exchanges, in the order in which they travel. Does not wait or communicate.
 
     Empty for a parsed program, whose equations are unknown.
     """
@@ -157,7 +155,7 @@ def order_of(program: Program) -> list[Member]:
 
 
 def _travelling(program: Program) -> Iterator[Labelled]:
-    """A shared buffer has an equation of its own. Its parts are found by their results, which keep their names."""
+    """Yields the exchanged arrays of a program, segment by segment."""
     known, eqns = labelled(program.traced), compat.open_jaxpr(program.traced.jaxpr)[0].eqns
     by_equation = {id(eqns[i]): i for i in known}
     by_result = {v: i for i in known for v in eqns[i].outvars}
@@ -166,11 +164,12 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
+                # A shared buffer has an equation of its own. Its parts are found by their results, which keep names.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
 def label_text(order: Sequence[Member]) -> str:
-    """The labels that are unique on this rank, as text of a fixed length: 64 bytes for each array."""
+    """Returns the labels that are unique on this rank, as text of a fixed length: 64 bytes for each array."""
     members = [member.labelled for member in order]
     by_use: dict[Any, set[bool]] = {}  # whether what is exchanged for these results is empty, or not, or both
     for x in members:
@@ -192,7 +191,7 @@ def _purpose(x: Labelled) -> tuple[str, tuple[int, ...]]:
 def find_swapped(
     texts: Sequence[str], peers: Callable[[int, int], Collection[int]]
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Two ranks, each with the place in its order at which it makes the same exchange, if the places differ.
+    """Finds two ranks that make the same exchange at different places of their orders.
 
     Args:
         texts: `label_text` the order of each rank, in rank order. The orders have equal signatures.
@@ -200,7 +199,7 @@ def find_swapped(
             that another place holds another exchange.
 
     Returns:
-        None if no label stands at different places on two ranks that exchange with one another.
+        Each rank with its place; None if no label has different places on two ranks that exchange with one another.
     """
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
@@ -219,7 +218,7 @@ def find_swapped(
 
 
 def describe(traced: Traced, member: Member) -> str:
-    """Describes an exchange by its number, the leaves that it is of and the user's line."""
+    """Describes an exchange by its number, the leaves that it comes from and goes to, and the user's line."""
     x, (arguments, results) = member.labelled, traced.paths
     part = f"part {member.part} of " if member.part else ""
     origin = _listed(x.origin.leaves, traced.in_tree, arguments) or "a computed value"

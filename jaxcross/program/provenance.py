@@ -1,4 +1,4 @@
-"""Where the values of a traced step come from and where they go: the same answer in whatever order it was traced.
+"""Marks the values of a traced step by their origin and their use, independently of the order of tracing.
 
 Each variable gets two marks. One describes the equations that it is computed from, the other those that read it.
 Both follow from the graph of equations alone: not from the order in which independent equations are written. All but
@@ -24,9 +24,9 @@ from jaxcross.program.op_cost import ARITHMETIC, EXACT
 from jaxcross.program.trace import Traced
 
 # Layout and element-wise equations: an element of their result comes from single elements of their operands.
-_LAYOUT = frozenset({
-    "bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "pcast", "pvary", "split",
-})  # fmt: skip
+_LAYOUT = frozenset(
+    ["bitcast_convert_type", "concatenate", "dynamic_slice", "dynamic_update_slice", "pcast", "pvary", "split"]
+)
 _FUNCTIONS = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "complex", "conj", "cos", "cosh",
     "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "imag", "lgamma", "log", "log1p", "logistic",
@@ -34,13 +34,13 @@ _FUNCTIONS = frozenset({
 })  # fmt: skip
 _ELEMENTWISE = (EXACT - {"argmax", "iota"}) | ARITHMETIC | _LAYOUT | _FUNCTIONS
 
-# A longer set is known by its smallest members. So a union costs the same however many leaves there are.
+# A longer set is represented by its smallest members, so that a union costs the same however many leaves there are.
 _KEPT = 32
 _BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """What is known of a value in one direction, towards the inputs of the step or towards its results.
+    """A value's surroundings in one direction, towards the inputs of the step or towards its results.
 
     Attributes:
         leaves: The leaves reached through layout and element-wise equations only, each as a hash of its path.
@@ -86,7 +86,7 @@ class Scope:
 
 
 def marked(traced: Traced) -> Scope:
-    """The marks of all variables of a traced step. Does not wait or communicate.
+    """Marks all variables of a traced step. Does not wait or communicate.
 
     The same on every rank whose step computes the same, in whatever order it was traced and, but for `Mark.placed`, for
     whatever shapes.
@@ -102,8 +102,10 @@ def _mark_of(leaf: int) -> Mark:
 
 
 def leaf_hashes(tree: TreeDef) -> list[int]:
-    """A hash of the path to each leaf. An index in a sequence counts with the length of the sequence: in one of
-    another length, it need not stand for the same thing.
+    """Returns a hash of the path to each leaf.
+
+    An index in a sequence is hashed with the length of the sequence: in a sequence of another length it need not stand
+    for the same thing.
     """
     return list(_leaf_hashes(tree, 0))
 
@@ -121,12 +123,12 @@ def _leaf_hashes(tree: TreeDef, above: int) -> Iterator[int]:
 
 @functools.cache
 def hash_of_text(text: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """Returns 64 bits of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def mixed(*parts: Any) -> int:
-    """64 bits of integers, in tuples or not. Python hashes integers, unlike texts, alike in every process."""
+def mixed(*parts: object) -> int:
+    """Returns 64 bits of integers, in tuples or not. Python salts hashes of texts in each process, not of integers."""
     return hash(parts) & _BITS
 
 
@@ -134,7 +136,7 @@ _CONSTANT = Mark(exact=hash_of_text("constant"))
 
 
 def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope:
-    """The jaxpr with the marks of its variables towards the inputs, if its arguments have these."""
+    """Returns the jaxpr with the marks of its variables towards the inputs, given those of its arguments."""
     inner, consts = compat.open_jaxpr(jaxpr)
     scope = Scope([*inner.constvars[len(consts) :], *inner.invars], inner.eqns, inner.outvars)
     scope.origins.update(zip(scope.inputs, args, strict=False))
@@ -149,8 +151,10 @@ def _origins(traced: Traced, jaxpr: compat.Jaxpr, args: Sequence[Mark]) -> Scope
 
 
 def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
-    """The jaxprs that an equation holds, which of its operands each gets, none if unknown, and whether its results are
-    those of the equation.
+    """Yields the jaxprs that an equation holds.
+
+    With each come the numbers of the operands that it gets, none if unknown, and whether its results are those of the
+    equation.
     """
     name, params = eqn.primitive.name, eqn.params
     for n, sub in enumerate(compat.sub_jaxprs(eqn)):
@@ -172,7 +176,7 @@ def _inside(eqn: compat.Equation) -> Iterator[tuple[Any, Sequence[int], bool]]:
 def _made(
     traced: Traced, eqn: compat.Equation, operands: Sequence[Mark], scope: Scope, inside: Sequence[Any]
 ) -> list[Mark]:
-    """The marks of an equation's results towards the inputs."""
+    """Returns the marks of an equation's results towards the inputs."""
     name, count = hash_of_text(eqn.primitive.name), range(len(eqn.outvars))
     bodies = [[inner.origin(a) for a in inner.outputs] for inner, _, returns in inside if returns]
     if bodies and _is_call(eqn):
@@ -202,12 +206,12 @@ def _exchanged(name: int, mark: Mark) -> Mark:
 
 
 def _end(around: int, exact: int) -> Mark:
-    """The mark of a value at which the paths through layout and element-wise equations end."""
+    """Returns the mark of a value at which the paths through layout and element-wise equations end."""
     return Mark((), (around,), exact, (around,))
 
 
 def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...]:
-    """What is reached by any of several ways, as `ways_through` has them."""
+    """Returns all that is reached by several ways, each described as by `ways_through`."""
     found: tuple[int, ...] = ()
     for placed, way in ways:
         if way and placed:
@@ -219,7 +223,7 @@ def _along(ways: Iterable[tuple[tuple[int, ...], str | None]]) -> tuple[int, ...
 
 
 def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
-    """Adds the marks of the variables towards the results, which have these."""
+    """Adds the marks of the variables towards the results, given those of the results."""
 
     def add(atom: compat.Atom, mark: Mark) -> None:
         if not isinstance(atom, compat.Literal):
@@ -241,7 +245,7 @@ def _uses(traced: Traced, scope: Scope, results: Sequence[Mark]) -> None:
 def _read(
     traced: Traced, eqn: compat.Equation, scope: Scope, results: Sequence[Mark], inside: Sequence[Any]
 ) -> list[Mark]:
-    """What an equation adds to the marks of its operands towards the results."""
+    """Returns the marks that an equation adds to its operands towards the results."""
     name, operands = hash_of_text(eqn.primitive.name), [scope.origin(a) for a in eqn.invars]
     if inside and _is_call(eqn):
         found: list[list[Mark]] = [[] for _ in operands]
@@ -272,7 +276,7 @@ def _read(
 
 
 def _is_call(eqn: compat.Equation) -> bool:
-    """Whether an equation only does what the jaxprs inside do, or one of them."""
+    """Whether an equation only runs the jaxprs inside it, or one of them."""
     return eqn.primitive.name in INLINED or eqn.primitive.name == "cond"
 
 
@@ -283,7 +287,7 @@ def _is_parallel(traced: Traced, eqn: compat.Equation) -> bool:
 
 
 def _alternatives(name: int, marks: Sequence[Mark]) -> Mark:
-    """The mark of a value that is one of several."""
+    """Returns the mark of a value that is one of several."""
     if len(marks) == 1:
         return marks[0]
     return _merged(marks, mixed(name, *(m.exact for m in marks)))
@@ -294,7 +298,7 @@ def _merged(marks: Sequence[Mark], exact: int) -> Mark:
 
 
 def _union(marks: Sequence[Mark]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """All leaves and all others of several marks."""
+    """Returns all leaves and all others of several marks."""
     leaves: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     for mark in marks:

@@ -1,4 +1,4 @@
-"""Whether lists of MPI calls, one a rank, fit together: each list is run against the others.
+"""Checks by simulation whether the ranks' lists of MPI calls fit together.
 
 Sends are buffered, receives block, and a collective blocks until all members of its communicator are at it. A receive
 that names its source is matched in one way only, so the outcome does not depend on which rank goes first. Pure.
@@ -16,7 +16,7 @@ from typing import Any
 from jaxcross.program.ir import Exchange
 
 PREFIX = "mpi."
-"""How the `op` of an exchange begins that is a call of mpi4jax."""
+"""The prefix of `Exchange.op` for a call of mpi4jax."""
 _ROOTED = ("bcast", "gather", "reduce", "scatter")
 
 
@@ -26,7 +26,7 @@ def is_call(exchange: Exchange) -> bool:
 
 
 def encode(calls: Iterable[Exchange]) -> str:
-    """One rank's calls as text, for the other ranks."""
+    """Writes one rank's calls as text, for the other ranks."""
     return json.dumps([[x.op, x.axes, x.dtype, x.shape, x.params, x.source] for x in calls])
 
 
@@ -39,12 +39,12 @@ def decode(text: str) -> tuple[Exchange, ...]:
 
 
 def comparison_text(calls: Iterable[Exchange]) -> str:
-    """What two lists of calls have in common where they are equal: everything but the user's lines."""
+    """Returns a text that is the same for two equal lists of calls: everything but the user's lines."""
     return "\n".join(x.line() for x in calls)
 
 
 def partners(calls: Iterable[Exchange], rank: int) -> set[int]:
-    """The ranks that these calls of `rank` exchange with, as far as the calls name them."""
+    """Returns the ranks that these calls of `rank` exchange with, as far as the calls name them."""
     found: set[int] = set()
     for x in calls:
         params = dict(x.params)
@@ -79,8 +79,9 @@ def sends_to(calls: Iterable[Exchange], rank: int, others: Iterable[Exchange]) -
 
 
 def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
-    """Whether the outcome follows from the lists: no receive from any source, no call in a loop or a conditional, and
-    no two communicators that look alike.
+    """Whether the outcome follows from the lists alone.
+
+    It does not with a receive from any source, a call in a loop or conditional, or two communicators that look alike.
     """
     return not any(
         "loop" in params or params.get("source") == "any" or "#" in params.get("comm", "")
@@ -90,7 +91,7 @@ def can_simulate(lists: Mapping[int, Sequence[Exchange]]) -> bool:
 
 
 def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
-    """Why the ranks' calls do not fit together, as the message of an `ExchangeError`; None if they do.
+    """Returns why the ranks' calls do not fit together, as the text of an `ExchangeError`; None if they do.
 
     Args:
         name: The step.
@@ -98,13 +99,13 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
     """
     if not can_simulate(lists):
         return None
-    run = _Run(lists)
+    run = _Simulation(lists)
     try:
-        run.to_the_end()
+        run.finish()
     except _MisfitError as misfit:
         return f"the mpi4jax calls of `{name}` do not fit together: {misfit}"
     if run.blocked():
-        lines = "\n".join(f"    rank {r} {run.stands_at(r)}" for r in run.blocked())
+        lines = "\n".join(f"    rank {r} {run.blocked_text(r)}" for r in run.blocked())
         return (
             f"the mpi4jax calls of `{name}` would wait for each other forever:\n{lines}\n"
             "Make the calls in an order in which each one finds its partners: for example all ranks first exchange"
@@ -119,7 +120,9 @@ class _MisfitError(Exception):
 
 
 @dataclass(slots=True)
-class _Run:
+class _Simulation:
+    """The calls of all ranks, run against each other: how far each rank is, and the messages under way."""
+
     lists: Mapping[int, Sequence[Exchange]]
     at: dict[int, int] = field(init=False)
     sent: set[int] = field(default_factory=set)  # ranks whose present `sendrecv` has sent
@@ -128,7 +131,8 @@ class _Run:
     def __post_init__(self) -> None:
         self.at = dict.fromkeys(sorted(self.lists), 0)
 
-    def to_the_end(self) -> None:
+    def finish(self) -> None:
+        """Runs all ranks until none can make another call."""
         before = None
         while (self.at, self.sent) != before:  # a `sendrecv` that has only sent has moved, too
             before = dict(self.at), set(self.sent)
@@ -139,9 +143,10 @@ class _Run:
                 raise _MisfitError(f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it.")
 
     def blocked(self) -> list[int]:
+        """Returns the ranks that have calls left."""
         return [rank for rank in self.at if self._call(rank) is not None]
 
-    def stands_at(self, rank: int) -> str:
+    def blocked_text(self, rank: int) -> str:
         call = self._call(rank)
         assert call is not None
         return f"stands at its call {self.at[rank] + 1} of {len(self.lists[rank])}: {_text(call)}"
@@ -198,7 +203,7 @@ class _Run:
 
 
 def _shared(call: Exchange, rank: int) -> tuple[Any, ...]:
-    """What all members of a communicator must have in common in a collective call."""
+    """Returns the properties of a collective call that all members of its communicator must have in common."""
     if not is_call(call):
         return (call.line(),)
     params, kind = dict(call.params), call.op.removeprefix(PREFIX)
@@ -230,7 +235,7 @@ def _member(call: Exchange, rank: int, end: str) -> int:
 
 
 def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
-    """The rank of the world that a call sends to; with `named` whether the call names a peer at all."""
+    """Returns the rank of the world that a call sends to; with `named` whether the call names a peer at all."""
     params = dict(call.params)
     if named:
         return "dest" in params or "source" in params
@@ -239,29 +244,29 @@ def _dest(call: Exchange, *, named: bool = False) -> int | bool | None:
 
 
 def _comm(call: Exchange) -> tuple[Any, ...]:
-    """What tells communicators apart: members in their order, and the name."""
+    """Returns a key that distinguishes communicators: members in their order, and the name."""
     params = dict(call.params)
     return params["ranks"], params.get("comm", ""), is_call(call)
 
 
 def _text(call: Exchange) -> str:
-    """A call for people, with ranks as `COMM_WORLD` counts them."""
+    """Describes a call in an error text, with ranks as `COMM_WORLD` counts them."""
     params = dict(call.params)
     ranks, kind = params["ranks"], call.op.removeprefix(PREFIX)
-    said = f"`{kind}` of {call.dtype}{list(call.shape)}" if kind != "barrier" else "`barrier`"
+    text = f"`{kind}` of {call.dtype}{list(call.shape)}" if kind != "barrier" else "`barrier`"
     for end, word in (("dest", "to"), ("source", "from")):
         number = params.get(end)
         if isinstance(number, int):
             rank = ranks[number] if 0 <= number < len(ranks) else number
-            said += f" {word} rank {rank}"
+            text += f" {word} rank {rank}"
     for key, word in (("send_tag", "send tag"), ("recv_tag", "receive tag"), ("reduction", "operator")):
         if params.get(key, "any") != "any":
-            said += f", {word} {params[key]}"
+            text += f", {word} {params[key]}"
     if kind in _ROOTED:
-        said += f", root {ranks[params['root']]}"
+        text += f", root {ranks[params['root']]}"
     if "dest" not in params and "source" not in params:
-        said += f" over ranks {', '.join(map(str, ranks))}"
-    return f"{said}, at {call.source or 'unknown line'}"
+        text += f" over ranks {', '.join(map(str, ranks))}"
+    return f"{text}, at {call.source or 'unknown line'}"
 
 
 def _tuples(value: object) -> Any:

@@ -1,8 +1,8 @@
-"""A step that is a `jax.shard_map`, as written for the devices of one process, traced for one rank of many.
+"""Traces a step that is a `jax.shard_map`, as written for the devices of one process, for one rank of many.
 
-JAX wants global arrays there, the step gets its rank's shards: so it is asked for its specs and traced with the global
-types that they make of the shards'. Flattening takes the body out of it, which is what one rank computes; under
-`check_vma=True` the exchanges that JAX inserts for gradients are part of it. Touches no device.
+JAX expects global arrays there, but the step gets its rank's shards. So the specs are read from the step, and it is
+traced with the global types that they make of the shards' types. Flattening then takes out the body, which is what one
+rank computes; under `check_vma=True` it includes the exchanges that JAX inserts for gradients. Touches no device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
 
-Specs = Sequence[tuple[int | None, Any]]  # which argument of the step is cut by which spec; None: another array is
+Specs = Sequence[tuple[int | None, Any]]
+"""The number of an argument of the step and the spec that cuts it; None for an array that is not an argument."""
 _JITS = ("jit", "pjit")
 
 
-def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str) -> Any | None:
-    """The closed jaxpr of a flat step that is one `shard_map`, over the types of the rank's shards; else None.
+def trace_shards(
+    step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int], name: str
+) -> compat.Jaxpr | None:
+    """Returns the closed jaxpr of a flat step that is one `shard_map`, over types of the rank's shards; else None.
 
     Args:
         step: Takes and returns flat arrays; jitted or not. Its mesh is abstract, of devices, or from the context.
@@ -32,8 +35,8 @@ def trace_shards(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[s
         name: Of the step in messages.
 
     Raises:
-        CutError: The mesh is not that of `axes`, the step does something beside its `shard_map`, or a spec cuts what is
-            no argument of the step, or one argument in two ways.
+        CutError: The mesh is not that of `axes`, the step computes something outside its `shard_map`, or a spec cuts an
+            array that is not an argument of the step, or one argument in two ways.
     """
     context = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     for enter in (contextlib.nullcontext, lambda: jax.sharding.use_abstract_mesh(context)):
@@ -59,7 +62,7 @@ def is_shard_map(jaxpr: compat.Jaxpr, axes: Mapping[str, int]) -> bool:
 
 
 def _over_ranks(mesh: Any, axes: Mapping[str, int]) -> bool:
-    """Whether a mesh is meant to be the ranks: not one of this rank's own devices along axes of their own."""
+    """Whether a mesh stands for the ranks, not for this rank's own devices along axes of their own."""
     return isinstance(mesh, jax.sharding.AbstractMesh) or any(a in axes for a in mesh.axis_names)
 
 
@@ -69,19 +72,20 @@ def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]
     divisible = [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
     try:
         return compat.first_shard_map(step, divisible)
-    except Exception:  # what is wrong with the step, a trace with its real arguments says better
+    except Exception:  # a trace with the step's real arguments raises a better error
         return None
 
 
 def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
-    """The spec of each argument that is cut. Constants lie whole on every rank, as what is closed over does."""
+    """Returns the spec of each argument. Arrays that are not arguments must lie whole on every rank."""
     found: dict[int, Any] = {}
     for n, spec in specs:
         if n is None:
             if any(axes is not None for axes in spec):
                 raise CutError(
-                    f"the `shard_map` of `{name}` cuts by {spec} an array that is no argument of the step: a rank would"
-                    " cut its own copy of it again. Pass it to the step, each rank its shard, or give it the spec P()."
+                    f"the `shard_map` of `{name}` cuts by {spec} an array that is not an argument of the step: a rank"
+                    " would cut its own copy of it again. Pass it to the step, each rank its shard, or give it the spec"
+                    " P()."
                 )
         elif _plain(found.setdefault(n, spec)) != _plain(spec):
             raise CutError(
@@ -92,7 +96,7 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
 
 
 def _plain(spec: Any) -> list[Any]:
-    """`P("data")` and `P("data", None)` cut alike."""
+    """Returns a spec without its last Nones: `P("data")` and `P("data", None)` mean the same."""
     entries = list(spec)
     while entries and entries[-1] is None:
         entries.pop()
@@ -105,25 +109,23 @@ def _global_types(avals: Sequence[Any], cut: Mapping[int, Any], mesh: Any) -> li
         for dim, named in enumerate(spec):
             for axis in named if isinstance(named, tuple) else (named,):
                 shapes[n][dim] *= 1 if axis is None else mesh.shape[axis]
+    shardings = [NamedSharding(mesh.abstract_mesh, cut.get(n, PartitionSpec())) for n in range(len(avals))]
     return [
-        jax.ShapeDtypeStruct(
-            tuple(shape), a.dtype, weak_type=a.weak_type,
-            sharding=NamedSharding(mesh.abstract_mesh, cut.get(n, PartitionSpec())),
-        )
-        for n, (shape, a) in enumerate(zip(shapes, avals, strict=True))
-    ]  # fmt: skip
+        jax.ShapeDtypeStruct(tuple(shape), a.dtype, weak_type=a.weak_type, sharding=sharding)
+        for shape, a, sharding in zip(shapes, avals, shardings, strict=True)
+    ]
 
 
 def _check_mesh(mesh: Any, axes: Mapping[str, int], name: str) -> None:
     if list(mesh.shape.items()) != list(axes.items()):
         raise CutError(
-            f"`{name}` is a `shard_map` over {_told(mesh.shape)}, but its axes over ranks are {_told(axes)}. Give"
-            " `crossover` the mesh's own axes, in their order, and start as many ranks."
+            f"`{name}` is a `shard_map` over {_axes_text(mesh.shape)}, but its axes over ranks are {_axes_text(axes)}."
+            " Give `crossover` the mesh's own axes, in their order, and start as many ranks."
         )
 
 
 def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
-    """Makes sure that a step whose `shard_map` is over ranks does nothing beside it.
+    """Makes sure that a step whose `shard_map` is over ranks computes nothing outside it.
 
     Raises:
         CutError: It does, or leaves axes to XLA's partitioner.
@@ -146,5 +148,5 @@ def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
             )
 
 
-def _told(axes: Mapping[str, int]) -> str:
+def _axes_text(axes: Mapping[str, int]) -> str:
     return ", ".join(f"`{a}` of {n}" for a, n in axes.items())

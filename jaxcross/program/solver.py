@@ -1,7 +1,7 @@
-"""Solvers whose operator exchanges: `jax.lax.custom_linear_solve`, of which `cg`, `gmres` and `bicgstab` are made.
+"""Replaces linear solvers whose operator exchanges by calls: `custom_linear_solve`, as in `cg`, `gmres`, `bicgstab`.
 
-Its equation holds the operator, its transpose and two solvers, for derivatives that JAX has taken by now. What runs is
-the solver alone.
+The equation holds the operator, its transpose and two solvers, for derivatives that JAX has taken by now. Only the
+solver runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME = "custom_linear_solve"
 
 
 def call_solvers(jaxpr: compat.Jaxpr, axes: Mapping[str, int], wire: Wire) -> compat.Jaxpr:
-    """A jaxpr, closed or open, in which plain calls stand in place of linear solvers that exchange, also in loops."""
+    """Replaces linear solvers that exchange by plain calls in a jaxpr, closed or open, also inside loops."""
 
     def called(eqn: compat.Equation) -> compat.Equation:
         exchanges = any(holds_exchange(j, axes, wire) for j in compat.sub_jaxprs(eqn))

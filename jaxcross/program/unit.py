@@ -1,4 +1,4 @@
-"""Programs that call mpi4jax: what lies between the first call and the last is one collective segment.
+"""Programs that call mpi4jax: everything from the first call to the last is one collective segment, the unit.
 
 The calls may differ by rank, so ranks cannot agree on an order of parts of them. In one segment they are made in the
 order in which they are written, as under `jit`.
@@ -20,8 +20,8 @@ from jaxcross.program.jaxpr_utils import holds_exchange
 from jaxcross.program.rank_lists import is_call
 from jaxcross.program.trace import Traced
 
-# Work that another job's exchange can hide. The rest only passes over memory.
-_HEAVY = frozenset({
+# Work under which another job's exchange can hide. Other operations only pass over memory.
+_COSTLY = frozenset({
     "cholesky", "conv_general_dilated", "custom_linear_solve", "dot_general", "eig", "eigh", "fft", "lu", "qr", "scan",
     "sort", "svd", "triangular_solve", "while",
 })  # fmt: skip
@@ -33,7 +33,7 @@ def calls_mpi4jax(graph: Graph) -> bool:
 
 
 def unit_of(graph: Graph) -> Group:
-    """All exchanges of a step, with what is computed from some of them for others."""
+    """Returns all exchanges of a step, with the equations that compute from some of them for others."""
     wires = sorted(graph.wires)
     needed = graph.ancestors(wires, {})
     after = set(wires)
@@ -44,7 +44,7 @@ def unit_of(graph: Graph) -> Group:
 
 
 def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
-    """The unit with what is computed before and after it, where that is light: one executable then, as under `jit`.
+    """Adds the equations before and after the unit to it, where they are cheap: one executable then, as under `jit`.
 
     Callbacks stay outside: a rank that fails in one still makes its calls.
     """
@@ -52,25 +52,25 @@ def with_host_ops(graph: Graph, unit: Group, place: Mapping[int, int]) -> Group:
     for here in (0, 2):
         members = [i for i, p in place.items() if p == here]
         late = here == 2 and graph.traced.commit_flag_inputs
-        if not late and not any(_is_heavy(graph.eqns[i]) for i in members):
+        if not late and not any(_is_costly(graph.eqns[i]) for i in members):
             joined.update(members)
     return replace(unit, between=frozenset(joined))
 
 
-def _is_heavy(eqn: compat.Equation) -> bool:
+def _is_costly(eqn: compat.Equation) -> bool:
     name = eqn.primitive.name
     return (
-        name in _HEAVY
+        name in _COSTLY
         or any(not compat.is_named_axis_effect(e) for e in eqn.effects)
         or "callback" in name
-        or any(_is_heavy(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
+        or any(_is_costly(e) for j in compat.sub_jaxprs(eqn) for e in compat.open_jaxpr(j)[0].eqns)
     )
 
 
 def zero_calls(segment: Segment, traced: Traced) -> Callable[[], Sequence[Any]]:
-    """What a rank runs in place of a unit once it has failed: the same calls in the same order, with zeros.
+    """Compiles the stand-in for a unit on a rank that has failed: the same calls in the same order, with zeros.
 
-    Nothing is computed between them: a loop that ends by its values might not end on zeros. Compiles; the function
+    Nothing is computed between the calls, as a loop that ends by its values might not end on zeros. The function
     returned waits for the peers and returns zeros in place of the segment's results.
     """
 
@@ -103,7 +103,7 @@ def _make_calls(jaxpr: compat.Jaxpr, traced: Traced) -> None:
 
 
 def _repeat(body: compat.Jaxpr, length: int, traced: Traced) -> None:
-    def iteration(carry: Any, _: Any) -> tuple[Any, None]:
+    def iteration(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
         _make_calls(body, traced)
         return carry, None
 

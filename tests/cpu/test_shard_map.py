@@ -202,7 +202,7 @@ def test_constants_lie_whole_on_every_rank() -> None:
         return lambda x: step(np.ones(4, np.float32), x)
 
     assert traced(scaled(P()), jnp.ones(2)).jaxpr.out_avals[0].shape == (2,)
-    with pytest.raises(CutError, match=r"cuts by P\('data',?\) an array that is no argument of the step"):
+    with pytest.raises(CutError, match=r"cuts by P\('data',?\) an array that is not an argument of the step"):
         traced(scaled(P("data")), jnp.ones(2))
 
 
