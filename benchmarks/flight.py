@@ -19,7 +19,7 @@ from workloads import parser, spread, write_json
 import jaxcross
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.process import here
+from jaxcross.health.process import this_process
 
 
 def per_event_us(flight: FlightRecorder, runs: int, pairs: int = 200) -> list[float]:
@@ -53,7 +53,7 @@ def main() -> None:
     if world.rank != 0:
         return
     with tempfile.TemporaryDirectory() as folder:
-        idle, recording = FlightRecorder([here()], 0), FlightRecorder([here()], 0)
+        idle, recording = FlightRecorder([this_process()], 0), FlightRecorder([this_process()], 0)
         recording.record_to(folder)
         without, written = per_event_us(idle, runs), per_event_us(recording, runs)
     for name, raw in (("without a file", without), ("with a file", written)):

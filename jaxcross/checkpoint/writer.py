@@ -34,7 +34,7 @@ class Writer:
         The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done, it is only slow.
         """
         late = {world.rank: f"its disk has not taken {missing}"}
-        watch = world.watching(job=job, step=step, segment=-1, what="checkpoint", own=True, awaited=lambda _: late)
+        watch = world.monitor(job=job, step=step, segment=-1, what="checkpoint", local=True, waiting_for=lambda _: late)
         with watch:
             done = self._done
             while wait([written], _LOOK_S).not_done:

@@ -1,12 +1,12 @@
-"""Is every rank alive, and what to do if one is not. Knows nothing else of the package but its errors.
+"""Detection of ranks that hang or die, and the end of all ranks that follows. Knows only the errors of the package.
 
 watchdog           reports ranks that have not arrived, with stacks, and ends a run that hangs
 heartbeat          a small message to two neighbours about once a second
-activity           what a rank is in, and what can be told from what several ranks say of themselves
-flight_recorder    what this rank is in, in a file that outlives `kill -9`
-abort              ends every rank when one fails; `abort_notice` says why, `shutdown_barrier` ends in order
-timed_comm         a communicator whose calls are watched
-process            which process a rank is, and what the kernel says of it
+activity           activities of a rank, and the report of a stuck wait
+flight_recorder    the activities of this rank, in a file that survives `kill -9`
+abort              ends every rank when one fails; `abort_notice` sends the reason, `shutdown_barrier` ends in order
+timed_comm         a communicator with a time limit on each call
+process            identity and state of a rank's process
 sigterm            SIGTERM as Ctrl-C; `deferred_signals` keeps signals until the main thread asks
 stacks             Python stacks of all threads as text; `tracebacks` trims a user's
 """

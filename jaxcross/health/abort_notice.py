@@ -1,4 +1,4 @@
-"""Why does everybody end? The rank that ends all others tells them first, and each says so in its own words."""
+"""Notices of the end: the rank that ends all others sends them the reason first, and each of them prints it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from jaxcross.health.abort import AbortReason, end_processes, say
+from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.timed_comm import TimedComm
 
-_END, _HEARD = 4, 5
-_TELL_S = 1.0
+_NOTICE, _RECEIPT = 4, 5
+_NOTIFY_S = 1.0
 _HOLD_S = 3.0
 
 
@@ -21,67 +22,68 @@ class AbortNotices:
 
     Args:
         comm: A communicator in which nothing else uses tags 4 and 5.
-        flight: Where this rank says what it is in, and writes its last words.
+        flight: Describes the current activity of this rank and records its exit.
     """
 
-    def __init__(self, comm: Any, flight: FlightRecorder) -> None:
+    def __init__(self, comm: TimedComm, flight: FlightRecorder) -> None:
         self._comm, self._flight = comm, flight
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
-        self._telling, self._told = threading.Lock(), threading.Event()
-        self._answers: list[Any] = []  # MPI reads a message until its request is complete
+        self._notifying, self._notified = threading.Lock(), threading.Event()
+        self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
-    def tell(self, ending: AbortReason) -> None:
-        """Writes this rank's last words and tells the others. Waits until they have heard, a second at most."""
-        standing = self._flight.words(ending.how, ending.reason, ending.lost)
+    def notify(self, reason: AbortReason) -> None:
+        """Records the exit of this rank and notifies the others. Waits for their receipts, a second at most."""
+        activity = self._flight.record_exit(reason.kind, reason.text, reason.lost)
         from mpi4py import MPI
 
         if MPI.Is_finalized():
-            return  # nobody can be told any more
-        if not self._telling.acquire(blocking=False):
-            self._told.wait(_TELL_S)  # another thread does it, and must not be ended in the middle
+            return  # no message leaves this rank any more
+        if not self._notifying.acquire(blocking=False):
+            self._notified.wait(_NOTIFY_S)  # another thread notifies, and must not be ended in the middle
             return
         status = MPI.Status()
         # A send to a rank that has died may never return.
-        deaf = set(range(self._size)) - {self._rank, *ending.lost}
-        reason = f"{ending.reason}, {standing}" if ending.how == "failed" else ending.reason
+        unnotified = set(range(self._size)) - {self._rank, *reason.lost}
+        text = f"{reason.text}, {activity}" if reason.kind == "failed" else reason.text
         pending = []
-        for rank in sorted(deaf):
-            with suppress(Exception):  # one of them may be what is broken
-                pending.append(self._comm.isend((reason, ending.code), dest=rank, tag=_END))
-        deadline = time.monotonic() + _TELL_S
-        while deaf and time.monotonic() < deadline:
-            if (other := self._receive(status)) is not None:  # tells at the same time
+        for rank in sorted(unnotified):
+            with suppress(Exception):  # the link to one of them may be what is broken
+                pending.append(self._comm.isend((text, reason.code), dest=rank, tag=_NOTICE))
+        deadline = time.monotonic() + _NOTIFY_S
+        while unnotified and time.monotonic() < deadline:
+            # Two ranks may notify each other at once: each answers, or both would wait for the whole second.
+            if (other := self._receive()) is not None:
                 self._answer(other[0])
-            while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_HEARD, status=status):
-                self._comm.recv(source=status.Get_source(), tag=_HEARD)
-                deaf.discard(status.Get_source())
+            while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_RECEIPT, status=status):
+                self._comm.recv(source=status.Get_source(), tag=_RECEIPT)
+                unnotified.discard(status.Get_source())
             threading.Event().wait(0.01)
-        self._told.set()
-        del pending  # whoever has not heard by now is ended without a word of its own
+        self._notified.set()
+        del pending  # a rank without the notice by now is ended without a message of its own
 
-    def hear(self) -> None:
-        """If another rank has told that all end: says so, and ends this one. Else does nothing."""
-        from mpi4py import MPI
-
-        notice = self._receive(MPI.Status())
+    def check(self) -> None:
+        """Ends this rank, with a message, if a notice has come from another one; else does nothing."""
+        notice = self._receive()
         if notice is None:
             return
         sender, reason, code = notice
-        if self._telling.locked():  # this rank ends all, too, and has said why
+        if self._notifying.locked():  # this rank ends all, too, and has printed its own reason
             self._answer(sender)
             return
-        standing = self._flight.words("told", reason)
-        say(f"jaxcross: rank {self._rank} of {self._size} ends while {standing}, because {reason}")
-        self._answer(sender)  # which ends all, once all have spoken
+        activity = self._flight.record_exit("told", reason)
+        print_error(f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}")
+        self._answer(sender)  # the sender ends all ranks once it has all receipts
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
-    def _receive(self, status: Any) -> tuple[int, str, int] | None:
+    def _receive(self) -> tuple[int, str, int] | None:
         from mpi4py import MPI
 
-        message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_END, status=status)  # two threads may ask at once
+        status = MPI.Status()
+        # Matched: two threads may probe at once, and only one of them must receive the message.
+        message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_NOTICE, status=status)
         return None if message is None else (status.Get_source(), *message.recv())
 
     def _answer(self, sender: int) -> None:
-        self._answers.append(self._comm.isend(None, dest=sender, tag=_HEARD))
+        self._receipts.append(self._comm.isend(None, dest=sender, tag=_RECEIPT))

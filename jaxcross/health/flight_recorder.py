@@ -1,4 +1,4 @@
-"""The flight recorder: what this rank is in, written down as it happens, so that a file tells it after `kill -9`."""
+"""The flight recorder: the activities of this rank, written to a file as they happen, so that it survives `kill -9`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from typing import final
 
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
-from jaxcross.health.process import Place
+from jaxcross.health.process import ProcessId
 
 _log = logging.getLogger(__name__)
 _quoted = lru_cache(4096)(json.dumps)
 
 VERSION = 1
 LIMIT_BYTES = 8 << 20
-"""Two files of this size are kept, so that a rank never fills a disk."""
+"""The size of each of the two files that are kept, so that a rank never fills a disk."""
 
 _LONGEST_TEXT = 2000
 
 
 @final
 class FlightRecorder:
-    """What this rank is in right now and, in a folder, a line for each beginning and end. Safe from several threads.
+    """The current activities of this rank and, in a folder, a line for each beginning and end. Thread-safe.
 
     A line leaves the process by one unbuffered write: whatever ends the process loses none. Nothing here waits for
     other ranks, and a disk that fails ends the recording, not the training.
 
     Args:
-        places: The process of every rank.
-        rank: Which of them this is.
+        processes: The process of every rank.
+        rank: This rank.
     """
 
-    def __init__(self, places: Sequence[Place], rank: int) -> None:
-        self._places, self._rank = places, rank
+    def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
+        self._processes, self._rank = processes, rank
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
         self._last: Activity | None = None  # of a job
@@ -49,16 +49,16 @@ class FlightRecorder:
         self._path = Path()
         self._written_bytes = 0
         self._rotating = threading.Lock()
-        self._spoken = False
-        self._left_by = threading.local()  # what the last exception in a thread left
+        self._exit_recorded = False
+        self._left_by = threading.local()  # the activity that the last exception in a thread left
 
     def record_to(self, folder: str | os.PathLike[str]) -> None:
-        """From now on writes to `rank-K.jsonl` in `folder`, which is made if need be.
+        """Writes from now on to `rank-K.jsonl` in `folder`, which is made if need be.
 
         Raises:
             OSError: The file cannot be made.
         """
-        folder = Path(folder).absolute()  # wherever the script goes
+        folder = Path(folder).absolute()  # the script may change its working directory
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.jsonl"
         if path != self._path:
@@ -66,7 +66,7 @@ class FlightRecorder:
             self._start_file()
 
     def begin(self, activity: Activity) -> int:
-        """Notes that this rank begins something; what to give to `end`."""
+        """Records the begin of an activity and returns the token to give to `end`."""
         token = next(self._tokens)
         self._open[token] = activity
         if self._file >= 0:
@@ -74,7 +74,7 @@ class FlightRecorder:
         return token
 
     def end(self, token: int, *, failed: bool = False) -> None:
-        """Notes the end of what `begin` began, or that an exception left it."""
+        """Records the end of an activity, or that an exception left it."""
         activity = self._open.pop(token)
         if failed:
             self._left_by.activity = activity
@@ -85,7 +85,7 @@ class FlightRecorder:
 
     @contextmanager
     def during(self, what: str, *, job: str = "", step: int = 0, segment: int = -1) -> Iterator[None]:
-        """A context that this rank is in."""
+        """A context that is recorded as an activity."""
         token = self.begin(Activity.now(what, job=job, step=step, segment=segment))
         try:
             yield
@@ -95,44 +95,44 @@ class FlightRecorder:
         self.end(token)
 
     def beat(self) -> None:
-        """Notes that this rank lives."""
+        """Records that this rank lives."""
         if self._file >= 0:
             self._write(f'{{"beat":1,"at":{time.monotonic_ns()}}}\n')
 
     def note(self, text: str, *, job: str = "", step: int = 0) -> None:
-        """Notes a fact for whoever reads the file."""
-        self._tell(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
+        """Records a fact for readers of the file."""
+        self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
-    def words(self, how: str, text: str, lost: Sequence[int] = ()) -> str:
-        """This rank's last words; returns where it is, or what the exception has left that it ends by.
+    def record_exit(self, kind: str, text: str, lost: Sequence[int] = ()) -> str:
+        """Records why this rank ends; returns its activity, or the one that the exception has left.
 
         Args:
-            how: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end, by another rank), or
-                `reported` (trouble of other ranks).
-            text: Why.
+            kind: `left` (its script ended), `failed`, `terminated`, `interrupted`, `told` (to end, by another rank), or
+                `reported` (a failure of other ranks).
+            text: The reason.
             lost: The ranks that it reports.
         """
         left_by: Activity | None = getattr(self._left_by, "activity", None)
-        standing = f"in {left_by}" if how == "failed" and left_by is not None else self.standing()
-        if not self._spoken:  # the first reason is the reason
-            self._spoken = True
-            self._tell(words=how, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=standing)
-        return standing
+        activity = f"in {left_by}" if kind == "failed" and left_by is not None else self.describe()
+        if not self._exit_recorded:  # the first reason is the reason
+            self._exit_recorded = True
+            self._record(words=kind, text=shortened(text, _LONGEST_TEXT), lost=list(lost), standing=activity)
+        return activity
 
-    def standing(self) -> str:
-        """Where this rank is, for people: `in` what it waits in for others, or else what it began last."""
+    def describe(self) -> str:
+        """Returns the current activity as text: `in` a wait for other ranks, or else what began last."""
         now = list(self._open.copy().values())
         if not now:
             return "outside of any step" if self._last is None else f"outside of any step, after {self._last}"
         first = next((activity for activity in reversed(now) if activity.number), now[-1])
         if first.job:
             return f"in {first}"
-        beside = next((activity for activity in reversed(now) if activity.job), None)
-        if beside is not None:
-            return f"in {first.what}, beside {beside}"
+        other = next((activity for activity in reversed(now) if activity.job), None)
+        if other is not None:
+            return f"in {first.what}, beside {other}"
         return f"in {first.what}" if self._last is None else f"in {first.what}, after {self._last}"
 
-    def _tell(self, **facts: object) -> None:
+    def _record(self, **facts: object) -> None:
         if self._file >= 0:
             self._write(json.dumps({**facts, "at": time.monotonic_ns()}) + "\n")
 
@@ -149,12 +149,18 @@ class FlightRecorder:
             _log.warning("rank %d records its events no longer: %s", self._rank, error)
 
     def _start_file(self) -> None:
-        """A new file, which begins with what is under way; the one that it follows is kept, the one before is not."""
-        now_ns, own, first = time.monotonic_ns(), self._places[self._rank], self._places[0]
+        """Starts a file with the activities under way; keeps the file before it, and no other."""
+        now_ns, own, first = time.monotonic_ns(), self._processes[self._rank], self._processes[0]
         header = {
-            "jaxcross": VERSION, "run": f"{first.host} {first.pid} {first.started}", "rank": self._rank,
-            "size": len(self._places), "host": own.host, "pid": own.pid, "time": time.time(), "at": now_ns,
-        }  # fmt: skip
+            "jaxcross": VERSION,
+            "run": f"{first.host} {first.pid} {first.started}",
+            "rank": self._rank,
+            "size": len(self._processes),
+            "host": own.host,
+            "pid": own.pid,
+            "time": time.time(),
+            "at": now_ns,
+        }
         under_way = self._open.copy()
         lines = [json.dumps(header) + "\n", *_all_begun(under_way, now_ns)]
         text = "".join(lines).encode()
@@ -168,8 +174,8 @@ class FlightRecorder:
         # Another thread may write to the file that was current a moment ago: it stays open until the next change.
         stale, self._previous, self._file = self._previous, self._file, file
         self._written_bytes = len(text)
-        # What other threads began or ended meanwhile stands in the file before. To say it twice does no harm; ends come
-        # last, since what is told here to have begun may have ended by now.
+        # Activities that other threads began or ended since `under_way` was read are in the file before. Recording them
+        # twice does no harm. Ends come last: an activity recorded here as begun may have ended by now.
         begun = {token: activity for token, activity in self._open.copy().items() if token not in under_way}
         os.write(file, "".join(_all_begun(begun, now_ns)).encode())
         ended = [token for token in (*under_way, *begun) if token not in self._open]
@@ -183,9 +189,9 @@ def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
 
 
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
-    """A line of JSON. Written by hand, since `json.dumps` takes as long as everything else together."""
+    """Returns a line of JSON, formatted by hand: `json.dumps` takes as long as everything else together."""
     return (
-        f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.said)},"job":{_quoted(activity.job)},'
+        f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.label)},"job":{_quoted(activity.job)},'
         f'"step":{activity.step},"segment":{activity.segment},"number":{activity.number}}}\n'
     )
 

@@ -1,7 +1,7 @@
-"""Is everybody alive? Each rank sends a small message to its two neighbours in a ring, about once a second.
+"""Heartbeats: each rank sends a small message to its two neighbours in a ring, about once a second.
 
-What a rank costs does not grow with their number. Who hears nothing of a neighbour for too long, or sees that its
-process is gone, tells all others.
+The cost for a rank does not grow with their number. A rank that receives nothing from a neighbour for too long, or sees
+that its process is gone, notifies all others.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.process import Place, State, state
+from jaxcross.health.process import ProcessId, State, process_state
+from jaxcross.health.timed_comm import TimedComm
 
 _BEAT = 3
 _LONGEST_BETWEEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostPeer:
     """A neighbour that does not beat any more.
 
     Attributes:
-        rank: Which one.
-        place: Its process.
-        found: What the kernel says of that process.
-        silent_s: For how long nothing was heard of it.
-        standing: Where it was when it was last heard, "" if never.
+        rank: Its rank.
+        process: Its process.
+        found: The state of that process as the kernel reports it.
+        since_beat_s: The time since its last beat.
+        activity: Its activity at its last beat, "" if there was none.
     """
 
     rank: int
-    place: Place
+    process: ProcessId
     found: State
-    silent_s: float
-    standing: str
+    since_beat_s: float
+    activity: str
 
     def __str__(self) -> str:
-        process = f"its process {self.place.pid} on host `{self.place.host}`"
-        last = f", {self.standing}" if self.standing else ""
-        heard = f"It was last heard {self.silent_s:.0f} s ago{last}."
+        process = f"its process {self.process.pid} on host `{self.process.host}`"
+        activity = f", {self.activity}" if self.activity else ""
+        last_beat = f"It was last heard {self.since_beat_s:.0f} s ago{activity}."
         if self.found == "gone":
-            return f"rank {self.rank} is gone: {process} ended without a word (killed, crashed, out of memory). {heard}"
+            reason = "ended without a word (killed, crashed, out of memory)"
+            return f"rank {self.rank} is gone: {process} {reason}. {last_beat}"
         why = {
             "stopped": f"{process} is stopped (by SIGSTOP or a debugger).",
             "running": f"{process} is there, but its interpreter does nothing (a C function that keeps its lock?), or "
@@ -49,79 +51,89 @@ class Loss:
             "unknown": f"{process}, that host, or the link to it does not answer.",
         }[self.found]
         return (
-            f"rank {self.rank} is silent for {self.silent_s:.0f} s: {why} {heard} If it is only slow, raise "
+            f"rank {self.rank} is silent for {self.since_beat_s:.0f} s: {why} {last_beat} If it is only slow, raise "
             "`initialize(heartbeat_timeout_s=...)`."
         )
 
 
 @final
-class Silence:
-    """For how long each neighbour has been silent. Pure: time passes by `tick` only.
+class BeatTimer:
+    """The time since the last beat of each neighbour. Pure: time passes by `tick` only.
 
-    Counted is the time that this rank itself was awake for: if all ranks were stopped together, as batch systems do
-    and lids of laptops, none has been silent.
+    Only time in which this rank itself was awake counts: where all ranks were stopped together, as by a batch system or
+    the lid of a laptop, none of them is late.
 
     Args:
-        ranks: Whom this rank listens to.
-        heartbeat_timeout_s: How long a rank may be silent.
+        ranks: The neighbours.
+        heartbeat_timeout_s: The longest time between two beats.
         tick_s: The longest time between two ticks of a rank that is awake.
+
+    Attributes:
+        seconds: The time since the last beat, by rank.
+        activities: The activity at the last beat, by rank.
+        exited: Neighbours whose script has ended, each with the number of shared waits that it had entered.
     """
 
     def __init__(self, ranks: Sequence[int], *, heartbeat_timeout_s: float, tick_s: float) -> None:
         self.heartbeat_timeout_s, self._tick_s = heartbeat_timeout_s, tick_s
         self.seconds = dict.fromkeys(ranks, 0.0)
-        self.standings = dict.fromkeys(ranks, "")
-        self.gone: dict[int, int] = {}
+        self.activities = dict.fromkeys(ranks, "")
+        self.exited: dict[int, int] = {}
 
-    def heard(self, rank: int, standing: str) -> None:
-        """A beat came."""
-        self.seconds[rank], self.standings[rank] = 0.0, standing
+    def on_beat(self, rank: int, activity: str) -> None:
+        """Notes a beat."""
+        self.seconds[rank], self.activities[rank] = 0.0, activity
 
-    def left(self, rank: int, entered: int) -> None:
-        """A rank said that its script ended, after so many waits for others. It beats until all scripts have."""
+    def on_exit(self, rank: int, entered: int) -> None:
+        """Notes that a rank's script has ended, after so many shared waits. It beats on until all scripts have."""
         self.seconds[rank] = 0.0
-        self.gone[rank] = entered
+        self.exited[rank] = entered
 
     def tick(self, passed_s: float) -> list[int]:
-        """Lets time pass; the ranks that have been silent for too long."""
+        """Advances the time and returns the ranks whose last beat is too long ago."""
         for rank in self.seconds:
             self.seconds[rank] += min(passed_s, self._tick_s)
         return [rank for rank, seconds in self.seconds.items() if seconds > self.heartbeat_timeout_s]
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The ranks before and behind in the ring of all ranks."""
+    """Returns the ranks before and after this one in the ring of all ranks."""
     return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
 
 
 @final
 class Heartbeat:
-    """Sends this rank's beats and listens to its neighbours'. One thread uses it, and nothing in it waits.
+    """Sends this rank's beats and receives its neighbours'. One thread uses it, and nothing in it waits.
 
     Args:
         comm: A communicator in which nothing else uses tag 3.
-        heartbeat_timeout_s: How long a neighbour may be silent.
-        flight: Where this rank says what it is in.
-        places: The process of every rank.
+        heartbeat_timeout_s: The longest time between two beats of a neighbour.
+        flight: Describes the current activity of this rank.
+        processes: The process of every rank.
     """
 
     def __init__(
-        self, comm: Any, *, heartbeat_timeout_s: float, flight: FlightRecorder, places: Sequence[Place]
+        self,
+        comm: TimedComm,
+        *,
+        heartbeat_timeout_s: float,
+        flight: FlightRecorder,
+        processes: Sequence[ProcessId],
     ) -> None:
-        self._comm, self._flight, self._places = comm, flight, places
+        self._comm, self._flight, self._processes = comm, flight, processes
         self._rank: int = comm.Get_rank()
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._neighbours = neighbours(self._rank, len(places))
+        self._neighbours = neighbours(self._rank, len(processes))
         self._between_s = min(_LONGEST_BETWEEN_S, heartbeat_timeout_s / 5)
-        self._silence = Silence(self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s)
+        self._timer = BeatTimer(self._neighbours, heartbeat_timeout_s=heartbeat_timeout_s, tick_s=2 * self._between_s)
         self._sent: dict[int, Any] = {}
-        self._farewells: list[Any] = []  # MPI reads a message until its request is complete
+        self._exit_messages: list[Any] = []  # MPI reads a message until its request is complete
         self._gone: set[int] = set()
         self._sent_s = time.monotonic()
 
-    def turn(self) -> Loss | None:
-        """Listens; beats, if it is time to; a neighbour that was lost."""
-        self._listen()
+    def poll(self) -> LostPeer | None:
+        """Receives beats, sends one if it is time to, and returns a neighbour that was lost."""
+        self._receive()
         now_s = time.monotonic()
         passed_s = now_s - self._sent_s
         if passed_s < self._between_s:
@@ -131,40 +143,43 @@ class Heartbeat:
         for rank in self._neighbours:
             # One message under way is enough: those to a rank that stands still must not pile up.
             if rank not in self._sent or self._comm.test(self._sent[rank]):
-                self._sent[rank] = self._comm.isend(self._flight.standing(), dest=rank, tag=_BEAT)
-        silent = self._silence.tick(passed_s)
-        for rank in self._silence.seconds:
-            found = state(self._places[rank], self._places[self._rank])
-            # Who is gone may have told why: that message is heard before the second look.
-            if rank in silent or (found == "gone" and rank in self._gone):
-                return self.loss(rank)
+                self._sent[rank] = self._comm.isend(self._flight.describe(), dest=rank, tag=_BEAT)
+        overdue = self._timer.tick(passed_s)
+        for rank in self._timer.seconds:
+            found = process_state(self._processes[rank], self._processes[self._rank])
+            # A process that is gone may have sent a notice of the end: it is received before the second look.
+            if rank in overdue or (found == "gone" and rank in self._gone):
+                return self.lost_peer(rank)
             if found == "gone":
                 self._gone.add(rank)
         return None
 
-    def loss(self, rank: int, at_least_s: float = 0.0) -> Loss:
-        """What is known of a rank that is given up, after that time if it is not known to have been longer."""
-        silent_s = max(self._silence.seconds.get(rank, 0.0), at_least_s)
-        found = state(self._places[rank], self._places[self._rank])
-        standing = self._silence.standings.get(rank, "")
-        return Loss(rank=rank, place=self._places[rank], found=found, silent_s=silent_s, standing=standing)
+    def lost_peer(self, rank: int, at_least_s: float = 0.0) -> LostPeer:
+        """Returns what is known of a rank that is given up, `at_least_s` after its last beat."""
+        return LostPeer(
+            rank=rank,
+            process=self._processes[rank],
+            found=process_state(self._processes[rank], self._processes[self._rank]),
+            since_beat_s=max(self._timer.seconds.get(rank, 0.0), at_least_s),
+            activity=self._timer.activities.get(rank, ""),
+        )
 
-    def left(self) -> Mapping[int, int]:
-        """Neighbours whose script ended, and after how many waits for others."""
-        return self._silence.gone
+    def exited(self) -> Mapping[int, int]:
+        """Returns the neighbours whose script has ended, each with the number of shared waits that it had entered."""
+        return self._timer.exited
 
-    def farewell(self, entered: int) -> None:
-        """Tells the neighbours that this rank's script ended, after so many waits for others. It beats on."""
-        self._farewells = [self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours]
+    def announce_exit(self, entered: int) -> None:
+        """Tells the neighbours that this rank's script has ended, after so many shared waits. It beats on."""
+        self._exit_messages = [self._comm.isend(entered, dest=rank, tag=_BEAT) for rank in self._neighbours]
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         from mpi4py import MPI
 
         status = MPI.Status()
         while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_BEAT, status=status):
             rank = status.Get_source()
-            said = self._comm.recv(source=rank, tag=_BEAT)
-            if isinstance(said, int):
-                self._silence.left(rank, said)
+            message = self._comm.recv(source=rank, tag=_BEAT)
+            if isinstance(message, int):
+                self._timer.on_exit(rank, message)
             else:
-                self._silence.heard(rank, said)
+                self._timer.on_beat(rank, message)

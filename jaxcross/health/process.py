@@ -1,4 +1,4 @@
-"""Which process a rank is, and what the kernel says of a rank on this host."""
+"""Identity of a rank's process, and its state as the kernel of this host reports it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ State = Literal["gone", "stopped", "running", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessId:
     """A process among those of all hosts.
 
     Attributes:
         host: Name of its host.
-        machine: What tells hosts and containers with one name apart: the kernel's boot, its namespace of processes.
+        machine: Tells hosts and containers of one name apart: the kernel's boot, its namespace of processes.
         pid: Number of the process there.
-        started: When it began, in the kernel's ticks: numbers of processes are used again. -1 where nobody knows.
+        started: Start time in the kernel's ticks, since process numbers are reused. -1 if it is not known.
     """
 
     host: str
@@ -28,28 +28,31 @@ class Place:
     started: int
 
 
-def here() -> Place:
-    """This process."""
+def this_process() -> ProcessId:
+    """Returns the identity of this process."""
     machine = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    found = _look(os.getpid())
-    return Place(host=os.uname().nodename, machine=machine, pid=os.getpid(), started=-1 if found is None else found[1])
+    found = _stat(os.getpid())
+    started = -1 if found is None else found[1]
+    return ProcessId(host=os.uname().nodename, machine=machine, pid=os.getpid(), started=started)
 
 
-def state(of: Place, seen_from: Place) -> State:
-    """Whether the process of another rank is there, as far as it can be known from here. Reads one small file."""
-    if not of.machine or of.started < 0 or (of.host, of.machine) != (seen_from.host, seen_from.machine):
+def process_state(process: ProcessId, seen_from: ProcessId) -> State:
+    """Returns the state of another rank's process, as far as it can be known from here. Reads one small file."""
+    here = (seen_from.host, seen_from.machine)
+    if not process.machine or process.started < 0 or (process.host, process.machine) != here:
         return "unknown"
-    found = _look(of.pid)
-    if found is None or found[1] != of.started or found[0] in "ZX":
+    found = _stat(process.pid)
+    # Another start time: the number was given to a new process. Z and X: dead, but not collected by its parent yet.
+    if found is None or found[1] != process.started or found[0] in "ZX":
         return "gone"
     return "stopped" if found[0] in "Tt" else "running"
 
 
-def _look(pid: int) -> tuple[str, int] | None:
-    """State and start of a process; None if there is none, or no `/proc`."""
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Returns state and start of a process; None if there is none, or no `/proc`."""
     try:
         # Its name stands in parentheses and may hold anything, parentheses and spaces included.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import time
-from typing import Any, final
+from typing import final
+
+from jaxcross.health.timed_comm import TimedComm
 
 
 @final
-class Leaving:
-    """This rank's script has ended; are those of all others? One thread uses it, and nothing in it waits.
+class ShutdownBarrier:
+    """Two barriers after the end of this rank's script. One thread uses it, and nothing in it waits.
 
-    MPI lets a rank be gone before the others, and MPICH over TCP then tries for ever to reach it. So there are two
-    barriers. Past the first, all scripts have ended, and this rank sends nothing more; past the second, nobody does.
+    MPI lets a rank finalise before the others, and MPICH over TCP then tries for ever to reach it. Past the first
+    barrier all scripts have ended, and this rank sends nothing more; past the second one no rank sends any more.
 
     Args:
         comm: A communicator in which nothing else is collective.
 
     Attributes:
-        silent_since_s: When this rank began to be silent, None before.
+        stopped_sending_s: The time from which on this rank sends nothing, None before.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: TimedComm) -> None:
         self._comm = comm
         self._barrier = comm.Ibarrier()
-        self.silent_since_s: float | None = None
+        self.stopped_sending_s: float | None = None
 
-    def over(self) -> bool:
-        """Whether MPI may be finalised. Once it is, do not ask again."""
+    def passed(self) -> bool:
+        """Whether MPI may be finalised. Once it is true, do not ask again."""
         if not self._comm.test(self._barrier):
             return False
-        if self.silent_since_s is not None:
+        if self.stopped_sending_s is not None:
             return True
-        self.silent_since_s = time.monotonic()
+        self.stopped_sending_s = time.monotonic()
         self._barrier = self._comm.Ibarrier()
         return False

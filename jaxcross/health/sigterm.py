@@ -1,4 +1,4 @@
-"""SIGTERM, with which batch systems end a job: as Ctrl-C, whoever waits for what."""
+"""SIGTERM, with which batch systems end a job, treated as Ctrl-C whatever the threads of this process wait for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from typing import Any, final
+from types import FrameType
+from typing import final
 
 from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
@@ -18,11 +19,11 @@ _REACT_S = 5.0
 
 
 @final
-class Termination:
-    """Turns SIGTERM into `Terminated` in the main thread, and knows if that thread does not come to it.
+class SigtermHandler:
+    """Turns SIGTERM into `Terminated` in the main thread, and detects a main thread that does not come to it.
 
     Args:
-        flight: Where it is noted.
+        flight: Records the signal.
     """
 
     def __init__(self, flight: FlightRecorder) -> None:
@@ -33,13 +34,14 @@ class Termination:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Installs the handler, unless somebody else has, or this is not the main thread."""
+        """Installs the handler, unless the script has installed one, or this is not the main thread."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # Python runs a handler when the main thread is back from C. What it writes to a pipe is there at once.
+        # Python runs a handler when the main thread is back from C. The byte that it writes to a wakeup pipe is there
+        # at once, so that the watchdog sees a signal that the main thread has not.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -61,7 +63,7 @@ class Termination:
         return self._came_s > self._handled_s and now_s - self._came_s > _REACT_S
 
     def _drain(self) -> bool:
-        """Whether SIGTERM has come since the last time."""
+        """Whether SIGTERM has come since the last call."""
         with suppress(BlockingIOError):
             return signal.SIGTERM in os.read(self._pipe, 4096)
         return False
@@ -74,15 +76,15 @@ class Termination:
 
     def _forget(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        if self._handle in (handler, getattr(handler, "handler", None)):  # during a run it is held back
+        if self._handle in (handler, getattr(handler, "handler", None)):  # during a run it is deferred
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
         self._let_through()
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         now_s = time.monotonic()
-        self._drain()  # or who looks into the pipe only later would take this signal for another one
+        self._drain()  # else `overdue`, called later, would take the byte of this signal for another one
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
         self._handled_s = now_s

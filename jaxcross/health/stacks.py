@@ -8,7 +8,7 @@ import traceback
 
 
 def stacks() -> str:
-    """Where every thread is now, the main thread first. Does not stop them."""
+    """Returns the stack of every thread, the main thread first. Does not stop them."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -1,6 +1,6 @@
-"""A communicator whose calls are watched by a thread that makes none: a send to a rank that has died may never return.
+"""A communicator with a time limit on each call: a send to a rank that has died may never return.
 
-MPICH over TCP tries for ever. Whoever waits in such a call cannot tell that it does.
+MPICH over TCP tries for ever. The thread in such a call cannot notice it, so another one measures the calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LONGEST_BETWEEN_S = 1.0
 
 @final
 class TimedComm:
-    """What the watchdog uses of an mpi4py communicator, each call bounded in time.
+    """The calls of an mpi4py communicator that the watchdog makes, each bounded in time.
 
     Args:
         comm: A communicator that nothing else uses.
-        limit_s: How long a call may last.
+        limit_s: The longest time that a call may last.
         on_stuck: Called with the rank that the call is for, None for any, once a call lasts longer.
     """
 
@@ -54,7 +54,7 @@ class TimedComm:
             return self._comm.iprobe(source=source, tag=tag, status=status)
 
     def improbe(self, source: int, tag: int, status: Any) -> Any:
-        """A message that nobody else receives any more, None if there is none."""
+        """Returns a message that only the caller can receive now, None if there is none."""
         with self._calling(None):
             return self._comm.improbe(source=source, tag=tag, status=status)
 
@@ -63,7 +63,7 @@ class TimedComm:
             return self._comm.recv(source=source, tag=tag)
 
     def test(self, request: Any) -> bool:
-        """Whether a request is complete; asking is what moves it on, and may stick like a send."""
+        """Whether a request is complete. The call is what makes MPI progress, and may hang as a send does."""
         with self._calling(None):
             return request.Test()
 
@@ -87,7 +87,7 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # Counted are this thread's own turns: a process that was stopped in a call is not blamed for that time.
+        # Time is counted in turns of this thread: a call does not last longer because the process was stopped in it.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):

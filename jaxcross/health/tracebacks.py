@@ -1,4 +1,4 @@
-"""Tracebacks as a user needs them: from the first line of the script to the last one that is the user's own."""
+"""Tracebacks trimmed for users: from the first line of the script to the last line of the user's own code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-_SAID_BY_US = (CutError, ExchangeError, JobError, TypeError, ValueError)  # of others in our own lines, all lines count
+# Errors that jaxcross raises for the user. For all others, lines of the package belong to the traceback.
+_OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
-    """Leaves out, of an error and of those that led to it, what starts a script and jaxcross's own lines at its ends.
+    """Removes the lines that start a script, and jaxcross's own at both ends, from an error and from its causes.
 
-    A traceback that would have no line left stays as it is, and so do all where JAX is told not to filter its own.
+    A traceback that would have no line left stays as it is, and so do all where `jax_traceback_filtering` is off.
     """
     import jax
 
@@ -30,7 +31,7 @@ def trim(error: BaseException) -> None:
 
 
 def ends_run(error: BaseException) -> bool:
-    """Whether this is a job's error that `Runner.run` raises on every rank at its end; its cause is this rank's own."""
+    """Whether `Runner.run` raises this job's error on every rank at its end; the cause is then this rank's own."""
     modules = {line.tb_frame.f_globals.get("__name__") for line in _lines(error.__traceback__)}
     return "jaxcross.jobs.outcome" in modules and isinstance(error, JobError | ExchangeError)
 
@@ -40,7 +41,7 @@ def _without_ends(error: BaseException) -> TracebackType | None:
     kept = lines[:]
     while kept and (_file(kept[0]).endswith(_STARTERS) or _file(kept[0]).startswith(_PACKAGE)):
         kept.pop(0)
-    while kept and isinstance(error, _SAID_BY_US) and _file(kept[-1]).startswith(_PACKAGE):
+    while kept and isinstance(error, _OUR_ERRORS) and _file(kept[-1]).startswith(_PACKAGE):
         kept.pop()
     trace: TracebackType | None = None
     for line in reversed(kept or lines):

@@ -1,4 +1,4 @@
-"""A thread of each rank that talks to those of the others: who has not arrived, who is silent, why do all end?
+"""A thread of each rank that talks to those of the others: which rank has not arrived, which is silent, why do all end?
 
 It talks point to point over its own communicator; such messages pass while a collective on another one is stuck.
 """
@@ -10,31 +10,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
-from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_of
+from jaxcross.health.abort import AbortReason, Terminated, abort_everywhere, stop_reason
 from jaxcross.health.abort_notice import AbortNotices
-from jaxcross.health.activity import Activity, RankStatus, explain, late_ranks
+from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_report
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.heartbeat import Heartbeat
-from jaxcross.health.process import Place
-from jaxcross.health.shutdown_barrier import Leaving
-from jaxcross.health.sigterm import Termination
+from jaxcross.health.process import ProcessId
+from jaxcross.health.shutdown_barrier import ShutdownBarrier
+from jaxcross.health.sigterm import SigtermHandler
 from jaxcross.health.stacks import stacks
 from jaxcross.health.timed_comm import TimedComm
 
-Awaited = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
-"""The ranks that a wait is for, this one perhaps, and why; asked before a report, with what the others answered.
-Where there are none, something else holds it up, which has its own watch. `None`: all are there, and it should be over.
+WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
+"""Returns the ranks that a wait is for, perhaps this one, each with the reason.
+
+Called before a report, with the answers of the other ranks. An empty result: something else holds the wait up, which is
+monitored itself. `None`: all ranks are there, and the wait should be over.
 """
 
 
-class Watch(AbstractContextManager[None], Protocol):
-    """A context whose length is watched."""
+class Monitor(AbstractContextManager[None], Protocol):
+    """A context whose length is monitored."""
 
     def renew(self) -> None:
-        """What is waited for has moved on: its time begins anew."""
+        """Starts the time again: what is waited for has made progress."""
 
 
 _QUERY, _ANSWER = 1, 2
@@ -48,15 +51,15 @@ _LONGEST_TURN_S = 1.0
 
 @final
 class Watchdog:
-    """Watches this rank's waits and answers the other ranks' questions.
+    """Monitors this rank's waits and answers the other ranks' questions.
 
     Args:
         comm: A communicator that nothing else uses.
         timeout_s: Seconds after which a wait is reported and all ranks are aborted.
-        flight: Told of the waits.
-        places: The process of every rank.
+        flight: Records the waits.
+        processes: The process of every rank.
         heartbeat_timeout_s: Seconds after which a rank that does not beat is reported; 0 for never.
-        termination: Whether the main thread must be ended from here.
+        sigterm: Tells whether this thread must end a main thread that is busy in C.
     """
 
     def __init__(
@@ -65,99 +68,115 @@ class Watchdog:
         *,
         timeout_s: float,
         flight: FlightRecorder,
-        places: Sequence[Place] = (),
+        processes: Sequence[ProcessId] = (),
         heartbeat_timeout_s: float = 0.0,
-        termination: Termination | None = None,
+        sigterm: SigtermHandler | None = None,
     ) -> None:
-        self._flight, self._termination = flight, termination
+        self._flight, self._sigterm = flight, sigterm
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
-        self._comm = comm = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._give_up)
-        self._notices = AbortNotices(comm, flight)
-        beats = heartbeat_timeout_s > 0 and len(places) > 1
-        self._heartbeat = (
-            Heartbeat(comm, heartbeat_timeout_s=heartbeat_timeout_s, flight=flight, places=places) if beats else None
-        )
-        self._rank: int = comm.Get_rank()
-        self._others = [r for r in range(comm.Get_size()) if r != self._rank]
+        self._comm = timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
+        self._notices = AbortNotices(timed, flight)
+        self._heartbeat: Heartbeat | None = None
+        if heartbeat_timeout_s > 0 and len(processes) > 1:
+            self._heartbeat = Heartbeat(
+                timed, heartbeat_timeout_s=heartbeat_timeout_s, flight=flight, processes=processes
+            )
+        self._rank: int = timed.Get_rank()
+        self._others = [r for r in range(timed.Get_size()) if r != self._rank]
         self.timeout_s = timeout_s
         self._interval_s = min(0.25, timeout_s / 10)
         self._lock = threading.Lock()
         self._entered = 0
-        self._waits: dict[int, tuple[Activity, Awaited | None]] = {}
+        self._waits: dict[int, tuple[Activity, WaitingFor | None]] = {}
         self._looked_s = time.monotonic()
-        self._ended: dict[str, float] = {}  # when a job last was in a wait of this rank's own
-        self._leaving: Leaving | None = None
+        self._local_ended_s: dict[str, float] = {}  # by job, the end of its latest local wait
+        self._shutdown: ShutdownBarrier | None = None
         self._asking, self._questions = False, 0
         self._asked: set[int] = set()  # ranks that are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch and answer. Without other ranks there is nobody to wait for, and no thread."""
+        """Starts to monitor and to answer. Without other ranks nothing can hang, and there is no thread."""
         if self._others:
             self._comm.start()
             self._thread.start()
 
     def stop(self) -> None:
-        """This rank's script ended: watches on until all have, then ends the thread. MPI may be finalised after that.
+        """Ends the thread once the scripts of all ranks have ended; until then it monitors on.
 
-        Waits for all ranks, as leaving MPI does.
+        Waits for all ranks, as leaving MPI does. MPI may be finalised after that.
         """
-        self._flight.words("left", "its script ended")
+        self._flight.record_exit("left", "its script ended")
         self._stop.set()
         try:
             if self._thread.is_alive():
                 self._thread.join()
         except KeyboardInterrupt as error:
-            ending = stop_of(self._rank, terminated=isinstance(error, Terminated))
-            abort_everywhere(f"jaxcross: {ending.reason} while it waited for the others to end.", ending)
+            stop = stop_reason(self._rank, terminated=isinstance(error, Terminated))
+            self._abort(f"jaxcross: {stop.text} while it waited for the others to end.", stop)
         self._comm.stop()
 
-    def tell(self, ending: AbortReason) -> None:
-        """Tells all other ranks why this one ends them. Waits a second at most."""
-        self._notices.tell(ending)
+    def notify(self, reason: AbortReason) -> None:
+        """Sends all other ranks the reason for which this one ends them. Waits a second at most."""
+        self._notices.notify(reason)
 
-    def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
-    ) -> Watch:
-        """A context whose length is watched."""
-        return _Watching(self, job, step, segment, what, awaited, own)
+    def monitor(
+        self,
+        *,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        waiting_for: WaitingFor | None = None,
+        local: bool = False,
+    ) -> Monitor:
+        """Returns a context whose length is monitored. See `jaxcross.world.World.monitor`."""
+        return _Monitored(self, partial(self.enter, job, step, segment, what, waiting_for, local))
 
-    def enter(
-        self, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
-    ) -> int:
-        if own and awaited is None:
+    def enter(self, job: str, step: int, segment: int, what: str, waiting_for: WaitingFor | None, local: bool) -> int:
+        """Begins to monitor a wait; returns the token to give to `leave`."""
+        if local and waiting_for is None:
             itself = {self._rank: f"own {what} is its own affair"}
-            awaited = lambda _: itself  # noqa: E731
+            waiting_for = lambda _: itself  # noqa: E731
         with self._lock:
-            if awaited is None:
+            if waiting_for is None:
                 self._entered += 1
-                self._asked.clear()  # whoever asked before spoke of an earlier wait
-            number = self._entered if awaited is None else 0
-            wait = Activity.now(what, job=job, step=step, segment=segment, number=number, own=own)
+                self._asked.clear()  # these ranks asked about an earlier wait
+            number = self._entered if waiting_for is None else 0
+            wait = Activity.now(what, job=job, step=step, segment=segment, number=number, local=local)
             token = self._flight.begin(wait)
-            self._waits[token] = wait, awaited
+            self._waits[token] = wait, waiting_for
         return token
 
     def leave(self, token: int, *, failed: bool) -> None:
+        """Ends what `enter` began."""
         with self._lock:
             wait, _ = self._waits.pop(token)
-            if wait.own:
-                self._ended[wait.job] = time.monotonic()
+            if wait.local:
+                self._local_ended_s[wait.job] = time.monotonic()
         self._flight.end(token, failed=failed)
 
     def renew(self, token: int) -> None:
+        """Starts the time of a wait again."""
         with self._lock:
             if token in self._waits:
-                wait, awaited = self._waits[token]
-                self._waits[token] = replace(wait, since_s=time.monotonic()), awaited
+                wait, waiting_for = self._waits[token]
+                self._waits[token] = replace(wait, since_s=time.monotonic()), waiting_for
 
-    def _standing(self) -> RankStatus:
+    def _status(self) -> RankStatus:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
+            # Other ranks count the time in which this one was in a local wait as theirs: their waits began before its
+            # end, so it stays excused for as long again.
             since_s = time.monotonic() - self.timeout_s
-            self._ended = {job: end_s for job, end_s in self._ended.items() if end_s > since_s}
-            return RankStatus(entered=self._entered, waits=waits, asking=self._asking, lately=frozenset(self._ended))
+            self._local_ended_s = {job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s}
+            return RankStatus(
+                entered=self._entered,
+                waits=waits,
+                asking=self._asking,
+                recent_local=frozenset(self._local_ended_s),
+            )
 
     def _run(self) -> None:
         from mpi4py import MPI
@@ -165,8 +184,9 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    self._leaving = self._leaving or self._leave()
-                    if self._leaving.over():
+                    # The script has ended here, not everywhere: beats, answers and notices go on until the barrier.
+                    self._shutdown = self._shutdown or self._begin_shutdown()
+                    if self._shutdown.passed():
                         return
                     threading.Event().wait(_LEAVING_INTERVAL_S)
                 self._attend()
@@ -175,56 +195,59 @@ class Watchdog:
                 self._report(f"MPI cannot reach a rank any more: it, its host or the link to it is gone ({error})")
 
     def _attend(self) -> None:
-        """What must go on whatever else is done. Often: between two calls less than a second goes by."""
+        """Does what must go on whatever else is done. Called often: less than a second passes between two calls."""
         self._leave_out_stops()
-        self._notices.hear()
-        self._serve()
-        self._beat()
-        if self._termination is not None and self._termination.overdue():
-            ending = stop_of(self._rank, terminated=True)
-            abort_everywhere(f"jaxcross: {ending.reason} while its main thread was busy in C; all ranks end.", ending)
+        self._notices.check()
+        self._answer_questions()
+        self._exchange_beats()
+        if self._sigterm is not None and self._sigterm.overdue():
+            stop = stop_reason(self._rank, terminated=True)
+            self._abort(f"jaxcross: {stop.text} while its main thread was busy in C; all ranks end.", stop)
 
     def _leave_out_stops(self) -> None:
-        """A process that was stopped, and its watchdog with it, has not waited meanwhile."""
+        """Leaves out of all waits the time in which the process was stopped, and this thread with it."""
         now_s = time.monotonic()
-        away_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
-        if away_s <= 0:
+        # This thread takes turns of less than a second. A longer gap between two turns is a stop, as by SIGSTOP.
+        stopped_s, self._looked_s = now_s - self._looked_s - _LONGEST_TURN_S, now_s
+        if stopped_s <= 0:
             return
         with self._lock:
-            for token, (wait, awaited) in self._waits.items():
-                self._waits[token] = replace(wait, since_s=min(wait.since_s + away_s, now_s)), awaited
-            self._ended = {job: min(end_s + away_s, now_s) for job, end_s in self._ended.items()}
-        if self._leaving is not None and self._leaving.silent_since_s is not None:
-            self._leaving.silent_since_s += away_s
+            for token, (wait, waiting_for) in self._waits.items():
+                self._waits[token] = replace(wait, since_s=min(wait.since_s + stopped_s, now_s)), waiting_for
+            self._local_ended_s = {job: min(end_s + stopped_s, now_s) for job, end_s in self._local_ended_s.items()}
+        if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
+            self._shutdown.stopped_sending_s += stopped_s
 
     def _look_at_waits(self) -> None:
         with self._lock:
             waits = sorted(self._waits.items(), key=lambda item: item[1][0].since_s)
-        if (shared := next((wait for _, (wait, awaited) in waits if awaited is None), None)) is not None:
-            self._check_left(shared)
+        shared = next((wait for _, (wait, waiting_for) in waits if waiting_for is None), None)
+        if shared is not None:
+            self._check_exited(shared)
         if waits and self._lasts(waits[0][0]):
             self._investigate(waits[0][0])
 
     def _lasts(self, token: int) -> Activity | None:
-        """The wait, if it goes on and has for too long."""
+        """Returns the wait if it has lasted for too long and still does."""
         with self._lock:
             wait, _ = self._waits.get(token, (None, None))
         return wait if wait is not None and time.monotonic() - wait.since_s > self.timeout_s else None
 
-    def _leave(self) -> Leaving:
+    def _begin_shutdown(self) -> ShutdownBarrier:
         if self._heartbeat is not None:
-            self._heartbeat.farewell(self._entered)
-        return Leaving(self._comm)
+            self._heartbeat.announce_exit(self._entered)
+        return ShutdownBarrier(self._comm)
 
-    def _beat(self) -> None:
-        if self._leaving is not None and self._leaving.silent_since_s is not None:
-            if time.monotonic() - self._leaving.silent_since_s > self._limit_s:
+    def _exchange_beats(self) -> None:
+        if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
+            # Past the first barrier no rank beats any more: only the second barrier's length tells of a lost one.
+            if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report("MPI does not let it leave after all scripts: a rank, its host or a link is gone")
-        elif self._heartbeat is not None and (loss := self._heartbeat.turn()) is not None:
-            self._report(str(loss), loss.rank)
+        elif self._heartbeat is not None and (lost := self._heartbeat.poll()) is not None:
+            self._report(str(lost), lost.rank)
 
-    def _serve(self) -> None:
-        """Answer what other ranks have asked; print this rank's stacks where they ask for them."""
+    def _answer_questions(self) -> None:
+        """Answers the other ranks; prints this rank's stacks where they ask for them."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -232,33 +255,37 @@ class Watchdog:
             asker = status.Get_source()
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
-                with suppress(Exception):  # a stream that is closed, or has no letters for a line of a stack
+                with suppress(Exception):  # a closed stream, or one whose encoding lacks a letter of a stack
                     print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
                     self._asked.add(asker)
-            self._comm.send((number, self._standing()), dest=asker, tag=_ANSWER)
+            self._comm.send((number, self._status()), dest=asker, tag=_ANSWER)
 
-    def _give_up(self, rank: int | None) -> None:
-        """A call of MPI does not return."""
+    def _on_stuck_call(self, rank: int | None) -> None:
+        """Reports a call of MPI that does not return."""
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(f"MPI does not come back from a message to {whom}: a rank, its host or a link is gone")
         else:
-            self._report(str(self._heartbeat.loss(rank, self._heartbeat.heartbeat_timeout_s)), rank)
+            self._report(str(self._heartbeat.lost_peer(rank, self._heartbeat.heartbeat_timeout_s)), rank)
 
-    def _check_left(self, wait: Activity) -> None:
-        """Who has left will never come: there is no need to wait for the watchdog's whole time."""
+    def _check_exited(self, wait: Activity) -> None:
+        """Reports a neighbour that has exited before this wait, without waiting for the watchdog's whole time."""
+        # The heartbeat's timeout is grace: a rank that exits by an error sends its notice of the end after its beats.
         if self._heartbeat is None or time.monotonic() - wait.since_s < self._heartbeat.heartbeat_timeout_s:
             return
-        for rank, entered in self._heartbeat.left().items():
+        for rank, entered in self._heartbeat.exited().items():
             if entered < wait.number:
                 done = f"its script ended after {entered} of {wait.number} exchanges"
                 self._report(f"rank {rank} does not come to {wait}: {done}", rank)
 
-    def _report(self, reason: str, *lost: int) -> None:
-        text = f"jaxcross: rank {self._rank} ends all ranks while {self._flight.standing()}, because {reason}"
-        abort_everywhere(text, AbortReason(reason=reason, how="reported", lost=lost))
+    def _report(self, text: str, *lost: int) -> NoReturn:
+        message = f"jaxcross: rank {self._rank} ends all ranks while {self._flight.describe()}, because {text}"
+        self._abort(message, AbortReason(text=text, kind="reported", lost=lost))
+
+    def _abort(self, message: str, reason: AbortReason) -> NoReturn:
+        abort_everywhere(message, reason, self.notify)
 
     def _ask(self, question: str, ranks: list[int]) -> dict[int, RankStatus | None]:
         from mpi4py import MPI
@@ -267,80 +294,82 @@ class Watchdog:
         pending = [self._comm.isend((self._questions, question), dest=r, tag=_QUERY) for r in ranks]
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
-        # Counted are this thread's own turns: a process that was stopped meanwhile has still to hear the answers.
+        # Time is counted in turns of this thread: a process that was stopped while it asked still reads the answers.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
             self._attend()
             while self._comm.iprobe(source=MPI.ANY_SOURCE, tag=_ANSWER, status=status):
                 source = status.Get_source()
-                number, standing = self._comm.recv(source=source, tag=_ANSWER)
-                if number == self._questions:  # not to an earlier one, late
-                    answers[source] = standing
+                number, answer = self._comm.recv(source=source, tag=_ANSWER)
+                if number == self._questions:  # not a late answer to an earlier question
+                    answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        del pending  # whoever did not answer did not receive either; the abort comes next
+        del pending  # a rank that did not answer did not receive either; the abort comes next
         return answers
 
     def _investigate(self, token: int) -> None:
-        """Reports and aborts, unless another rank does so, or the wait ends meanwhile.
+        """Reports and aborts, unless another rank does so or the wait ends first.
 
-        One report is enough. Of two ranks, one was asked before it began to ask, and leaves it to the other; or both
-        asked at once, see that of each other, and the lower one speaks. Who holds back speaks after all where nobody
-        has ended it in 10 s. What is a rank's own affair it reports itself, whoever else asks.
+        One report is enough. Of two ranks, either one was asked before it began to ask, and leaves the report to the
+        other; or both asked at once, see that in each other's answers, and the lower one reports. A rank that holds
+        back reports after all if it still lives 10 s later. Local waits a rank reports itself, whichever other asks.
         """
         with self._lock:
-            wait, awaited = self._waits.get(token, (None, None))
+            wait, waiting_for = self._waits.get(token, (None, None))
             if wait is None or self._stop.is_set():
                 return
-            held = bool(self._asked) and not wait.own
-            self._asking = not held
-        answers = {} if held else self._ask("standing", self._others)
+            hold_back = bool(self._asked) and not wait.local
+            self._asking = not hold_back
+        answers = {} if hold_back else self._ask("standing", self._others)
         lower = any(s is not None and s.asking and r < self._rank for r, s in answers.items())
-        if held or (lower and not wait.own):
+        if hold_back or (lower and not wait.local):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._attend()
             if not self._stop.is_set():
                 answers = self._ask("standing", self._others)
+        # The questions took seconds: the wait may be over by now, or a stop of the process explains its length.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
         if wait is None or not self._asking:
             return
-        those = None if awaited is None else awaited(answers)
-        # Who answers nothing for a while is the heartbeats' affair, where there are any.
-        if those is not None and not those and (self._heartbeat is not None or None not in answers.values()):
+        ranks = None if waiting_for is None else waiting_for(answers)
+        # No rank to blame. A rank that does not answer for a while is left to the heartbeats, where there are any.
+        if ranks is not None and not ranks and (self._heartbeat is not None or None not in answers.values()):
             self._asking = False
             self.renew(token)
             return
-        late = late_ranks(wait, answers, those)
+        self._report_stall(wait, answers, ranks)
+
+    def _report_stall(
+        self, wait: Activity, answers: Mapping[int, RankStatus | None], ranks: Mapping[int, str] | None
+    ) -> NoReturn:
+        late = late_ranks(wait, answers, ranks)
+        # The late ranks print their stacks themselves; their answers only show that they have done so.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
-        report = explain(self._rank, wait, waited_s, answers, those)
-        late += [r for r, standing in answers.items() if standing is None]
+        report = stall_report(self._rank, wait, waited_s, answers, ranks)
+        late += [r for r, status in answers.items() if status is None]
         names = f" for rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}" if set(late) - {self._rank} else ""
-        abort_everywhere(
-            f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}",
-            AbortReason(
-                reason=f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}",
-                how="reported",
-                lost=tuple(late),
-            ),
-        )
+        text = f"rank {self._rank} has waited {waited_s:.0f} s{names} in {wait}"
+        message = f"{report}\njaxcross: stacks of rank {self._rank}:\n{stacks()}"
+        self._abort(message, AbortReason(text=text, kind="reported", lost=tuple(late)))
 
 
 @final
-class _Watching:
-    __slots__ = ("_token", "_wait", "_watchdog")
+class _Monitored:
+    __slots__ = ("_enter", "_token", "_watchdog")
 
-    def __init__(self, watchdog: Watchdog, *wait: Any) -> None:
-        self._watchdog, self._wait = watchdog, wait
+    def __init__(self, watchdog: Watchdog, enter: Callable[[], int]) -> None:
+        self._watchdog, self._enter = watchdog, enter
 
     def renew(self) -> None:
         self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
-        self._token = self._watchdog.enter(*self._wait)
+        self._token = self._enter()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
         self._watchdog.leave(self._token, failed=kind is not None)

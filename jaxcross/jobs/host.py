@@ -133,8 +133,8 @@ class JobHost:
         """Returns a context whose length appears in the report; see `JobContext.measure`."""
         check_choice(kind, SpanKind, f"`kind` of `job.measure` in job `{self.name}`")
         start_ns = time.monotonic_ns()
-        busy = self._world.watching(
-            job=self.name, step=self.step, segment=-1, what=label or "work", own=True, awaited=lambda _: {}
+        busy = self._world.monitor(
+            job=self.name, step=self.step, segment=-1, what=label or "work", local=True, waiting_for=lambda _: {}
         )
         try:
             with busy if kind == "host" else nullcontext():

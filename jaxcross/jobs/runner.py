@@ -19,7 +19,7 @@ import numpy as np
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause
 from jaxcross.health.abort import TERMINATED
-from jaxcross.health.deferred_signals import held_back
+from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.jobs import arguments
@@ -281,7 +281,7 @@ class Runner:
             for job, record in zip(jobs, driver.records, strict=True):
                 job.attach(driver, record, self._resumption(job))
         start_ns = time.monotonic_ns()
-        with held_back() as held:  # whoever is told to stop while it saves does so already
+        with defer_signals() as held:  # whoever is told to stop while it saves does so already
             try:
                 stopped = driver.run(held)
             except BaseException:
@@ -328,7 +328,7 @@ class Runner:
             "jobs": [job.name for job in jobs], "policy": repr(self.policy), "checkpoints": kept,
             "check_replicas": repr(self.check_replicas),
         })  # fmt: skip
-        with self.world.watching(job="", step=0, segment=-1, what="start of the run"):
+        with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
             texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):
             if text != texts[0]:
@@ -341,7 +341,7 @@ class Runner:
         """Opens the checkpoints. Waits for all ranks."""
         if self.checkpoints is None:
             return None
-        with self.world.watching(job="", step=0, segment=-1, what="opening the checkpoints"):
+        with self.world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
             names = [job.name for job in jobs]
             return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
 
@@ -358,7 +358,7 @@ class Runner:
         """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
         with after_run(self.world, "end of the run"):
             some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
-            self.world.flight.words(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
+            self.world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
             # The first that leaves with an exit code ends all: not before each has written its last words.
             self.world.control.allreduce_min(np.zeros(1, np.int64))
         if own is not None and not isinstance(own, KeyboardInterrupt):

@@ -119,7 +119,7 @@ class Driver:
 
         Args:
             held: Receives what signal handlers raise during the run: see
-                `jaxcross.health.deferred_signals.held_back`.
+                `jaxcross.health.deferred_signals.defer_signals`.
 
         Returns:
             On every rank whether a signal on any of them stopped the run.

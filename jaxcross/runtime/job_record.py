@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Protocol, final, get_args
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.watchdog import Awaited, Watch
+from jaxcross.health.watchdog import Monitor, WaitingFor
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
@@ -63,9 +63,16 @@ class RunWorld(Protocol):
     def size(self) -> int: ...
     @property
     def control(self) -> Control: ...
-    def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
-    ) -> Watch: ...
+    def monitor(
+        self,
+        *,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        waiting_for: WaitingFor | None = None,
+        local: bool = False,
+    ) -> Monitor: ...
     @property
     def flight(self) -> FlightRecorder: ...
     @property

@@ -252,7 +252,7 @@ class ExchangeLane:
             execution.zero_inputs(segment)
         nbytes = call.graph.nbytes[segment] if call.graph.nbytes else 0
         start_ns = driver.clock_ns()
-        with driver.world.watching(job=call.name, step=x.step, segment=segment, what="exchange"):
+        with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
             execution.wait_outputs(segment)
         label = self._hold(start_ns, nbytes)
@@ -308,22 +308,22 @@ class ExchangeLane:
         job = ""
         match instruction:
             case m.CastVote(ballot):
-                with world.watching(job="", step=0, segment=-1, what="vote"):
+                with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text):
                 job, label = driver.record(number).name, "compare"
-                with world.watching(job=job, step=0, segment=-1, what="comparison"):
+                with world.monitor(job=job, step=0, segment=-1, what="comparison"):
                     event = m.TextsCompared(number, tuple(world.control.allgather_text(text)))
             case m.GatherAnnouncements():
                 label = "news"
-                with world.watching(job="", step=0, segment=-1, what="news of jobs"):
+                with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
                     event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
             case m.RunSync(number):
                 record = driver.record(number)
                 job, label = record.name, TOGETHER
                 assert record.collective is not None
-                with world.watching(job=job, step=0, segment=-1, what="restore or the like"):
+                with world.monitor(job=job, step=0, segment=-1, what="restore or the like"):
                     record.collective.run(world.control)
                 event = m.SyncDone(number)
             case _:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxcross.health.activity import RankStatus, missing
+from jaxcross.health.activity import RankStatus, missing_ranks
 from jaxcross.interleave.local_state import Wait
 
 if TYPE_CHECKING:
-    from jaxcross.health.watchdog import Watch
+    from jaxcross.health.watchdog import Monitor
     from jaxcross.runtime.job_record import RunWorld
 
 
@@ -31,7 +31,7 @@ class JobWaits:
     def __init__(self, world: RunWorld) -> None:
         self._world = world
         self._seen: Mapping[str, Wait] = {}
-        self._watched: dict[str, Watch] = {}
+        self._watched: dict[str, Monitor] = {}
 
     def look(self, waits: Mapping[str, Wait]) -> None:
         """Takes the jobs that wait now, by name. Called a few times a second; neither waits nor communicates."""
@@ -47,20 +47,25 @@ class JobWaits:
             elif before[job].moved != waits[job].moved:
                 self._watched[job].renew()
 
-    def _watch(self, job: str, wait: Wait) -> Watch:
-        def awaited(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
+    def _watch(self, job: str, wait: Wait) -> Monitor:
+        def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
             return absent(job, wait.what, answers)
 
-        return self._world.watching(
-            job=job, step=wait.step, segment=-1, what=wait.what, own=wait.own, awaited=None if wait.own else awaited
+        return self._world.monitor(
+            job=job,
+            step=wait.step,
+            segment=-1,
+            what=wait.what,
+            local=wait.own,
+            waiting_for=None if wait.own else waiting_for,
         )
 
 
-def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Watch:
+def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Monitor:
     """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure may take its time."""
     others = [rank for rank in range(world.size) if rank != world.rank]
-    awaited = partial(missing, job, what, others, patient=True)
-    return world.watching(job=job, step=step, segment=-1, what=what, awaited=awaited)
+    waiting_for = partial(missing_ranks, job, what, others, excuse_local=True)
+    return world.monitor(job=job, step=step, segment=-1, what=what, waiting_for=waiting_for)
 
 
 def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
@@ -73,7 +78,7 @@ def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dic
     """
     found = {}
     for other, status in answers.items():
-        if status is not None and not status.excused(job):
+        if status is not None and not status.may_be_late(job):
             waits = [wait for wait in status.waits if wait.job == job]
             if not any(wait.what == what for wait in waits):
                 found[other] = f"it waits for its {waits[-1].what}" if waits else f"its job {job!r} has not come so far"

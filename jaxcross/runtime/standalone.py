@@ -11,8 +11,8 @@ from typing import final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import RankStatus, missing
-from jaxcross.health.watchdog import Watch
+from jaxcross.health.activity import RankStatus, missing_ranks
+from jaxcross.health.watchdog import Monitor
 from jaxcross.program import rank_lists
 from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.ir import Program
@@ -175,17 +175,17 @@ class _Call:
             self.failed.append(error)
             raise
 
-    def _watching(self, index: int) -> Watch:
+    def _watching(self, index: int) -> Monitor:
         program = self.compiled.program
         exchanges = program.segments[index].exchanges
-        watching = partial(self.world.watching, job=program.name, step=self.step, segment=index)
+        monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(rank_lists.is_call, exchanges)):
-            return watching(what=exchanges[0].op)
+            return monitor(what=exchanges[0].op)
         # Calls of mpi4jax are made with some ranks only. Others may make different numbers of them, and are not late.
         what = "calls of mpi4jax"
-        return watching(what=what, awaited=partial(self._missing_partners, what))
+        return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 
     def _missing_partners(self, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str] | None:
         program, world = self.compiled.program, self.world
         partners = rank_lists.partners(world.wire().calls(program), world.rank)
-        return missing(program.name, what, sorted(partners), answers, patient=False)
+        return missing_ranks(program.name, what, sorted(partners), answers, excuse_local=False)

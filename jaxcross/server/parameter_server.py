@@ -147,7 +147,7 @@ class ParameterServer:
                 text = f"the worker of rank {self._world.rank} failed after step {self.clock}: {describe(error)}"
                 lane.give_up(text, stopped=isinstance(error, Stopped))
         finally:
-            with self._watching(lane, "end of the parameter server"):
+            with self._monitor(lane, "end of the parameter server"):
                 lane.join()
 
     def push_pull(self, grads: Any) -> Any:
@@ -190,7 +190,7 @@ class ParameterServer:
             return self._job.run_on_all_ranks(f"parameter server\n{text}", work)
         world.exchange_owner.check_not_stray("ParameterServer")
         with world.exchange_owner.step("ParameterServer"):
-            with world.watching(job="", step=0, segment=-1, what="start of a parameter server"):
+            with world.monitor(job="", step=0, segment=-1, what="start of a parameter server"):
                 texts = world.control.allgather_text(text)
             if any(other != text for other in texts):
                 raise ExchangeError(signature_mismatch("parameter server", texts))
@@ -201,18 +201,18 @@ class ParameterServer:
         return self._world.mailbox()
 
     def _wait(self, lane: Lane, what: str) -> Any:
-        with self._watching(lane, what):
+        with self._monitor(lane, what):
             messages = lane.wait()
         return None if messages is None else self._placed(self._layout.join(messages))
 
-    def _watching(self, lane: Lane, what: str) -> Any:
+    def _monitor(self, lane: Lane, what: str) -> Any:
         job = "" if self._job is None else self._job.name
 
         def awaited(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-            patient = {rank for rank, s in answers.items() if job and s is not None and s.excused(job)}
+            patient = {rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)}
             return {rank: why for rank, why in lane.awaited().items() if rank not in patient}
 
-        return self._world.watching(job=job, step=self.clock, segment=-1, what=what, awaited=awaited)
+        return self._world.monitor(job=job, step=self.clock, segment=-1, what=what, waiting_for=awaited)
 
     def _placed(self, leaves: Sequence[np.ndarray]) -> Any:
         """A tree of JAX arrays that lie where the parameters lay; the memory is not used for anything else."""

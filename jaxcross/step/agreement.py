@@ -101,7 +101,7 @@ class ExchangeAgreement:
         program, control = self.program, self.world.control
         exchanges = (program.exchange_hash() + self.call * self.by_call) % 2**62
         hashes = np.array([exchanges, -exchanges, self.order, -self.order], np.int64)
-        with self.world.watching(job=program.name, step=self.call, segment=-1, what="agreement"):
+        with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
             low, high, first, last = control.allreduce_min(hashes)  # a minimum, and a maximum with its sign changed
             if low != -high:
                 self._raise_difference()

@@ -188,7 +188,7 @@ def _gathered(world: World, program: Program, calls: tuple[Exchange, ...]) -> Li
         texts = world.gather_connected(name, text, rank_lists.partners(calls, rank), accepts=accepts)
         return {r: rank_lists.decode(t) for r, t in texts.items()}
     number, order = hash_62(rank_lists.comparison_text(calls)), order_hash(program)
-    with world.watching(job=name, step=0, segment=-1, what="agreement"):
+    with world.monitor(job=name, step=0, segment=-1, what="agreement"):
         # As long as the vector of `ExchangeAgreement.standalone`: a rank without calls may be there.
         low, high, first, last = world.control.allreduce_min(np.array([number, -number, order, -order], np.int64))
         if low == -high and first != -last:

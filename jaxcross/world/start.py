@@ -18,9 +18,9 @@ from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
-from jaxcross.health.abort import AbortReason, abort_everywhere, install_hooks, on_abort
+from jaxcross.health.abort import AbortReason, ExceptionHooks, abort_everywhere
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.sigterm import Termination
+from jaxcross.health.sigterm import SigtermHandler
 from jaxcross.health.watchdog import Watchdog
 from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.mpi_wire import MpiWire
@@ -93,11 +93,17 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
             "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`). The exchange lane and the watchdog "
             "are threads. Use an MPI built with it, and leave `mpi4py.rc.thread_level` at 'multiple'."
         )
-    install_hooks(rank, size)
+    hooks = ExceptionHooks(rank, size)
+    hooks.install()
     load_mpi4jax()
     with _in_time(rank, size, stall_timeout_s):
         joined = _join(
-            mpi, vendor=vendor, stall_timeout_s=stall_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s, lanes=lanes
+            mpi,
+            hooks,
+            vendor=vendor,
+            stall_timeout_s=stall_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            lanes=lanes,
         )
     _CURRENT.append(joined)
     mark(joined)
@@ -128,7 +134,7 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
     timer = threading.Timer(
         min(limit_s, threading.TIMEOUT_MAX),
         abort_everywhere,
-        args=(message, AbortReason(reason=reason, how="reported")),
+        args=(message, AbortReason(text=reason, kind="reported")),
     )
     timer.daemon = True
     timer.start()
@@ -138,8 +144,10 @@ def _in_time(rank: int, size: int, limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _join(mpi: Any, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int) -> World:
-    """This rank's view of the world. Waits for every rank."""
+def _join(
+    mpi: Any, hooks: ExceptionHooks, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int
+) -> World:
+    """Returns this rank's view of the world. Waits for every rank."""
     world = mpi.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     node = world.Split_type(mpi.COMM_TYPE_SHARED)
@@ -157,20 +165,20 @@ def _join(mpi: Any, *, vendor: str, stall_timeout_s: float, heartbeat_timeout_s:
         if advice is not None:
             _log.warning(advice)
 
-    places = world.allgather(process.here())
-    flight = _flight_recorder(places, rank, os.environ.get("JAXCROSS_EVENTS", ""))
-    termination = Termination(flight)
-    termination.install()
+    processes = world.allgather(process.this_process())
+    flight = _flight_recorder(processes, rank, os.environ.get("JAXCROSS_EVENTS", ""))
+    sigterm = SigtermHandler(flight)
+    sigterm.install()
     watchdog = Watchdog(
         world.Dup(),
         timeout_s=stall_timeout_s,
         heartbeat_timeout_s=heartbeat_timeout_s,
         flight=flight,
-        places=places,
-        termination=termination,
+        processes=processes,
+        sigterm=sigterm,
     )
     watchdog.start()
-    on_abort(watchdog.tell)
+    hooks.notify = watchdog.notify
     atexit.register(watchdog.stop)
     return _make_world(
         rank=rank,
@@ -254,8 +262,8 @@ def _prepare_pool(cores: int, own_cores: int, lanes: int) -> int:
     return xla_pool.effective(os.environ, own_cores)
 
 
-def _flight_recorder(places: list[process.Place], rank: int, folder: str) -> FlightRecorder:
-    flight = FlightRecorder(places, rank)
+def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str) -> FlightRecorder:
+    flight = FlightRecorder(processes, rank)
     if folder:
         try:
             flight.record_to(folder)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, final
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import ExchangeError
 from jaxcross.health.abort import AbortReason, abort_everywhere
-from jaxcross.health.process import Place, here, state
+from jaxcross.health.process import ProcessId, process_state, this_process
 from jaxcross.world.world import World
 
 VARIABLE = "JAXCROSS_RANK"
@@ -37,7 +37,7 @@ _REMEDY = (
 
 def mark(world: World) -> None:
     """Lets the processes that this rank starts or forks know that they are its workers."""
-    listener, process = _listen(world), here()
+    listener, process = _listen(world), this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
     reached = {"process": asdict(process), "listener": listener, "stall_timeout_s": world.stall_timeout_s}
     os.environ[VARIABLE] = json.dumps({**reached, **numbers})
@@ -64,7 +64,7 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
             import jax
 
             jax.config.update("jax_platforms", "cpu")  # the accelerator is the rank's
-        refusal: Any = Refusal(mine["rank"], Place(**mine["process"]), mine["listener"], mine["stall_timeout_s"])
+        refusal: Any = Refusal(mine["rank"], ProcessId(**mine["process"]), mine["listener"], mine["stall_timeout_s"])
         return make_world(**dict.fromkeys(_TALKING, refusal), **{name: mine[name] for name in _NUMBERS})
     if _is_subprocess(environ, text):
         raise ExchangeError(
@@ -87,7 +87,7 @@ class Refusal:
         timeout_s: The rank's `stall_timeout_s`, which a worker may ask for.
     """
 
-    def __init__(self, rank: int, process: Place, listener: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, process: ProcessId, listener: int, timeout_s: float) -> None:
         self._rank, self._process, self._listener, self.timeout_s = rank, process, listener, timeout_s
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -106,7 +106,7 @@ class Refusal:
             with open(f"/proc/{self._process.pid}/fd/{self._listener}", "wb", buffering=0) as pipe:
                 pipe.write(f"{what}\n".encode())
         except OSError:
-            return state(self._process, here()) == "gone"
+            return process_state(self._process, this_process()) == "gone"
         return True
 
 
@@ -121,14 +121,15 @@ def _listen(world: World) -> int:
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script again in every worker,"
             f" unless it forks. {_REMEDY}",
-            AbortReason(reason=f"{what}: put what trains under `if __name__ == '__main__':`"),
+            AbortReason(text=f"{what}: put what trains under `if __name__ == '__main__':`"),
+            world._watchdog.notify,
         )
 
     threading.Thread(target=wait, name="jaxcross-workers", daemon=True).start()
     return writer
 
 
-def _disarm(world: World, process: Place) -> None:
+def _disarm(world: World, process: ProcessId) -> None:
     """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.errors import clause, first_line
 from jaxcross.health.abort import AbortReason, abort_everywhere
-from jaxcross.health.activity import missing
+from jaxcross.health.activity import missing_ranks
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.watchdog import Awaited, Watch, Watchdog
+from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
 from jaxcross.wire.job_comms import JobComms
 from jaxcross.wire.rank_grid import RankGrid, make_rank_grid
 from jaxcross.world.control_plane import Control
@@ -32,7 +32,7 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _Slot:
-    """A communicator that is being made: its own lock, so that one group never waits for another."""
+    """A communicator that is being made: its local lock, so that one group never waits for another."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     comm: Any = None
@@ -122,8 +122,8 @@ class World:
             if slot.comm is None:
                 what, others = f"making a communicator of ranks {ranks}", [r for r in ranks if r != self.rank]
                 # In a job's thread, hence in no order with what the lanes do.
-                awaited = partial(missing, "", what, others, patient=False)
-                with self.watching(job="", step=0, segment=-1, what=what, awaited=awaited):
+                waiting_for = partial(missing_ranks, "", what, others, excuse_local=False)
+                with self.monitor(job="", step=0, segment=-1, what=what, waiting_for=waiting_for):
                     # MPI tells concurrent creations over one parent apart by their tag alone.
                     slot.comm = self.new_communicator(ranks, repr(key))
         return slot.comm
@@ -155,32 +155,49 @@ class World:
         partners = set(partners)
         if not partners and accepts is None:
             return {self.rank: text}
-        awaited = partial(missing, name, _AGREEMENT, sorted(partners), patient=False)
-        with self.watching(job=name, step=0, segment=-1, what=_AGREEMENT, awaited=awaited):
+        waiting_for = partial(missing_ranks, name, _AGREEMENT, sorted(partners), excuse_local=False)
+        with self.monitor(job=name, step=0, segment=-1, what=_AGREEMENT, waiting_for=waiting_for):
             return self._neighbours.gather(text, partners, accepts=accepts)
 
     def mailbox(self) -> Mailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks, which must call it in one order."""
-        with self.watching(job="", step=0, segment=-1, what="making a mailbox"):
+        with self.monitor(job="", step=0, segment=-1, what="making a mailbox"):
             return MpiMailbox(self._base.Dup())
 
-    def watching(
-        self, *, job: str, step: int, segment: int, what: str, awaited: Awaited | None = None, own: bool = False
-    ) -> Watch:
-        """A context in which this rank waits for others; the watchdog reports and aborts if it lasts too long.
+    def monitor(
+        self,
+        *,
+        job: str,
+        step: int,
+        segment: int,
+        what: str,
+        waiting_for: WaitingFor | None = None,
+        local: bool = False,
+    ) -> Monitor:
+        """Returns a context in which this rank waits for others; the watchdog aborts all ranks if it lasts too long.
 
-        Every rank must enter its contexts in the same order, but for those that say themselves which ranks are
-        `awaited`, and why, and for those whose end is this rank's `own` affair. Costs about a microsecond; does not
-        communicate.
+        Costs about a microsecond; does not communicate. Every rank must enter these contexts in the same order, with
+        two exceptions.
+
+        Args:
+            job: The job that waits, "" for none.
+            step: Its step.
+            segment: The segment in its program, -1 for none.
+            what: Names the wait in reports.
+            waiting_for: Returns the ranks that the wait is for: such a context has no place in the order.
+            local: Whether this rank alone decides when it ends: no place in the order either.
         """
-        return self._watchdog.watching(job=job, step=step, segment=segment, what=what, awaited=awaited, own=own)
+        return self._watchdog.monitor(
+            job=job, step=step, segment=segment, what=what, waiting_for=waiting_for, local=local
+        )
 
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
         first, size = clause(first_line(message)), self._base.Get_size()  # raises in a worker: it ends no rank
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
-            AbortReason(reason=f"rank {self.rank} aborts all ranks: {first}", code=code),
+            AbortReason(text=f"rank {self.rank} aborts all ranks: {first}", code=code),
+            self._watchdog.notify,
         )
 
     @property
@@ -204,5 +221,5 @@ class World:
 
         if mode not in ("check", "broadcast"):
             raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
-        with self.watching(job="", step=0, segment=-1, what="state check"):
+        with self.monitor(job="", step=0, segment=-1, what="state check"):
             return (check_equal if mode == "check" else broadcast)(state, self._base)

@@ -87,7 +87,7 @@ def variant_of(control: FakeControl, *, local_size: int = 2) -> Variant:
     world: Any = SimpleNamespace(
         rank=control.rank, size=2, local_size=local_size, control=control, executables=None,
         flight=SimpleNamespace(during=lambda *_, **__: nullcontext()),
-        watching=lambda **_: nullcontext(),
+        monitor=lambda **_: nullcontext(),
         wire=lambda: SimpleNamespace(create_communicators=lambda *_: None),
     )  # fmt: skip
     return Variant(

@@ -9,13 +9,13 @@ import pytest
 from jaxcross.health import flight_recorder as flight_module
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.process import here
+from jaxcross.health.process import this_process
 from jaxcross.report.event_files import read
 
 
 @pytest.fixture
 def flight(tmp_path):
-    recorder = FlightRecorder([here()], 0)
+    recorder = FlightRecorder([this_process()], 0)
     recorder.record_to(tmp_path / "events")
     return recorder
 
@@ -37,7 +37,7 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
 def test_a_folder_stays_where_it_was_when_the_script_goes_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     monkeypatch.chdir(tmp_path)
-    recorder = FlightRecorder([here()], 0)
+    recorder = FlightRecorder([this_process()], 0)
     recorder.record_to("events")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -89,27 +89,27 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(flight, caplog):
         token = flight.begin(compute(1))
         flight.end(token)
     assert [r.message.split(":")[0] for r in caplog.records] == ["rank 0 records its events no longer"]
-    assert flight.standing() == "outside of any step, after job 'a', step 1, segment 0 (compute)"
+    assert flight.describe() == "outside of any step, after job 'a', step 1, segment 0 (compute)"
 
 
 def test_where_a_rank_is():
-    flight = FlightRecorder([here()], 0)
-    assert flight.standing() == "outside of any step"
+    flight = FlightRecorder([this_process()], 0)
+    assert flight.describe() == "outside of any step"
     token = flight.begin(compute(1))
     vote = flight.begin(Activity.now("vote", number=3))
-    assert flight.standing() == "in vote, beside job 'a', step 1, segment 0 (compute)"
+    assert flight.describe() == "in vote, beside job 'a', step 1, segment 0 (compute)"
     flight.end(token)
-    assert flight.standing() == "in vote, after job 'a', step 1, segment 0 (compute)"
+    assert flight.describe() == "in vote, after job 'a', step 1, segment 0 (compute)"
     flight.end(vote)
     with flight.during("checkpoint", job="a", step=1):
-        assert flight.standing() == "in job 'a', step 1 (checkpoint)"
+        assert flight.describe() == "in job 'a', step 1 (checkpoint)"
 
 
 def test_the_first_last_words_count_and_name_what_an_exception_left(flight, tmp_path):
     with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
         raise ValueError("x")
-    assert flight.words("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
-    flight.words("left", "its script ended")
+    assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"
+    flight.record_exit("left", "its script ended")
     (record,) = read(tmp_path / "events")
     assert (record.words, record.place, record.unread) == ("failed", "in job 'a', step 1 (compile)", 0)
 
@@ -124,10 +124,10 @@ def test_notes_and_beats_are_lines(flight, tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="Not a directory"):
-        FlightRecorder([here()], 0).record_to(tmp_path / "file" / "events")
+        FlightRecorder([this_process()], 0).record_to(tmp_path / "file" / "events")
 
 
 def test_what_an_earlier_run_left_makes_room(tmp_path):
     for _ in range(2):
-        FlightRecorder([here()], 0).record_to(tmp_path)
+        FlightRecorder([this_process()], 0).record_to(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.jsonl", "rank-0.old.jsonl"]

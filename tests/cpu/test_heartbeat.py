@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxcross.health import heartbeat
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.heartbeat import Heartbeat, Loss, Silence, neighbours
-from jaxcross.health.process import Place, here, state
+from jaxcross.health.heartbeat import BeatTimer, Heartbeat, LostPeer, neighbours
+from jaxcross.health.process import ProcessId, process_state, this_process
 
 
 @given(st.integers(2, 100).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))))
@@ -26,27 +26,27 @@ def test_the_ring(rank_and_size):
 
 
 def test_silence_is_counted_by_ticks():
-    silence = Silence([1, 3], heartbeat_timeout_s=3, tick_s=2)
-    assert silence.tick(1) == silence.tick(1) == silence.tick(1) == []
-    silence.heard(3, "in vote")
-    assert silence.tick(1) == [1]
-    assert (silence.seconds, silence.standings) == ({1: 4, 3: 1}, {1: "", 3: "in vote"})
+    timer = BeatTimer([1, 3], heartbeat_timeout_s=3, tick_s=2)
+    assert timer.tick(1) == timer.tick(1) == timer.tick(1) == []
+    timer.on_beat(3, "in vote")
+    assert timer.tick(1) == [1]
+    assert (timer.seconds, timer.activities) == ({1: 4, 3: 1}, {1: "", 3: "in vote"})
 
 
 def test_who_was_asleep_itself_blames_nobody():
-    silence = Silence([1], heartbeat_timeout_s=30, tick_s=2)
-    assert silence.tick(3600) == []
-    assert silence.seconds == {1: 2}
+    timer = BeatTimer([1], heartbeat_timeout_s=30, tick_s=2)
+    assert timer.tick(3600) == []
+    assert timer.seconds == {1: 2}
 
 
 def test_who_has_left_beats_on():
-    silence = Silence([1], heartbeat_timeout_s=3, tick_s=2)
-    silence.left(1, 7)
-    assert silence.gone == {1: 7}
-    assert silence.tick(2) == []
-    silence.heard(1, "outside of any step")
-    assert silence.tick(2) == []
-    assert silence.tick(2) == [1]
+    timer = BeatTimer([1], heartbeat_timeout_s=3, tick_s=2)
+    timer.on_exit(1, 7)
+    assert timer.exited == {1: 7}
+    assert timer.tick(2) == []
+    timer.on_beat(1, "outside of any step")
+    assert timer.tick(2) == []
+    assert timer.tick(2) == [1]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_who_has_left_beats_on():
     ],
 )  # fmt: skip
 def test_what_is_said(found, text):
-    place = Place(host="h", machine="m", pid=7, started=1)
-    said = str(Loss(rank=2, place=place, found=found, silent_s=31, standing="in vote"))
+    place = ProcessId(host="h", machine="m", pid=7, started=1)
+    said = str(LostPeer(rank=2, process=place, found=found, since_beat_s=31, activity="in vote"))
     assert said.startswith(text)
     assert "It was last heard 31 s ago, in vote." in said
     assert ("initialize(heartbeat_timeout_s=...)" in said) == (found != "gone")
@@ -77,32 +77,32 @@ def child():
 
 
 def place_of(process):
-    own = here()
+    own = this_process()
     started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return Place(host=own.host, machine=own.machine, pid=process.pid, started=started)
+    return ProcessId(host=own.host, machine=own.machine, pid=process.pid, started=started)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_what_the_kernel_says(child):
-    own, other = here(), place_of(child)
-    assert state(own, own) == state(other, own) == "running"
+    own, other = this_process(), place_of(child)
+    assert process_state(own, own) == process_state(other, own) == "running"
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert state(other, own) == "stopped"
+    assert process_state(other, own) == "stopped"
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert state(other, own) == "gone", "dead, though nobody has asked for its exit code"
+    assert process_state(other, own) == "gone", "dead, though nobody has asked for its exit code"
     child.wait()
-    assert state(other, own) == "gone"
+    assert process_state(other, own) == "gone"
 
 
 def test_what_cannot_be_known():
-    own = here()
-    reused = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
-    assert state(reused, own) == "gone"
+    own = this_process()
+    reused = ProcessId(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
+    assert process_state(reused, own) == "gone"
     for elsewhere in ({"host": "other"}, {"machine": "another container"}, {"machine": ""}, {"started": -1}):
         facts = {"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started} | elsewhere
-        assert state(Place(**facts), own) == "unknown"
+        assert process_state(ProcessId(**facts), own) == "unknown"
 
 
 class Comm:
@@ -144,14 +144,17 @@ def ring(monkeypatch):
         comms = [Comm(rank, boxes) for rank in range(len(places))]
         beats = [
             Heartbeat(
-                comm, heartbeat_timeout_s=heartbeat_timeout_s, flight=FlightRecorder(places, comm.rank), places=places
+                comm,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                flight=FlightRecorder(places, comm.rank),
+                processes=places,
             )
             for comm in comms
         ]
 
         def turn(*ranks):
             now[0] += 1.0
-            return {rank: loss for rank in ranks if (loss := beats[rank].turn()) is not None}
+            return {rank: loss for rank in ranks if (loss := beats[rank].poll()) is not None}
 
         return comms, beats, turn
 
@@ -159,36 +162,36 @@ def ring(monkeypatch):
 
 
 def test_a_rank_that_goes_silent_is_found_by_both_neighbours(ring):
-    _, _, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(4)])
+    _, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(4)])
     for _ in range(30):
         assert turn(0, 1, 2, 3) == {}
     found = [turn(0, 1, 3) for _ in range(12)]
     assert found[:9] == [{}] * 9
     losses = [loss for turns in found for loss in turns.values()]
-    assert {(loss.rank, loss.found, loss.standing) for loss in losses} == {(2, "unknown", "outside of any step")}
+    assert {(loss.rank, loss.found, loss.activity) for loss in losses} == {(2, "unknown", "outside of any step")}
     assert {rank for turns in found for rank in turns} == {1, 3}
 
 
 def test_a_process_that_is_gone_is_found_at_the_second_look(ring):
-    own = here()
-    dead = Place(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
+    own = this_process()
+    dead = ProcessId(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
     _, _, turn = ring([own, dead])
     assert turn(0) == {}
     assert turn(0)[0].found == "gone"
 
 
 def test_a_rank_says_good_bye_and_beats_on(ring):
-    _, beats, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(2)])
-    beats[1].farewell(5)
+    _, beats, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(2)])
+    beats[1].announce_exit(5)
     assert turn(0) == {}
-    assert beats[0].left() == {1: 5}
+    assert beats[0].exited() == {1: 5}
     for _ in range(20):
         assert turn(0, 1) == {}
     assert any(turn(0) for _ in range(12))
 
 
 def test_beats_do_not_pile_up_before_a_rank_that_takes_none(ring):
-    comms, _, turn = ring([Place(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)])
+    comms, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)])
     comms[0].arrives = False
     sent = []
     comms[0].isend = lambda value, dest, tag: sent.append(dest) or comms[0]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxcross.health import deferred_signals
 from jaxcross.health.abort import Terminated
-from jaxcross.health.deferred_signals import held_back
+from jaxcross.health.deferred_signals import defer_signals
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def terminated():
 def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypatch):
     now_s, asked = [0.0], []
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
-    with held_back() as kept:
+    with defer_signals() as kept:
         for number in (signal.SIGINT, signal.SIGTERM):
             for after_s in (1.0, 0.1):  # and once more at once
                 now_s[0] += after_s
@@ -40,7 +40,7 @@ def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypa
 def test_one_that_nobody_asks_for_is_followed_by_one_that_comes(terminated, monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
-    with held_back() as kept:
+    with defer_signals() as kept:
         os.kill(os.getpid(), signal.SIGTERM)
         now_s[0] = 0.2
         os.kill(os.getpid(), signal.SIGINT)  # of the same stop
@@ -56,7 +56,7 @@ def test_any_handler_that_raises_is_held_back():
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with held_back() as kept:
+        with defer_signals() as kept:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert [type(error) for error in kept] == [SystemExit]
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a job changes it: that is not undone
@@ -69,7 +69,7 @@ def test_a_handler_that_raises_nothing_is_called_as_ever():
     calls = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
-        with held_back() as kept:
+        with defer_signals() as kept:
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -79,12 +79,12 @@ def test_a_handler_that_raises_nothing_is_called_as_ever():
 FORK = """
 import os, select, signal
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.deferred_signals import held_back
-from jaxcross.health.process import here
-from jaxcross.health.sigterm import Termination
-Termination(FlightRecorder([here()], 0)).install()
+from jaxcross.health.deferred_signals import defer_signals
+from jaxcross.health.process import this_process
+from jaxcross.health.sigterm import SigtermHandler
+SigtermHandler(FlightRecorder([this_process()], 0)).install()
 for number in (signal.SIGTERM, signal.SIGINT):
-    with held_back() as kept:
+    with defer_signals() as kept:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:

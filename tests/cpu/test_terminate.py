@@ -8,9 +8,9 @@ START = """
 import os, signal
 from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.process import here
-from jaxcross.health.sigterm import Termination
-termination = Termination(FlightRecorder([here()], 0))
+from jaxcross.health.process import this_process
+from jaxcross.health.sigterm import SigtermHandler
+termination = SigtermHandler(FlightRecorder([this_process()], 0))
 """
 
 

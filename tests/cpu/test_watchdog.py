@@ -10,7 +10,7 @@ import pytest
 
 from jaxcross.health import activity, watchdog
 from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.process import here
+from jaxcross.health.process import this_process
 from jaxcross.health.watchdog import Watchdog
 
 
@@ -63,12 +63,12 @@ def test_one_rank_reports(ranks, monkeypatch):
     for _ in range(6):
         boxes = [SimpleQueue() for _ in range(ranks)]
         dogs = [
-            Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([here()] * ranks, rank))
+            Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([this_process()] * ranks, rank))
             for rank in range(ranks)
         ]
         reports, first, over = [], threading.Event(), threading.Event()
 
-        def abort(text, ending, reports=reports, first=first, over=over):
+        def abort(text, reason, notify, reports=reports, first=first, over=over):
             reports.append(text)
             first.set()
             over.wait(60)
@@ -80,7 +80,7 @@ def test_one_rank_reports(ranks, monkeypatch):
         def stuck(dog, after_s, over=over):
             threading.Event().wait(after_s)
             dog.start()
-            with dog.watching(job="a", step=0, segment=0, what="psum"):
+            with dog.monitor(job="a", step=0, segment=0, what="psum"):
                 over.wait(60)
 
         threads = [threading.Thread(target=stuck, args=(dog, draw.choice((0, 0, 0.02, 0.04)))) for dog in dogs]
@@ -99,7 +99,10 @@ def test_one_rank_reports(ranks, monkeypatch):
 def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     """Without anybody to wait for it goes on: what holds it up is watched elsewhere."""
     boxes = [SimpleQueue() for _ in range(2)]
-    dogs = [Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([here()] * 2, rank)) for rank in range(2)]
+    dogs = [
+        Watchdog(Comm(rank, boxes), timeout_s=0.05, flight=FlightRecorder([this_process()] * 2, rank))
+        for rank in range(2)
+    ]
     asked, reports, over = threading.Semaphore(0), [], threading.Event()
 
     def told(answers):
@@ -108,8 +111,8 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
             asked.release()
         return awaited
 
-    def abort(text, ending):
-        reports.append((text, ending.lost))
+    def abort(text, reason, notify):
+        reports.append((text, reason.lost))
         over.set()
         raise EndedError
 
@@ -117,7 +120,7 @@ def test_a_wait_that_says_for_whom_it_is(awaited, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     for dog in dogs:
         dog.start()
-    with dogs[0].watching(job="a", step=4, segment=-1, what="batch 4", own=0 in awaited, awaited=told):
+    with dogs[0].monitor(job="a", step=4, segment=-1, what="batch 4", local=0 in awaited, waiting_for=told):
         assert asked.acquire(timeout=60)
         if awaited:
             assert over.wait(60)
@@ -140,7 +143,7 @@ def clock(monkeypatch):
 
 
 def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
     found = []
     dog._investigate = lambda token: found.append(dog._waits[token][0].job)
 
@@ -148,7 +151,7 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
         dog._leave_out_stops()
         dog._look_at_waits()
 
-    with dog.watching(job="a", step=3, segment=1, what="psum"):
+    with dog.monitor(job="a", step=3, segment=1, what="psum"):
         clock[0] += 100  # a batch system suspends the job for so long
         look()
         for _ in range(15):
@@ -161,29 +164,31 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
     assert found == ["a"]
 
 
-@pytest.mark.parametrize("heartbeat", [None, SimpleNamespace(turn=lambda: None, left=dict)])
+@pytest.mark.parametrize("heartbeat", [None, SimpleNamespace(poll=lambda: None, exited=dict)])
 def test_a_wait_with_nobody_to_blame_leaves_a_silent_rank_to_the_heartbeats(heartbeat, monkeypatch):
     """An evaluation may hold the interpreter's lock for longer than a question waits."""
     reports = []
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
-    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, ending: reports.append(ending.lost))
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([here()] * 2, 0))
+    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(reason.lost))
+    dog = Watchdog(
+        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([this_process()] * 2, 0)
+    )
     dog._heartbeat = heartbeat
-    with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True, awaited=lambda _: {}):
+    with dog.monitor(job="a", step=3, segment=-1, what="evaluation", local=True, waiting_for=lambda _: {}):
         threading.Event().wait(0.05)
         dog._look_at_waits()
     assert reports == ([] if heartbeat else [(1,)])
 
 
 def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(clock, monkeypatch):
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([here()] * 2, 0))
+    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
     turns = iter([100.0])
     dog._stop = SimpleNamespace(wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False)
     reports = []
-    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, ending: reports.append(text))
-    with dog.watching(job="a", step=3, segment=1, what="psum"):
+    monkeypatch.setattr(watchdog, "abort_everywhere", lambda text, reason, notify: reports.append(text))
+    with dog.monitor(job="a", step=3, segment=1, what="psum"):
         clock[0] += 0.5
-        with dog.watching(job="b", step=3, segment=1, what="psum"):
+        with dog.monitor(job="b", step=3, segment=1, what="psum"):
             for _ in range(10):
                 clock[0] += 0.49
                 dog._leave_out_stops()
@@ -195,20 +200,24 @@ def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(clock, 
 
 
 def test_waits_of_its_own_are_told_for_as_long_again(clock):
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
-    with dog.watching(job="a", step=3, segment=-1, what="evaluation", own=True):
-        assert dog._standing().excused("a") and not dog._standing().excused("b") and dog._standing().entered == 0
+    dog = Watchdog(
+        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([this_process()] * 2, 0)
+    )
+    with dog.monitor(job="a", step=3, segment=-1, what="evaluation", local=True):
+        assert dog._status().may_be_late("a") and not dog._status().may_be_late("b") and dog._status().entered == 0
         ((_, awaited),) = dog._waits.values()
         assert awaited({1: None}) == {0: "own evaluation is its own affair"}
-    with dog.watching(job="b", step=3, segment=1, what="psum"):
-        assert dog._standing().excused("a") and not dog._standing().excused("b")
+    with dog.monitor(job="b", step=3, segment=1, what="psum"):
+        assert dog._status().may_be_late("a") and not dog._status().may_be_late("b")
     clock[0] += 0.25
-    assert not dog._standing().excused()
+    assert not dog._status().may_be_late()
 
 
 def test_a_wait_that_moves_on_begins_anew(clock):
-    dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([here()] * 2, 0))
-    watch = dog.watching(job="a", step=3, segment=-1, what="checkpoint", own=True)
+    dog = Watchdog(
+        Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=0.2, flight=FlightRecorder([this_process()] * 2, 0)
+    )
+    watch = dog.monitor(job="a", step=3, segment=-1, what="checkpoint", local=True)
     with watch:
         (token,) = dog._waits
         clock[0] += 0.25

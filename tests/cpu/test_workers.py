@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.health.process import Place, here, state
+from jaxcross.health.process import ProcessId, process_state, this_process
 from jaxcross.world.workers import Refusal
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="ranks are reached by way of /proc")
@@ -24,12 +24,12 @@ def importing(monkeypatch):
 
 
 @contextmanager
-def another() -> Iterator[tuple[subprocess.Popen[bytes], Place]]:
+def another() -> Iterator[tuple[subprocess.Popen[bytes], ProcessId]]:
     """A process, and where it is."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        yield process, replace(here(), pid=process.pid, started=started)
+        yield process, replace(this_process(), pid=process.pid, started=started)
     finally:
         process.kill()
         process.communicate()
@@ -38,7 +38,7 @@ def another() -> Iterator[tuple[subprocess.Popen[bytes], Place]]:
 def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
     with another() as (process, place):
         process.communicate(b"\n")
-        assert state(place, here()) == "gone"
+        assert process_state(place, this_process()) == "gone"
         with pytest.raises(SystemExit):
             _ = Refusal(0, place, 5, 60).allgather_text
     assert capsys.readouterr() == ("", "")

@@ -31,7 +31,7 @@ sent, total = np.ones(250_000, np.float32), np.empty(250_000, np.float32)
 step = 0
 while not over:
     step += 1
-    with world.watching(job="a", step=step, segment=1, what="exchange"):
+    with world.monitor(job="a", step=step, segment=1, what="exchange"):
         comm.Allreduce(sent, total)
         over = comm.allreduce(Path(sys.argv[2]).exists(), MPI.MAX)
     assert (total == 2).all()

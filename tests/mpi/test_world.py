@@ -75,7 +75,7 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
         + (
             "def decode_for_ever():\n    threading.Event().wait()\n"
             "if world.rank == 1:\n    decode_for_ever()\n"
-            "with world.watching(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
+            "with world.monitor(job='lr-0.1', step=12, segment=3, what='psum'):\n    "
             + WAIT.strip().replace("\n", "\n    ")
         )
     )
@@ -106,7 +106,7 @@ def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
         + START.format(watchdog=12)
         + (
             "if world.rank == 1:\n    import ctypes\n    ctypes.PyDLL(None).sleep(1000)\n"
-            "with world.watching(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
+            "with world.monitor(job='a', step=0, segment=0, what='psum'):\n    " + WAIT.strip().replace("\n", "\n    ")
         )
     )
     done = mpirun(2, code)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from jaxcross.health.activity import Activity, RankStatus, missing
+from jaxcross.health.activity import Activity, RankStatus, missing_ranks
 from jaxcross.interleave.local_state import Wait
 from jaxcross.runtime.stall_watch import JobWaits, absent
 
@@ -17,9 +17,9 @@ class Watching:
     def __init__(self):
         self.now, self.renewed = [], []
 
-    def watching(self, *, job, step, segment, what, awaited, own):
-        assert segment == -1 and own == (awaited is None)
-        return Watch(self, (job, step, f"own {what}" if own else what))
+    def monitor(self, *, job, step, segment, what, waiting_for, local):
+        assert segment == -1 and local == (waiting_for is None)
+        return Watch(self, (job, step, f"own {what}" if local else what))
 
 
 class Watch:
@@ -68,27 +68,27 @@ def test_another_wait_of_the_same_job_begins_anew(world):
     assert world.now == []
 
 
-def standing(*whats, job="a", own=False):
-    made = [Activity(job=job, step=4, segment=-1, what=what, number=0, since_s=0.0, own=own) for what in whats]
+def status(*whats, job="a", local=False):
+    made = [Activity(job=job, step=4, segment=-1, what=what, number=0, since_s=0.0, local=local) for what in whats]
     return RankStatus(entered=9, waits=tuple(made))
 
 
 def test_for_whom_a_wait_is():
-    there, none = standing("call of the step"), standing()
+    there, none = status("call of the step"), status()
     assert absent("a", "call of the step", {1: there, 2: there}) == {}
     assert absent("a", "call of the step", {1: there, 2: none}) == {2: "its job 'a' has not come so far"}
-    assert absent("a", "call of the step", {1: standing("call of the step", job="b"), 2: there}) == {
+    assert absent("a", "call of the step", {1: status("call of the step", job="b"), 2: there}) == {
         1: "its job 'a' has not come so far"
     }
-    assert absent("a", "batch 4 of data 1", {1: standing("batch 5 of data 1"), 2: None}) == {
+    assert absent("a", "batch 4 of data 1", {1: status("batch 5 of data 1"), 2: None}) == {
         1: "it waits for its batch 5 of data 1"
     }
 
 
 def test_who_waits_for_what_is_its_own_affair_is_not_blamed_by_others():
-    assert absent("a", "batch 4 of data 1", {1: standing("batch 4 of data 1", own=True)}) == {}
-    assert absent("a", "call of the step", {1: standing("evaluation", own=True)}) == {}
-    assert absent("a", "call of the step", {1: standing("evaluation")}) == {1: "it waits for its evaluation"}
+    assert absent("a", "batch 4 of data 1", {1: status("batch 4 of data 1", local=True)}) == {}
+    assert absent("a", "call of the step", {1: status("evaluation", local=True)}) == {}
+    assert absent("a", "call of the step", {1: status("evaluation")}) == {1: "it waits for its evaluation"}
 
 
 def test_what_moves_on_stays_watched_and_begins_anew(world):
@@ -104,17 +104,17 @@ def test_what_moves_on_stays_watched_and_begins_anew(world):
 
 def test_who_waited_for_what_is_its_own_affair_a_short_while_ago_is_not_blamed_either():
     """Evaluations one after the other, each shorter than the watchdog's time."""
-    between = RankStatus(entered=9, waits=(), lately=frozenset({"a"}))
+    between = RankStatus(entered=9, waits=(), recent_local=frozenset({"a"}))
     assert absent("a", "call of the step", {1: between}) == {}
     assert absent("b", "call of the step", {1: between}) == {1: "its job 'b' has not come so far"}
 
 
 def test_a_wait_for_all_ranks_says_who_is_missing():
-    there, late, busy = standing("report", job=""), standing("vote", job=""), standing("evaluation", own=True)
-    answers, patient = {1: there, 2: late, 3: busy}, partial(missing, patient=True)
+    there, late, busy = status("report", job=""), status("vote", job=""), status("evaluation", local=True)
+    answers, patient = {1: there, 2: late, 3: busy}, partial(missing_ranks, excuse_local=True)
     assert patient("", "report", [1, 2, 3], answers) == {2: "it has not come so far"}
     assert patient("", "report", [1, 3], answers) == {}
-    assert missing("", "report", [1, 3], answers, patient=False) == {3: "it has not come so far"}
+    assert missing_ranks("", "report", [1, 3], answers, excuse_local=False) == {3: "it has not come so far"}
     assert patient("", "report", [1], answers) is None
     assert patient("a", "report", [1], answers) == {1: "it has not come so far"}
     assert patient("", "report", [1], {1: None}) is None  # who does not answer is named as such

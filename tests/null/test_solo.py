@@ -79,7 +79,7 @@ def test_after_an_error_no_exchange_is_left_under_way(
     execution = Execution(fails, waits)
     compiled = overlapped(execution)
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(RuntimeError, match="out of memory"):
             Standalone(world, "step").run(compiled, [])
         assert execution.ended == ended
@@ -119,7 +119,7 @@ def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(owner:
     """
     execution = Interrupted()
     with ThreadPoolExecutor(1) as exchanger:
-        world: Any = SimpleNamespace(exchanger=exchanger, watching=lambda **_: nullcontext(), exchange_owner=owner)
+        world: Any = SimpleNamespace(exchanger=exchanger, monitor=lambda **_: nullcontext(), exchange_owner=owner)
         with pytest.raises(KeyboardInterrupt):
             Standalone(world, "step").run(overlapped(execution), [])
         assert execution.ended == [1]

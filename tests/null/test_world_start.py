@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxcross.errors import ExchangeError
-from jaxcross.health.activity import Activity, RankStatus, explain, late_ranks
+from jaxcross.health.activity import Activity, RankStatus, late_ranks, stall_report
 from jaxcross.world import start, xla_pool
 from jaxcross.world.launch_env import Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.start import device_of, initialize
@@ -121,7 +121,7 @@ def test_the_report_names_late_and_silent_ranks():
         4: None,
     }
     assert late_ranks(WAIT, answers) == [2, 3]
-    text = explain(0, WAIT, 300.0, answers)
+    text = stall_report(0, WAIT, 300.0, answers)
     assert text.startswith("jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).")
     assert "rank 2 has not arrived: it is in job 'b', step 1, segment 0 (vote), after 6 of 7 exchanges." in text
     assert "rank 3 has not arrived: it is in no exchange, after 5 of 7 exchanges." in text
@@ -130,7 +130,7 @@ def test_the_report_names_late_and_silent_ranks():
 
 
 def test_the_report_when_everybody_is_there():
-    text = explain(0, WAIT, 1.0, {1: RankStatus(entered=7, waits=(WAIT,))})
+    text = stall_report(0, WAIT, 1.0, {1: RankStatus(entered=7, waits=(WAIT,))})
     assert "All ranks have arrived: MPI or the network is stuck" in text
 
 
@@ -139,7 +139,7 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
     answers = {1: RankStatus(entered=7, waits=(pull,)), 2: RankStatus(entered=9, waits=()), 3: None}
     awaited = {2: "its worker is at step 1", 3: "its worker is at step 0"}
     assert late_ranks(pull, answers, awaited) == [2]
-    text = explain(0, pull, 300.0, answers, awaited)
+    text = stall_report(0, pull, 300.0, answers, awaited)
     assert "rank 2 has not arrived: its worker is at step 1; it is in no exchange." in text
     assert "rank 3 does not answer: it has ended, or its interpreter is blocked." in text
     assert "rank 1" not in text and "different things" not in text
@@ -148,14 +148,14 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
 def test_the_report_when_the_ranks_wait_for_different_things():
     agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
     answers = {1: RankStatus(entered=7, waits=(agreement,)), 2: RankStatus(entered=7, waits=(WAIT,))}
-    text = explain(0, WAIT, 300.0, answers)
+    text = stall_report(0, WAIT, 300.0, answers)
     assert text.startswith(
         "jaxcross: rank 0 has waited 300 s in job 'a', step 3, segment 1 (psum).\n"
         "  rank 1 waits in job 'a', step 3 (agreement).\n"
         "  The ranks wait for different things. Did shapes or types of a step's arguments change on some ranks only"
     )
     assert "All ranks have arrived" not in text
-    text = explain(
+    text = stall_report(
         1, agreement, 300.0, {0: RankStatus(entered=7, waits=(WAIT,)), 2: RankStatus(entered=7, waits=(WAIT,))}
     )
     assert "  rank 0 waits in job 'a', step 3, segment 1 (psum).\n  rank 2 waits in job 'a', step 3, seg" in text

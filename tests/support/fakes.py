@@ -128,21 +128,21 @@ class FakeWorld:
         from jaxcross.world.exchange_owner import ExchangeOwner
 
         self.exchange_owner = ExchangeOwner()
-        self.flight = flight_recorder.FlightRecorder([process.here()] * self.size, self.rank)
+        self.flight = flight_recorder.FlightRecorder([process.this_process()] * self.size, self.rank)
 
     def mailbox(self) -> FakeMailbox:
         """Messages between all ranks, apart from all others. Waits for all ranks."""
         return FakeMailbox(self.rank, self.control.meet("mailbox", SimpleQueue()))
 
-    def watching(
+    def monitor(
         self,
         *,
         job: str,
         step: int,
         segment: int,
         what: str,
-        awaited: Any = None,
-        own: bool = False,
+        waiting_for: Any = None,
+        local: bool = False,
     ) -> Unwatched:
         self.watched.append((job, step, segment, what))
         return Unwatched()
