@@ -1,4 +1,4 @@
-"""How many bytes an exchange brings to a rank: once from the formula, once from the messages that were lowered."""
+"""Bytes that a rank receives in an exchange, from the formula and from the messages that were lowered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wire_bytes(exchange: Exchange, sizes: Mapping[str, int]) -> int:
 
 
 def group_size(exchange: Exchange, sizes: Mapping[str, int]) -> int:
-    """How many ranks exchange with one another, with these sizes of the axes; of the largest group."""
+    """Returns the number of ranks in the largest group that exchanges, for these sizes of the axes."""
     params = dict(exchange.params)
     groups, ranks = params.get("groups"), params.get("ranks")
     return max(map(len, groups)) if groups else len(ranks) if ranks else math.prod(sizes[a] for a in exchange.axes)

@@ -13,17 +13,16 @@ from jaxcross.wire.recognise import recognise, unwrap
 
 
 def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -> tuple[Exchange, ...]:
-    """Everything that a program exchanges, in order, each with the `ranks` of its group.
+    """Returns all exchanges of a program in order, each with the `ranks` of its group.
 
-    A communicator that another one of the list looks like, of the same ranks and name, is told from it by a number
-    after its name: `#1`.
+    A communicator with the same ranks and name as an earlier one of the list gets a number after its name: `#1`.
 
     Args:
         program: Any.
         members: The ranks of an exchange over named axes.
     """
     found: list[Exchange] = []
-    alike: dict[Key, list[int]] = {}  # handles, by what can be seen of a communicator
+    alike: dict[Key, list[int]] = {}  # handles of communicators with the same members and name
     for segment in program.collectives:
         comms = _comms_in(segment.jaxpr, dict(program.axes))
         for exchange, comm in zip(segment.exchanges, comms, strict=True):
@@ -42,20 +41,20 @@ def calls_of(program: Program, members: Callable[[Exchange], tuple[int, ...]]) -
 
 
 def key_of(exchange: Exchange) -> Key:
-    """What can be seen of a call's communicator on every rank: its members and its name."""
+    """Returns what every rank can compare of a call's communicator: its members and its name."""
     params = dict(exchange.params)
     return params["ranks"], params.get("comm", "")
 
 
 def handle_of(comm: Any) -> int:
-    """MPI's own name of a communicator in this process."""
+    """Returns MPI's handle of a communicator, which is valid in this process only."""
     from mpi4py import MPI
 
     return MPI._handleof(comm)
 
 
 def with_communicators(jaxpr: compat.Jaxpr, comms: Mapping[Key, Any]) -> compat.Jaxpr:
-    """The open jaxpr with mpi4jax's calls over `comms` in place of the user's communicators; inner jaxprs included."""
+    """Returns the open jaxpr with mpi4jax's calls over `comms` instead of the user's, inner jaxprs included."""
 
     def changed(eqn: compat.Equation) -> compat.Equation:
         found = recognise(eqn, {}) if eqn.primitive.name.endswith("_mpi") else None

@@ -54,14 +54,14 @@ def groups(eqns: Sequence[compat.Equation], axes: Mapping[str, int]) -> Iterator
 
 
 def packed(values: Sequence[jax.Array], multiple: int = 1) -> jax.Array:
-    """All elements, one value after the other, each filled with zeros to a multiple of so many elements."""
-    return buffers.packed([
-        jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) if value.size % multiple else value for value in values
-    ])  # fmt: skip
+    """Returns all elements in one vector, value by value, each padded with zeros to a multiple of elements."""
+    return buffers.packed(
+        [jnp.pad(jnp.ravel(value), (0, -value.size % multiple)) if value.size % multiple else value for value in values]
+    )
 
 
 def unpacked(flat: jax.Array, like: Sequence[jax.Array], multiple: int = 1) -> list[jax.Array]:
-    """`packed` undone."""
+    """Returns the values that `packed` joined."""
     pieces = offsets.split(flat, [value.size + -value.size % multiple for value in like])
     return [piece[: value.size].reshape(value.shape) for piece, value in zip(pieces, like, strict=True)]
 

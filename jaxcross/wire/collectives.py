@@ -77,14 +77,14 @@ def all_to_all(x: jax.Array, channel: Channel, *, split_axis: int, concat_axis: 
 
 
 def ppermute(x: jax.Array, channel: Channel, *, perm: tuple[tuple[int, int], ...]) -> jax.Array:
-    """What the source of this rank sent; zeros where the permutation names none."""
+    """Returns the operand of this rank's source; zeros where the permutation names none."""
     source = next((s for s, d in perm if d == channel.rank), None)
     dest = next((d for s, d in perm if s == channel.rank), None)
     return messages.sendrecv(x, source=source, dest=dest, channel=channel)
 
 
 def pbroadcast(x: jax.Array, channel: Channel, *, source: int) -> jax.Array:
-    """The source rank's `x`."""
+    """Returns the source rank's `x`."""
     return messages.bcast(x, source, channel)
 
 

@@ -24,19 +24,19 @@ class _Lent:
 
 @dataclass(slots=True)
 class JobComms:
-    """Which job has which communicator on this rank. The exchange lane alone writes, and threads of jobs read."""
+    """The communicators of each job on this rank. Only the exchange lane writes; threads of jobs read."""
 
     _lent: dict[tuple[Key, int], _Lent] = field(default_factory=dict)
 
     def for_job(self, job: Any) -> dict[Key, Any]:
-        """The communicators that a job has."""
+        """Returns the communicators of a job."""
         return {key: lent.comm for (key, _), lent in self._lent.copy().items() if lent.job() is job}
 
     def in_use(self) -> list[tuple[Key, int]]:
-        """Those that jobs have which have not left on this rank."""
+        """Returns the communicators of jobs that have not left on this rank."""
         return [place for place, lent in self._lent.copy().items() if (job := lent.job()) and not job.done.is_set()]
 
     def assign(self, job: Any, key: Key, number: int, make: Callable[[], Any]) -> None:
-        """Gives a job communicator `number` of those with this key; made first if there is none."""
+        """Gives a job the communicator `number` of those with this key, which is made if there is none."""
         lent = self._lent.get((key, number))
         self._lent[key, number] = _Lent(make() if lent is None else lent.comm, ref(job))

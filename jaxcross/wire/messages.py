@@ -22,7 +22,7 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """Where messages go: a communicator, this rank's place in it, and the longest message it takes.
+    """A communicator, this rank's position in it, and the longest message that it takes.
 
     Attributes:
         comm: The mpi4py communicator; None in a group of one, where nothing is ever sent.
@@ -38,7 +38,7 @@ class Channel:
 
 
 def split_counts(count: int, max_count: int = MAX_COUNT) -> tuple[int, ...]:
-    """Element counts of the messages that carry `count` elements: as few as possible, nearly equal."""
+    """Returns the element counts of the messages that carry `count` elements: as few as possible, nearly equal."""
     if count == 0:
         return ()
     pieces = -(-count // max_count)
@@ -130,7 +130,7 @@ def sendrecv(x: jax.Array, *, source: int | None, dest: int | None, channel: Cha
     null = MPI.PROC_NULL
 
     def one(piece: jax.Array) -> jax.Array:
-        # A receive from nobody leaves its buffer as it found it, so it gets none.
+        # MPI leaves the buffer of a receive from PROC_NULL untouched, so an empty one will do.
         buffer = jnp.zeros((0,), piece.dtype) if source is None else piece
         got = mpi4jax.sendrecv(
             piece,

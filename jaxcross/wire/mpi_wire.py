@@ -65,21 +65,21 @@ class MpiWire:
         return lower(jaxpr, grid, connect, self._comms)
 
     def calls(self, program: Program) -> tuple[Exchange, ...]:
-        """Everything that a program exchanges, in order, each with its `ranks`. Neither waits nor communicates."""
+        """Returns all exchanges of a program in order, each with its `ranks`. Neither waits nor communicates."""
         grid = self._world.rank_grid(dict(program.axes))
         return calls_of(program, lambda exchange: grid.group(*group_of(exchange, grid)))
 
     def create_communicators(self, exchanges: Iterable[Exchange], axes: Mapping[str, int]) -> None:
-        """Makes the communicators that these exchanges need, so that `lower` waits for nobody.
+        """Makes the communicators that these exchanges need, so that `lower` does not have to wait for other ranks.
 
         Waits for the other members of each group that has none yet, in the order of `exchanges`.
         """
         grid = self._world.rank_grid(axes)
-        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls bring theirs along
+        for exchange in (x for x in exchanges if x.axes):  # mpi4jax's own calls have theirs
             self._world.communicator(grid, *group_of(exchange, grid), lane=self._lane)
 
     def coords(self, axes: Mapping[str, int]) -> dict[str, int]:
-        """This rank's index along each axis. Pure."""
+        """Returns this rank's index along each axis. Pure."""
         grid = self._world.rank_grid(axes)
         return dict(zip(grid.names, grid.coords, strict=True))
 
@@ -90,5 +90,5 @@ class MpiWire:
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """What executables depend on: they hold handles of this world's communicators of this lane."""
+        """Returns all that executables depend on: they hold handles of this world's communicators of this lane."""
         return id(self._world), self._lane, self._max_count, tuple((k, id(c)) for k, c in sorted(self._comms.items()))

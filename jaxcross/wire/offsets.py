@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,13 +22,14 @@ def split(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Returns consecutive pieces of a vector; those of a size that occurs once at literal places."""
     times, starts = Counter(sizes), itertools.accumulate(sizes, initial=0)
     return [
-        _at_constant(flat, start, size) if times[size] > 1 and start <= _LARGEST
+        _at_constant(flat, start, size)
+        if times[size] > 1 and start <= _LARGEST
         else lax.slice(flat, (start,), (start + size,))
         for start, size in zip(starts, sizes, strict=False)
-    ]  # fmt: skip
+    ]
 
 
 def _at_constant(flat: jax.Array, start: int, size: int) -> jax.Array:
     # One element and not a scalar, which JAX would write into the equation as a literal.
-    place: Any = np.asarray([start], np.uint32)
-    return lax.dynamic_slice(flat, (lax.reshape(place, ()),), (size,))
+    position = np.asarray([start], np.uint32)
+    return lax.dynamic_slice(flat, (lax.reshape(position, ()),), (size,))

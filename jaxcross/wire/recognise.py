@@ -1,4 +1,4 @@
-"""Which equations are exchanges: JAX's named-axis collectives over our axes, and mpi4jax's own primitives.
+"""Recognises exchanges among equations: JAX's named-axis collectives over our axes, and mpi4jax's own primitives.
 
 Pure: reads one equation, communicates nothing. The same on every rank, mpi4jax's point-to-point calls apart.
 """
@@ -148,7 +148,7 @@ def _axes_of(eqn: compat.Equation) -> tuple[Any, ...]:
 
 
 def _params(op: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What decides the message besides operand and axes, hashable and free of handles."""
+    """Returns all parameters but operand and axes that the message depends on, hashable and free of handles."""
     found: list[tuple[str, Any]] = []
     if op == "all_gather":
         found += [("dimension", params["all_gather_dimension"]), ("tiled", params["tiled"])]

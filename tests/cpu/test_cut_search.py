@@ -110,7 +110,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(len(program.collectives))
         return SimpleNamespace(program=program, constants=(), shared={})
 
-    monkeypatch.setattr(Program, "compile", compiled)
+    monkeypatch.setattr(stages, "compile", compiled)
     return asked
 
 
