@@ -316,7 +316,7 @@ def test_the_explanation_of_equal_exchanges_at_different_calls():
     error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
     assert isinstance(error, ExchangeError)
     assert str(error).startswith(
-        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. What decides it"
+        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. Its predicate"
     )
     unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
     assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
