@@ -11,8 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+
+
+# A slow machine is no failure: no test has a time limit for each example.
+settings.register_profile("jaxcross", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("jaxcross")
 
 
 def pytest_configure(config: pytest.Config) -> None:
