@@ -134,6 +134,7 @@ class Driver:
         return self._interleaver.shared.stopping
 
     def _run(self) -> None:
+        # The lanes first: from the first event on, instructions find their threads.
         self._compute.start()
         self._exchange.start()
         # Under the lock, events of other threads queue up after these: a request must not overtake its job's addition.
@@ -143,6 +144,7 @@ class Driver:
             for event in (m.RunStarted(), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
+        # Job threads read back metrics and close their loops after the last vote. In a broken run some never end.
         if self._fatal is None:
             for thread in self._threads:
                 self._wait_for(lambda t=thread: not t.is_alive() or t in self._abandoned, thread.join)
@@ -166,6 +168,7 @@ class Driver:
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
+        # A second interrupt means that stopping after this step takes too long for the user.
         if self.interrupt is not None:
             self.world.abort("interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED)
         self.interrupt = interrupt
@@ -191,6 +194,7 @@ class Driver:
             for text in texts:
                 self._on_text(text)
         except Exception as error:
+            # Any thread may post; an error here is the run's, not that thread's.
             self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
@@ -200,6 +204,7 @@ class Driver:
             return []
         if self._fatal is not None:
             return []  # no job begins in a run that broke
+        # In the order given, and before the lock is free: queues then have the interleaver's order.
         for instruction in self._interleaver.handle(event):
             self._route(instruction)
         texts, self._texts = self._texts, []
@@ -277,6 +282,7 @@ class Driver:
             The job's record; None if the run is over.
         """
         job = JobRecord(-1, name, thread, self.queue())
+        # One lock for the look and the post: the run cannot end between them.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -321,6 +327,7 @@ class Driver:
         Returns:
             The step's results, perhaps not computed yet.
         """
+        # Before the event: the lanes may get the first segment before `_ask` returns.
         job.calls += 1
         job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), nonfinite, in_step)
         try:
@@ -371,6 +378,7 @@ class Driver:
             JobError, ExchangeError: The job is over.
         """
         self.post(event)
+        # In a broken run `fail` has put an answer, but perhaps an earlier call took it.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
@@ -418,6 +426,7 @@ class Driver:
     ) -> m.SegmentFailed:
         """Returns the event for a segment that raised. The job gets the error once all ranks agree on the outcome."""
         segment = instruction.segment
+        # None if the job has ended by another failure.
         job = self._jobs.get(instruction.job)
         if job is not None and job.cause is None:
             job.cause = error

@@ -86,6 +86,7 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
+            # A lane must not end silently: jobs and other ranks would wait for it for ever.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -130,10 +131,12 @@ class ComputeLane:
         while (item := self._todo.get()) is not None:
             d, call = item
             dispatched_ns = driver.clock_ns()
+            # Open until the device has ended: a post-mortem then shows the segments that were under way.
             token = driver.world.flight.begin(Activity.now("compute", job=call.name, step=d.step, segment=d.segment))
             event: m.Event
             try:
                 call.execution.run(d.segment)
+            # A segment that cannot be dispatched is the failure of its job alone; the lane goes on.
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.segment_failed(d, call, error)
@@ -143,6 +146,7 @@ class ComputeLane:
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
             driver.post(event)
+        # Last in the queue, so the wait thread ends after all segments that were dispatched.
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
@@ -150,6 +154,7 @@ class ComputeLane:
         free_ns = 0  # when the device ended the previous segment
         while (item := self._on_device.get()) is not None:
             d, call, dispatched_ns, token = item
+            # XLA reports most errors of a computation here, and not where it was dispatched.
             try:
                 call.execution.wait_outputs(d.segment)
             except Exception as error:
@@ -160,6 +165,7 @@ class ComputeLane:
                 continue
             driver.world.flight.end(token)
             end_ns = driver.clock_ns()
+            # Read by the exchange lane for `ready_ns` without a lock; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
             # Dispatch is asynchronous: a segment that was dispatched early waited for the device until then.
             start_ns = max(dispatched_ns, free_ns)
@@ -215,6 +221,7 @@ class ExchangeLane:
             try:
                 item = self._todo.get(timeout=backoff)
             except Empty:
+                # Nothing came in time: the interleaver votes, though this rank has nothing to report.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
                 continue
@@ -225,9 +232,11 @@ class ExchangeLane:
             backoff = None  # an instruction that comes during a backoff takes its place
             match instruction:
                 case m.Finish():
+                    # No rank communicates after this: every other rank ends in the same slot.
                     self._driver.finished()
                     return
                 case m.Backoff(level):
+                    # Idle: a vote at once would only spin. Any instruction ends the wait early.
                     backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
@@ -241,6 +250,7 @@ class ExchangeLane:
     def _exchange(self, x: m.RunExchange, call: StepCall) -> m.Event:
         driver, execution, segment = self._driver, call.execution, x.segment
         zero = x.zero
+        # Before the watch begins: a rank whose computation takes long is not waiting for other ranks.
         if not zero:
             try:
                 execution.wait_inputs(segment)
@@ -255,6 +265,7 @@ class ExchangeLane:
         with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
             execution.wait_outputs(segment)
+        # After the watch: the delay of an emulated link is not a wait for other ranks either.
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
@@ -307,9 +318,11 @@ class ExchangeLane:
         event: m.Event
         job = ""
         match instruction:
+            # `watching` names no job: a vote is about all of them.
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
+                # A vote costs the emulated link's latency. The rarer messages below are not held.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text):
                 job, label = driver.record(number).name, "compare"
@@ -320,6 +333,7 @@ class ExchangeLane:
                 with world.monitor(job="", step=0, segment=-1, what="news of jobs"):
                     event = m.AnnouncementsGathered(tuple(world.control.allgather_text(driver.announcement())))
             case m.RunSync(number):
+                # An error of the work is the job's, not the lane's: it is raised in the job's thread.
                 record = driver.record(number)
                 job, label = record.name, TOGETHER
                 assert record.collective is not None
@@ -336,6 +350,7 @@ class ExchangeLane:
         driver = self._driver
         if driver.link is None:
             return ""
+        # The real exchange has taken a part of that time already.
         rest_s = driver.link.seconds(nbytes) - (driver.clock_ns() - start_ns) / 1e9
         if rest_s > 0:
             self._pause.wait(rest_s)

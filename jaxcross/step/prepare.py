@@ -21,6 +21,7 @@ def prepare(variant: Variant, host: StepHost) -> Compiled:
     if variant.tunes_cut or (variant.is_unit and host.in_run):
         compiled = variant.of_host.get(host)
         if compiled is None:
+            # Once a host: a job keeps its cut, and its communicators, to its end.
             compiled = _choose_cut(variant, host) if variant.tunes_cut else _with_own_communicators(variant, host)
             variant.of_host[host] = compiled
     else:
@@ -44,6 +45,7 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
     # Read before the ranks meet again: a job that joins in that meeting may be here before this one goes on.
     trial_args = variant.trial_args
     chosen = record.chosen_cuts.get(variant.signature)
+    # Outside a run every rank has made the same calls, so what this one remembers is what all remember.
     if not host.in_run:
         known = _known_program(variant, chosen)
         if known is None and trial_args is None:
@@ -62,6 +64,7 @@ def _choose_cut(variant: Variant, host: StepHost) -> Compiled:
         steps=host.steps_left,
     )
     is_only_job = host.is_only_job  # as of that meeting, hence the same on all ranks
+    # The cut before a restart comes first: it keeps results equal to the bit. Next to other jobs exchanges are hidden.
     n_segments = hint.resumed
     if n_segments is None:
         n_segments = hint.in_process if is_only_job else 0
@@ -112,6 +115,7 @@ def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hi
 
 
 def _compile(variant: Variant, host: StepHost, n_segments: int, program: Program) -> Compiled:
+    # The lock: jobs that share the step compile each cut once.
     with host.compiling(program.name), variant.lock:
         compiled = variant.compiled.get(n_segments)
         if compiled is None:

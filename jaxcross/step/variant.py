@@ -68,16 +68,20 @@ class Variant:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        # A variant lives as long as its step, and must not keep the arrays of its first call alive.
         leaves = self.trial_args or ()
         self.trial_args = None
         if self.traced.undecided is not None:
+            # Nothing can be cut before the branch is known: each branch is a variant of its own.
             self.branch_of = _on_host(self.traced.undecided)
             return
         program = stages.cut(self.traced, self.record.cut, bucket_bytes=self.record.bucket_bytes)
         self.program = self.default = program
+        # Kept, because it is asked at every call.
         self.is_unit = program.is_unit
         self.signature = list_hash(self.world, program) if self.is_unit else program.exchange_hash()
         self.arg_types = _without_values(self.traced, leaves)
+        # Exchanges that stay on this rank cost as much in any cut, and a unit of mpi4jax calls has only one.
         exchanges = any(not program.is_single_rank(s) for s in program.collectives)
         self.tunes_cut = self.record.cut == "auto" and not self.is_unit and exchanges
         if self.tunes_cut:
@@ -91,13 +95,8 @@ class Variant:
         index = self.branch_of(leaves)
 
         def make() -> Variant:
-            return Variant(
-                traced=self.traced.decide(index),
-                record=self.record,
-                world=self.world,
-                cache_key=self.cache_key,
-                trial_args=tuple(leaves),
-            )
+            traced = self.traced.decide(index)
+            return Variant(traced, self.record, self.world, cache_key=self.cache_key, trial_args=tuple(leaves))
 
         return self.children.get(index, make).choose(leaves)
 
@@ -117,6 +116,7 @@ def _on_host(undecided: Predicate) -> Callable[[Sequence[object]], int]:
     def branch_of(leaves: Sequence[object]) -> int:
         with jax.default_device(cpu):
             (index,) = evaluate(*(np.asarray(leaves[p]) for p in undecided.inputs))
+        # Clamped as `lax.switch` does.
         return min(max(int(index), 0), undecided.branches - 1)
 
     return branch_of
