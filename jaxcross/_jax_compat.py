@@ -36,6 +36,7 @@ Literal = _excore.Literal
 Atom: TypeAlias = Var | Literal
 Equation = _core.JaxprEqn
 Aval: TypeAlias = _core.AbstractValue
+ShapedArray: TypeAlias = _core.ShapedArray
 Jaxpr: TypeAlias = Any  # open or closed: one class from JAX 0.11 on, two before
 DropVar = _core.DropVar
 Tracer = _core.Tracer

@@ -3,7 +3,8 @@
 driver            hands events to the interleaver and does what it says
 lanes             the threads of the compute and the exchange lane
 job_record        what the driver keeps of a job, and of one call of its step
-standalone        one step without a runner
+step_host         the interface between a step and the job, or the standalone step, that runs it
+standalone        a step without a runner
 collective_call   work on every rank in which one rank's failure is everyone's
 stall_watch       notices jobs that wait for ever between their steps
 failure_text      one error, the same on every rank, of what the ranks say about a job

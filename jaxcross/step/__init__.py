@@ -1,9 +1,14 @@
 """A train step, wrapped by `crossover`.
 
 crossover        the decorator, and the step that it returns: arguments in, results out
-variant          a step for one set of argument types: its program, agreed by all ranks, and its executables
-exchange_order   an error where ranks make the same exchanges in another order
+signature        the arguments of a call: static ones bound, types compared
+variant          a step for one set of argument types: its trace, its programs, their executables
+step_record      state that all variants of a step share
+prepare          the executables of a variant for a job or a standalone step: agreed by all ranks, cut, compiled
+agreement        a check that all ranks are about to make the same exchanges
 unit_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
+exchange_order   an error where ranks make the same exchanges in another order
+advice           warnings about steps that are legal but rarely meant
 cut_tuner        `cut="auto"`: tries cuts and keeps the fastest; `cut_budget` says for how long
 timed_trial      one step on copies of its arguments, for the tuner
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was

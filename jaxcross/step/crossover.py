@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxcross._arguments import as_numbers, by_position, positions
-from jaxcross._jax_compat import ArrayImpl, Tracer, aval_of, jit_disabled, trace_context, x64_is_local
+from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs.context import current_job
@@ -26,6 +26,16 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, is_current
 from jaxcross.step.prepare import prepare
+from jaxcross.step.signature import (
+    ArgType,
+    StaticValue,
+    are_ready,
+    arg_types_of,
+    bind_static,
+    check_hashable,
+    check_leaves,
+    describe_change,
+)
 from jaxcross.step.skip_nonfinite import commit_flag, with_commit_flag
 from jaxcross.step.step_record import StepRecord
 from jaxcross.step.variant import Variant
@@ -113,16 +123,29 @@ def crossover(
     """
     if step is None:
         return partial(
-            crossover, axes=axes, cut=cut, bucket_bytes=bucket_bytes, donate_argnums=donate_argnums,
+            crossover,
+            axes=axes,
+            cut=cut,
+            bucket_bytes=bucket_bytes,
+            donate_argnums=donate_argnums,
             static_argnums=static_argnums,
-        )  # fmt: skip
+        )
     if isinstance(step, Step):
         raise TypeError(f"`{step.__name__}` is a crossover step already: give its function, `{step.__name__}.step`.")
     check_step(step, step_name(step))
     return Step(
-        step, axis_sizes(axes), checked_cut(cut), checked_bytes(bucket_bytes),
-        as_numbers(donate_argnums, "donate_argnums"), as_numbers(static_argnums, "static_argnums"),
-    )  # fmt: skip
+        step,
+        axis_sizes(axes),
+        checked_cut(cut),
+        checked_bytes(bucket_bytes),
+        as_numbers(donate_argnums, "donate_argnums"),
+        as_numbers(static_argnums, "static_argnums"),
+    )
+
+
+# (structure of the arguments, static values, JAX's configuration, the world's id, whether there is a commit flag)
+_CacheKey = tuple[jax.tree_util.PyTreeDef, Sequence[StaticValue], object, int, bool]
+_Call = tuple[_CacheKey, list[ArgType], Variant]
 
 
 class Step(Generic[P, R]):
@@ -131,15 +154,21 @@ class Step(Generic[P, R]):
     cut: Cut
 
     def __init__(
-        self, step: Callable[P, R], axes: Axes, cut: Cut, bucket_bytes: int, donate: tuple[int, ...],
+        self,
+        step: Callable[P, R],
+        axes: Axes,
+        cut: Cut,
+        bucket_bytes: int,
+        donate: tuple[int, ...],
         static: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         update_wrapper(self, step, updated=())
         self.__name__ = step_name(step)
         self.step, self.axes, self.cut, self.bucket_bytes = step, axes, cut, bucket_bytes
         self.donate, self.static = donate, static
         self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
-        self._last: tuple[Any, Any, Variant] | None = None
+        self._last: _Call | None = None
+        self._noticed = False  # that it was compiled again
         self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
@@ -149,7 +178,7 @@ class Step(Generic[P, R]):
         """Runs one step. See `crossover`."""
         world = current_world()
         given, named = by_position(self.step, args, kwargs, (*self.static, *self.donate))
-        function, arrays = self._bind_static(given)
+        function, arrays = bind_static(cast("Callable[..., R]", self.step), self.__name__, self.static, given)
         job = current_job()
         skips = job is not None and job.nonfinite == "skip"
         if skips:
@@ -157,7 +186,7 @@ class Step(Generic[P, R]):
         leaves, tree = jax.tree.flatten((arrays, named))
         cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), skips)
         last = self._last
-        if last is not None and last[0] == cache_key and _same_and_whole(leaves, last[1]):
+        if last is not None and last[0] == cache_key and are_ready(leaves, last[1]):
             variant = last[2].choose(leaves)
         else:
             if jit_disabled():
@@ -174,7 +203,7 @@ class Step(Generic[P, R]):
                         " able to give back the state before the step. Let it take and return what `nnx.split` gives."
                     )
                 return nnx.call(self, given, named)
-            self._check_leaves(leaves, arrays, named)
+            check_leaves(self.__name__, leaves, arrays, named)
             variant = self._variant(world, function, arrays, named, leaves, cache_key)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
@@ -225,16 +254,16 @@ class Step(Generic[P, R]):
 
     @property
     def latest_program(self) -> Program | None:
-        """What the latest call ran, under `cut="auto"` as it was chosen. None before, and where a `cond` decides."""
+        """The program of the latest call, with the cut that was chosen; None before, and where a `cond` decides."""
         return None if self._last is None else self._last[2].program
 
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
-        """The step traced for these arguments. Does not compile, wait or communicate."""
+        """Returns the step traced for these arguments. Does not compile, wait or communicate."""
         world = current_world()
         if nnx.holds_objects(args, kwargs):
             return nnx.trace(self, args, kwargs)
         args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
-        function, args = self._bind_static(args)
+        function, args = bind_static(cast("Callable[..., R]", self.step), self.__name__, self.static, args)
         return stages.as_stage(self._trace(world, function, args, kwargs))
 
     def _agree(self, variant: Variant, host: Standalone) -> None:
@@ -271,38 +300,36 @@ class Step(Generic[P, R]):
             )
         donate = [n - sum(s < n for s in static) for n in donated]
         return trace(
-            function, args, kwargs, axes=mesh.sizes, wire=world.wire(), donate_argnums=donate,
+            function,
+            args,
+            kwargs,
+            axes=mesh.sizes,
+            wire=world.wire(),
+            donate_argnums=donate,
             commit_flag_argnums=(len(args) - 1,) if flagged else (),
-        )  # fmt: skip
+        )
 
     def _with_commit_flag(self, function: Callable[..., Any], count: int) -> Callable[..., Any]:
-        """The step for a job that skips, called with `count` positional arguments, static ones among them."""
+        """Returns the step for a job that skips, called with `count` positional arguments, static ones among them."""
         static = positions(self.static, count)
         state = [n - sum(s < n for s in static) for n in positions(self.donate, count) or (0,) if n not in static]
         return with_commit_flag(function, self.__name__, state, donated=bool(self.donate))
 
-    def _bind_static(self, args: Sequence[Any]) -> tuple[Callable[..., R], tuple[Any, ...]]:
-        step: Callable[..., R] = self.step
-        if not self.static:
-            return step, tuple(args)
-        fixed = {n: args[n] for n in positions(self.static, len(args)) if 0 <= n < len(args)}
-
-        def bound(*rest: Any, **kwargs: Any) -> R:
-            left = iter(rest)
-            return step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
-
-        bound.__name__ = self.__name__
-        # With types, because 1 == True == 1.0.
-        bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
-        return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
-
     def _variant(
-        self, world: World, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        leaves: list[Any], cache_key: Any,
-    ) -> Variant:  # fmt: skip
-        """What these arguments run. Makes arrays of the leaves where the thread that dispatches would make others."""
+        self,
+        world: World,
+        function: Callable[..., R],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: list[Any],
+        cache_key: _CacheKey,
+    ) -> Variant:
+        """Returns the variant that these arguments run, traced if it is new.
+
+        Makes arrays of the leaves where the thread that dispatches would make arrays of another type.
+        """
         try:
-            arg_types = _arg_types(leaves)
+            arg_types = arg_types_of(leaves)
         except TypeError:
             check_arrays(self.step, args, kwargs)  # says which leaf
             raise
@@ -311,7 +338,7 @@ class Step(Generic[P, R]):
         last = self._last
         if last is not None and last[0] == cache_key and last[1] == arg_types:
             return last[2].choose(leaves)
-        self._check_static(cache_key[1])
+        check_hashable(self.__name__, cache_key[1])
         key = (*cache_key, tuple(arg_types))
 
         def make() -> Variant:
@@ -329,80 +356,16 @@ class Step(Generic[P, R]):
         self._last = (cache_key, arg_types, variant)
         return variant.choose(leaves)
 
-    def _check_static(self, static: Sequence[tuple[int, type, Any]]) -> None:
-        for n, kind, value in static:
-            try:
-                hash(value)
-            except TypeError as error:
-                raise ValueError(
-                    f"static argument {n} of `{self.__name__}` cannot be hashed: it is or holds a `{kind.__name__}`"
-                    f" ({error}). What was compiled is found by the values of static arguments: pass something hashable"
-                    f" (a tuple, a frozen dataclass), or arrays as an argument that is not in static_argnums."
-                ) from None
-
-    def _notice_change(self, last: Any, cache_key: Any, arg_types: list[Any], args: Any, kwargs: Any) -> None:
-        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
-        where = "the structure of its arguments changed"
-        if last[0][0] == cache_key[0]:
-            where = "a static argument changed" if last[0][1] != cache_key[1] else "JAX's configuration changed"
-            for path, old, new in zip(paths, last[1], arg_types, strict=False):
-                if old != new:
-                    where = f"argument {path} was {_short(old)}, is {_short(new)}"
-                    break
-        if not getattr(self, "_noticed", False):
-            self._noticed = True
-            _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, where)
-
-    def _check_leaves(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
-        # On the path of every step with a NumPy array or a random key: asking an array's exact type costs a tenth of
-        # asking whether it is a jax.Array.
-        for n, leaf in enumerate(leaves):
-            if type(leaf) is not ArrayImpl:
-                if isinstance(leaf, jax.ShapeDtypeStruct):
-                    raise TypeError(
-                        f"`{self.__name__}` is called with a `jax.ShapeDtypeStruct`, which has no values: give it"
-                        f" arrays. `{self.__name__}.trace(...)` takes types."
-                    )
-                if isinstance(leaf, Tracer):
-                    raise TypeError(
-                        f"`{self.__name__}` is called with traced values: a crossover step runs its exchanges from the"
-                        " host and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
-                    )
-                if not isinstance(leaf, jax.Array):  # else a random key
-                    continue
-            if leaf.is_deleted():
-                path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
-                raise ValueError(
-                    f"argument {path} of `{self.__name__}` was donated to an earlier step and is gone. Use the"
-                    " state that the step returned, or leave it out of donate_argnums."
-                )
-
-
-def _same_and_whole(leaves: Sequence[Any], arg_types: list[Any]) -> bool:
-    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of nanoseconds a leaf."""
-    try:
-        return not any(map(ArrayImpl.is_deleted, leaves)) and _arg_types(leaves) == arg_types
-    except TypeError:  # NumPy arrays, random keys, or what is no array at all
-        return False
-
-
-def _arg_types(leaves: Sequence[Any]) -> list[Any]:
-    """What a recompilation depends on, a leaf each."""
-    many = _many_places()
-    try:
-        return [(x.aval, x.sharding if x.committed else None) for x in leaves] if many else [x.aval for x in leaves]
-    except AttributeError:  # a NumPy array or a Python number among them
-        avals = [getattr(x, "aval", None) or aval_of(x) for x in leaves]
-        return [(a, getattr(x, "sharding", None)) for a, x in zip(avals, leaves, strict=True)] if many else avals
-
-
-@cache
-def _many_places() -> bool:
-    """Whether an array may lie elsewhere than on the one device that there is."""
-    return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
-
-
-def _short(kind: Any) -> str:
-    aval, sharding = kind if isinstance(kind, tuple) else (kind, None)
-    weak = " (a Python number's weak type)" if aval.weak_type else ""
-    return f"{aval.str_short()}{weak}{'' if sharding is None else f' on {sharding}'}"
+    def _notice_change(
+        self, last: _Call, cache_key: _CacheKey, arg_types: list[ArgType], args: PyTree, kwargs: PyTree
+    ) -> None:
+        """Logs the first time why the step is compiled again."""
+        if self._noticed:
+            return
+        self._noticed = True
+        old_key, old_types, _ = last
+        change = "the structure of its arguments changed"
+        if old_key[0] == cache_key[0]:
+            change = "a static argument changed" if old_key[1] != cache_key[1] else "JAX's configuration changed"
+            change = describe_change(old_types, arg_types, args, kwargs) or change
+        _log.warning("`%s` is compiled again: %s. This notice comes once.", self.__name__, change)

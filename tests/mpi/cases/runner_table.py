@@ -258,7 +258,7 @@ def the_cut_is_searched_for():
 def a_short_run_is_not_searched_for():
     """Its uncut step alone is compiled and timed, on all ranks."""
     step = deep_step("auto")
-    with mock.patch.objectX as compiled:
+    with mock.patch.object(stages, "compile", wraps=stages.compile) as compiled:
         job = jaxcross.Job("one", step, layers(), data(8), steps=8)
         jaxcross.run([job], world=WORLD)
     assert [len(call.args[0].collectives) for call in compiled.call_args_list] == [1]

@@ -1,0 +1,134 @@
+"""The arguments of one call of a step: static ones bound, array types compared, and errors for those that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import jax
+
+from jaxcross._arguments import positions
+from jaxcross._jax_compat import ArrayImpl, ShapedArray, Tracer, aval_of
+from jaxcross._pytree import PyTree
+
+R = TypeVar("R")
+ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
+"""The part of an array that a recompilation depends on; its place only where there is more than one."""
+StaticValue = tuple[int, type, object]
+"""A static argument's number, type and value. The type, because 1 == True == 1.0."""
+
+
+def bind_static(
+    step: Callable[..., R], name: str, numbers: Sequence[int], args: Sequence[Any]
+) -> tuple[Callable[..., R], tuple[Any, ...]]:
+    """Returns the step as a function of its other positional arguments, and those.
+
+    Args:
+        step: The step.
+        name: Its name.
+        numbers: Numbers of the static arguments.
+        args: All positional arguments.
+    """
+    if not numbers:
+        return step, tuple(args)
+    fixed = {n: args[n] for n in positions(numbers, len(args)) if 0 <= n < len(args)}
+
+    def bound(*rest: Any, **kwargs: Any) -> R:
+        left = iter(rest)
+        return step(*(fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))), **kwargs)
+
+    bound.__name__ = name
+    bound.static = tuple((n, type(x), x) for n, x in fixed.items())  # type: ignore[attr-defined]
+    return bound, tuple(a for n, a in enumerate(args) if n not in fixed)
+
+
+def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
+    """Makes sure that executables can be found by the values of static arguments.
+
+    Raises:
+        ValueError: A value cannot be hashed.
+    """
+    for n, kind, value in static:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ValueError(
+                f"static argument {n} of `{name}` cannot be hashed: it is or holds a `{kind.__name__}`"
+                f" ({error}). What was compiled is found by the values of static arguments: pass something hashable"
+                f" (a tuple, a frozen dataclass), or arrays as an argument that is not in static_argnums."
+            ) from None
+
+
+def arg_types_of(leaves: Sequence[Any]) -> list[ArgType]:
+    """Returns the type of each leaf.
+
+    Raises:
+        TypeError: A leaf is not an array.
+    """
+    many = _many_places()
+    try:
+        return [(x.aval, x.sharding if x.committed else None) for x in leaves] if many else [x.aval for x in leaves]
+    except AttributeError:  # a NumPy array or a Python number among them
+        avals = [getattr(x, "aval", None) or aval_of(x) for x in leaves]
+        return [(a, getattr(x, "sharding", None)) for a, x in zip(avals, leaves, strict=True)] if many else avals
+
+
+def are_ready(leaves: Sequence[Any], arg_types: list[ArgType]) -> bool:
+    """Whether the leaves are plain `jax.Array`s of these types, none donated. Costs tens of nanoseconds a leaf."""
+    try:
+        return not any(map(ArrayImpl.is_deleted, leaves)) and arg_types_of(leaves) == arg_types
+    except TypeError:  # NumPy arrays, random keys, or leaves that are not arrays at all
+        return False
+
+
+def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTree) -> None:
+    """Makes sure that the leaves have values.
+
+    Raises:
+        TypeError: A leaf is a type only, or traced.
+        ValueError: A leaf was donated.
+    """
+    # On the path of every step with a NumPy array or a random key: asking for an array's exact type costs a tenth of
+    # asking whether it is a jax.Array.
+    for n, leaf in enumerate(leaves):
+        if type(leaf) is not ArrayImpl:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"`{name}` is called with a `jax.ShapeDtypeStruct`, which has no values: give it"
+                    f" arrays. `{name}.trace(...)` takes types."
+                )
+            if isinstance(leaf, Tracer):
+                raise TypeError(
+                    f"`{name}` is called with traced values: a crossover step runs its exchanges from the"
+                    " host and cannot stand inside jit, grad or vmap. Put the transformation inside the step."
+                )
+            if not isinstance(leaf, jax.Array):  # else a random key
+                continue
+        if leaf.is_deleted():
+            path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
+            raise ValueError(
+                f"argument {path} of `{name}` was donated to an earlier step and is gone. Use the"
+                " state that the step returned, or leave it out of donate_argnums."
+            )
+
+
+def describe_change(old: Sequence[ArgType], new: Sequence[ArgType], args: PyTree, kwargs: PyTree) -> str | None:
+    """Returns the first argument whose type changed, with both types, in words; None if there is none."""
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
+    for path, before, after in zip(paths, old, new, strict=False):
+        if before != after:
+            return f"argument {path} was {_short(before)}, is {_short(after)}"
+    return None
+
+
+@cache
+def _many_places() -> bool:
+    """Whether an array may lie elsewhere than on the one device that there is."""
+    return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
+
+
+def _short(arg_type: ArgType) -> str:
+    aval, sharding = arg_type if isinstance(arg_type, tuple) else (arg_type, None)
+    weak = " (a Python number's weak type)" if aval.weak_type else ""
+    return f"{aval.str_short()}{weak}{'' if sharding is None else f' on {sharding}'}"
