@@ -66,7 +66,7 @@ def test_flat_jaxpr_equals_the_step_as_jax_traced_it(recipe: Recipe) -> None:
     whole, leaves = traced(recipe)
     flat = decide(whole, leaves[0])
     got = run_jaxpr(flat.jaxpr, flat.axes, [list(flat.consts) + x for x in leaves])
-    expected = run_jaxpr(whole.whole, whole.axes, leaves)
+    expected = run_jaxpr(whole.unflattened, whole.axes, leaves)
     assert bits(got) == bits(expected)
 
 

@@ -44,7 +44,7 @@ def test_lock_step_equals_vmap(row: Row) -> None:
         if row.vmap:
             expected = oracle(args)
         else:
-            out = run_jaxpr(whole.whole, axes, leaves)
+            out = run_jaxpr(whole.unflattened, axes, leaves)
             expected = [jax.tree.unflatten(whole.out_tree, x) for x in out]
         for cut, bucket_bytes in (("whole", 1 << 20), (3, 64)):
             if (key := (cut, flat.choices)) not in programs:
