@@ -7,7 +7,7 @@ CASES = [
     "failure_of_one_job", "failure_of_a_job_that_saves_nothing",
     "the_cut_is_searched_for", "a_trial_that_fails_on_one_rank", "unlike_exchanges", "unlike_exchanges_alone",
     "unlike_shapes", "failure_to_compile_on_one_rank", "unlike_numbers_of_steps", "data_that_raises_on_one_rank",
-    "stray_threads", "interrupt", "emulated_link", "auto_takes_a_report", "a_branch_at_different_calls",
+    "stray_threads", "interrupt", "emulated_link", "compression_is_chosen_from_a_report", "a_branch_at_different_calls",
 ]  # fmt: skip
 
 
