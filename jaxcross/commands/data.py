@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -13,7 +16,7 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `data` and its sub-commands to the command line."""
     parser = subparsers.add_parser("data", help="write or inspect data sets", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -32,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does it; returns the exit status."""
+    """Runs the sub-command and returns the exit status."""
     from rich.console import Console
 
     console = Console()
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _synth(args: argparse.Namespace, console: Any) -> None:
+def _synth(args: argparse.Namespace, console: Console) -> None:
     from rich.progress import Progress
 
     from jaxcross.data.synth import synthesise
@@ -70,7 +73,7 @@ def _synth(args: argparse.Namespace, console: Any) -> None:
     console.print(f"use it with --data-dir {args.dir}", highlight=False, soft_wrap=True)
 
 
-def _info(args: argparse.Namespace, console: Any) -> None:
+def _info(args: argparse.Namespace, console: Console) -> None:
     import tensorflow_datasets as tfds
 
     from jaxcross.data.records import find_folder, open_records

@@ -25,7 +25,7 @@ MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet2
 PATIENCE_S = 10.0
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `demo` to the command line."""
     parser = subparsers.add_parser("demo", help="train two ResNets in crossover on this machine", description=__doc__)
     add = parser.add_argument
@@ -65,13 +65,13 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the ranks are started.
+    """Command that starts the ranks.
 
     Attributes:
-        line: What is executed.
-        shown: What a user would type for the same.
-        environ: Its environment.
-        link: What joins the ranks, in words; every output shows it.
+        line: Command to execute.
+        shown: The same command as a user would type it.
+        environ: Environment of the command.
+        link: Description of the link between the ranks; every output shows it.
     """
 
     line: Sequence[str]
@@ -84,7 +84,7 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxcross.commands.launch import find_mpirun
     from jaxcross.runtime.emulated_link import Link
 
-    # whatever can be wrong is found before anything is written
+    # Errors of the arguments are found before anything is written.
     example, mpirun = find_example(), find_mpirun()
     if mpirun is None:
         raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")
@@ -103,17 +103,17 @@ def _demo(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         lab, why_not = _lab(args, stack) if slow else (None, "")
         launch = _launch(args, example, mpirun, data, lab, slow=slow)
-        _say(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
-        _say(f"Training {args.jobs} jobs on {args.ranks} ranks, by turns one after the other and in crossover:\n")
-        _say(f"  {launch.shown}\n")
+        _print(f"Link: {launch.link}" + (f" ({why_not})" if why_not else ""))
+        _print(f"Training {args.jobs} jobs on {args.ranks} ranks, by turns one after the other and in crossover:\n")
+        _print(f"  {launch.shown}\n")
         _train(launch)
         if lab is not None:
-            _say(f"{lab.bytes_crossed() / 1e6:.0f} MB crossed the link.")
+            _print(f"{lab.bytes_crossed() / 1e6:.0f} MB crossed the link.")
     return _finish(args, launch)
 
 
 def find_example() -> Path:
-    """The training script: beside the package in a checkout, inside it in a wheel.
+    """The training script: next to the package in a checkout, inside it in a wheel.
 
     Raises:
         DemoError: Neither is there.
@@ -127,7 +127,7 @@ def find_example() -> Path:
 
 
 def _write_data(args: argparse.Namespace) -> Path:
-    _say("Writing a small data set in ImageNet's format ...")
+    _print("Writing a small data set in ImageNet's format ...")
     from rich.console import Console
     from rich.progress import Progress
 
@@ -144,7 +144,7 @@ def _write_data(args: argparse.Namespace) -> Path:
 
 
 def _lab(args: argparse.Namespace, stack: ExitStack) -> tuple[Lab | None, str]:
-    """A real link where the machine allows one; else None and the reason."""
+    """Returns a lab with a real link where the machine allows one, else None and the reason."""
     from jaxcross.lab import Lab
 
     try:
@@ -219,7 +219,7 @@ def _finish(args: argparse.Namespace, launch: Launch) -> int:
     from jaxcross.report import Comparison
     from jaxcross.report.gantt import draw
 
-    _say("Drawing ...")
+    _print("Drawing ...")
     turns = min(2, args.steps)
     ways = {name: _reports(args.output, name, turns) for name in ("sequential", "crossover")}
     comparison = Comparison.of(*ways.values())
@@ -244,7 +244,7 @@ def _reports(folder: Path, way: str, turns: int) -> list[Report]:
 
 
 def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> dict[str, Any]:
-    """What `--json` writes. Jobs are those in crossover, seconds those of a job-step in the steady state.
+    """Returns the content of `--json`. Jobs are those in crossover, seconds those of a job-step in the steady state.
 
     `speedup` is null where the two ways cannot be compared, and `reason` says why; then `ratio` is what was measured.
     """
@@ -278,7 +278,7 @@ def numbers(comparison: Comparison, *, link: str, trace: Path, gantt: Path) -> d
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """Returns None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -288,15 +288,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM an exception, so that what was started is ended."""
+    """Makes SIGTERM an exception, so that processes that were started are ended."""
 
-    def stop(number: int, _: Any) -> None:
+    def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)

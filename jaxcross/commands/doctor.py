@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the machine says, before anybody judges it.
+    """Findings on this machine, not judged yet.
 
     Attributes:
         probe: The JSON of `jaxcross.world.probe`.
@@ -55,8 +55,8 @@ class Findings:
     namespaces: bool
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `doctor` to the command line."""
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `doctor` to the command line."""
     parser = subparsers.add_parser("doctor", help="check MPI, mpi4jax, JAX and the launcher", description=__doc__)
     parser.add_argument(
         "--post-mortem",
@@ -129,11 +129,11 @@ def look() -> Findings:
 
 
 def judge(found: Findings) -> list[Check]:
-    """What the findings mean. Pure."""
+    """Returns a check for each part of the findings. Pure."""
     mpi, mpi4jax, jax = (found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax"))
     checks = [_judge_mpi(mpi), _judge_threads(mpi), _judge_mpi4jax(mpi4jax), _judge_jax(jax, mpi4jax)]
     if found.mpirun is None:
-        remedy = "Install an MPI beside jaxcross (`pip install mpich`), or load your cluster's MPI module."
+        remedy = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
         checks.append(Check(name="mpirun", found="none", remedy=remedy, fatal=True))
     else:
         checks.append(Check(name="mpirun", found=f"{found.mpirun[0]} ({found.mpirun[1]})"))
@@ -169,7 +169,7 @@ def judge(found: Findings) -> list[Check]:
 
 def _judge_mpi(mpi: Mapping[str, Any]) -> Check:
     if "error" in mpi:
-        remedy = "Install an MPI beside jaxcross (`pip install mpich`), or load your cluster's MPI module."
+        remedy = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
         return Check(name="MPI", found=mpi["error"], remedy=remedy, fatal=True)
     return Check(name="MPI", found=f"{mpi['library']} (MPI {mpi['standard']})")
 

@@ -18,20 +18,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
 
-HOLD = Path(__file__).with_name("supervise.py")
+SUPERVISE = Path(__file__).with_name("supervise.py")
 HOLD_S = 40
-"""How long a rank that died holds its place: those that miss it need three seconds to say so, 30 from another host."""
+"""Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
 _CLOCKS_S = 1.0  # by which hosts may differ
-_AS_TOLD = ("interrupted", "terminated", "told", "left")
-"""Last words of ranks that were stopped; what else there is beside such a code is a crash."""
+_STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
+"""Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Mpirun:
     vendor: str
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `launch` to the command line."""
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `launch` to the command line."""
     parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the real command, run it, and return its exit code. If it fails, print what the ranks were in."""
+    """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks."""
     from jaxcross.world import xla_pool
 
     program = ["-m", *args.module] if args.module else args.program
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     line, extra = mpirun_command(
         mpirun=mpirun,
         ranks=args.ranks,
-        program=held(python_program(program)),
+        program=supervised(python_program(program)),
         root=os.geteuid() == 0,
         cores=xla_pool.cores(),
         environ=os.environ,
@@ -101,49 +101,52 @@ def run(args: argparse.Namespace) -> int:
 def _explained(code: int, records: Sequence[RankRecord]) -> bool:
     """Whether the ranks' own output says how the run ended: they came through, were stopped, or one raised."""
     if code == 0 or code in _STOPPED:
-        return all(record.words in _AS_TOLD for record in records)
-    return code < _BY_SIGNAL and bool(records) and all(record.words in (*_AS_TOLD, "failed") for record in records)
+        return all(record.words in _STOPPED_RECORDS for record in records)
+    return (
+        code < _BY_SIGNAL and bool(records) and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
+    )
 
 
 def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
-    """Runs `mpirun`, and passes on to the ranks what this process is told; its exit code, 128 + n after signal n.
+    """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
 
-    Open MPI's would end the ranks a second after it is told anything, in the middle of a checkpoint. So it hears
-    nothing, not from the terminal either, and the ranks, which are its children, hear it from here.
+    Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
+    session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here.
     """
-    deaf = vendor == "openmpi"
+    detached = vendor == "openmpi"
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # before there was anybody to tell
+    early: list[int] = []  # signals that arrived before the start of `mpirun`
     stopped = 0
 
-    def tell(number: int) -> None:
+    def forward(number: int) -> None:
         nonlocal stopped
-        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # what those mean, the ranks know
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):  # their meaning is up to the ranks
             stopped = 128 + number
             if not processes:
                 early.append(number)
         for process in processes:
-            ranks = related(process.pid) if deaf else []
+            ranks = related(process.pid) if detached else []
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            if not ranks and (deaf or number != signal.SIGINT):  # another mpirun has that from the terminal
+            if not ranks and (detached or number != signal.SIGINT):  # another mpirun has that from the terminal
                 process.send_signal(number)
 
-    said = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
-            signal.SIGUSR1: signal.SIGUSR1, signal.SIGUSR2: signal.SIGUSR2}  # fmt: skip
+    # Signal -> the one that the ranks get: they treat a closed terminal like SIGTERM.
+    forwarded = {n: n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    forwarded[signal.SIGHUP] = signal.SIGTERM
     before = {
-        number: signal.signal(number, lambda *_, passed=passed: tell(passed))
-        for number, passed in said.items()
+        number: signal.signal(number, lambda *_, passed=passed: forward(passed))
+        for number, passed in forwarded.items()
         if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
     try:
-        processes.append(subprocess.Popen(line, env=environ, start_new_session=deaf))
+        processes.append(subprocess.Popen(line, env=environ, start_new_session=detached))
         for number in early:
             processes[0].send_signal(number)
         code = processes[0].wait()
         # Open MPI's own code says only that some rank's was not 0.
-        return (code and deaf and stopped) or (code if code >= 0 else 128 - code)
+        return (code and detached and stopped) or (code if code >= 0 else 128 - code)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -153,7 +156,7 @@ def related(pid: int, *, group: bool = False) -> list[int]:
     """Processes that this one started, or the others of the group that it leads; none where there is no /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended since
             _, parent, leader, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(leader if group else parent) == pid:
                 found.append(int(stat.parent.name))
@@ -161,7 +164,7 @@ def related(pid: int, *, group: bool = False) -> list[int]:
 
 
 def _records(events: Path, since_s: float) -> Sequence[RankRecord]:
-    """What the ranks wrote down since then; nothing of an earlier run, nor of programs that are none of jaxcross."""
+    """Returns the ranks' event records since then, without those of earlier runs. Other programs have none."""
     from jaxcross.report.event_files import read
 
     try:
@@ -187,11 +190,11 @@ def python_program(program: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mpi4py", *program]
 
 
-def held(program: Sequence[str]) -> list[str]:
-    """The rank's command with its place held when it dies, so that `mpirun` does not end the others at once."""
+def supervised(program: Sequence[str]) -> list[str]:
+    """Returns the rank's command under its supervisor: if the rank dies, `mpirun` does not end the others at once."""
     if sys.platform != "linux":
         return list(program)
-    return [sys.executable, "-I", "-S", str(HOLD), str(HOLD_S), *program]
+    return [sys.executable, "-I", "-S", str(SUPERVISE), str(HOLD_S), *program]
 
 
 def mpirun_command(
@@ -203,13 +206,13 @@ def mpirun_command(
     cores: int,
     environ: Mapping[str, str],
 ) -> tuple[list[str], dict[str, str]]:
-    """The launch command and the variables that it needs beside the environment. Pure.
+    """The launch command and the variables that it needs in addition to the environment. Pure.
 
     Args:
         mpirun: The launcher.
         ranks: Number of ranks, all on this machine.
-        program: What each rank runs.
-        root: Whether root starts it, which Open MPI refuses unless it is told twice.
+        program: Command of each rank.
+        root: Whether root starts it, which Open MPI refuses without two settings.
         cores: Cores that the ranks share.
         environ: The environment; what the user has set there stays.
     """
@@ -239,9 +242,9 @@ def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:
 
 
 def find_mpirun() -> Mpirun | None:
-    """The `mpirun` beside this Python, else the first on PATH. Runs `mpirun --version`."""
-    beside = Path(sys.executable).parent / "mpirun"
-    path = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    """Returns the `mpirun` next to this Python, else the first on PATH. Runs `mpirun --version`."""
+    neighbour = Path(sys.executable).parent / "mpirun"
+    path = str(neighbour) if neighbour.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if path is None:
         return None
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run(folder: Path) -> int:
-    """Prints it; 1 if there is nothing to read, 0 whatever happened to the ranks. Does not communicate."""
+    """Prints the post-mortem of a folder; returns 1 if there is nothing to read, else 0. Does not communicate."""
     from jaxcross.report.event_files import read
 
     try:
@@ -26,7 +26,7 @@ def run(folder: Path) -> int:
 
 
 def show(records: Sequence[RankRecord], stream: TextIO) -> None:
-    """The table and the verdict."""
+    """Prints the table and the verdict."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -40,10 +40,10 @@ def show(records: Sequence[RankRecord], stream: TextIO) -> None:
     for record in records:
         where = record.where
         words = f"{record.words}: {record.text}" if record.words else "none"
-        table.add_row(
-            str(record.rank), escape(f"{record.host} {record.pid}"), f"{end_s - record.last_s:.1f}",
-            escape(record.place), "" if where is None else f"{end_s - where.at_s:.1f}", escape(words),
-        )  # fmt: skip
+        since = "" if where is None else f"{end_s - where.at_s:.1f}"
+        process = escape(f"{record.host} {record.pid}")
+        last = f"{end_s - record.last_s:.1f}"
+        table.add_row(str(record.rank), process, last, escape(record.place), since, escape(words))
     console = Console(file=stream, soft_wrap=False)
     console.print(table)
     if absent := missing(records):

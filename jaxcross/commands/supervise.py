@@ -1,8 +1,8 @@
-"""Holds a rank's place after its end: `python supervise.py SECONDS command ...`. Standard library only, one thread.
+"""Supervises a rank: `python supervise.py SECONDS command ...`. Standard library only, one thread.
 
-`mpirun` ends all ranks the moment that one dies by itself, before the others can say what they waited for. What it
-started is this process; the rank is its child. If the child ends badly, this one stays while others may miss it, some
-seconds at most, then ends in the same way. It passes signals on, and its child never outlives it.
+`mpirun` ends all ranks the moment that one dies by itself, before the others can report what they waited for. So
+`mpirun` starts this process, and the rank is its child. If the rank fails, this process stays while other ranks may
+miss the rank, some seconds at most, then ends in the same way. It forwards signals, and the rank never outlives it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Runs the command, and ends as it did."""
-    patience_s, command = float(arguments[0]), arguments[1:]
-    # Nothing may come between the child's birth and the handlers that pass signals on to it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    stay_s, command = float(arguments[0]), arguments[1:]
+    # No signal may arrive between the fork and the handlers that forward signals to the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     parent, child = os.getpid(), os.fork()
     if child == 0:
         _become(command, parent)
-    for number in PASSED_ON:
+    for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    # Its number stays its own until the handlers are gone: no signal may reach a stranger.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    # The child is not reaped yet: its process id stays its own until the handlers are gone, so that no signal can reach
+    # another process.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    for number in PASSED_ON:
+    for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
     _, status = os.waitpid(child, 0)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + stay_s
     while status != 0 and time.monotonic() < deadline and _missed(child):
-        signal.sigtimedwait((), _LOOK_S)  # who is told to end meanwhile does so at once
+        signal.sigtimedwait((), _POLL_S)  # a signal that arrives here ends the process at once
     _end_like(status)
 
 
 def _missed(child: int) -> bool:
     """Whether some rank may wait for this one: another one of its run lives here, or is on another host.
 
-    It is known from the event files. Without a folder for them nobody knows; a rank without a file has never joined.
+    The event files tell. Without a folder of event files any rank may wait; a rank without a file has never joined.
     """
     folder = os.environ.get("JAXCROSS_EVENTS")
     if folder is None:
@@ -76,7 +77,7 @@ def _header(path: str) -> dict[str, Any] | None:
     return header if isinstance(header, dict) and isinstance(header.get("pid"), int) else None
 
 
-def _lives(pid: Any) -> bool:
+def _lives(pid: object) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             return stream.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -90,7 +91,7 @@ def _become(command: Sequence[str], parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.execvp(command[0], list(command))
     except OSError as error:
         print(f"jaxcross launch: `{command[0]}` cannot be started: {error}", file=sys.stderr, flush=True)

@@ -17,8 +17,8 @@ from jaxcross.data.records import REMEDY, Records, open_records
 Batch = dict[str, np.ndarray]
 
 
-class Place(NamedTuple):
-    """Which record comes at one position of a rank's stream, and in which pass over the data set."""
+class StreamPosition(NamedTuple):
+    """Record at one position of a rank's stream, and the pass over the data set."""
 
     record: int
     epoch: int
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What a rank's stream of batches depends on, and nothing else: not on threads, time or other processes.
+    """Everything that a rank's stream of batches depends on: not threads, time or other processes.
 
     Attributes:
         steps: Batches in all; `None` for no end.
@@ -55,17 +55,17 @@ class Stream:
         # Rank and size are the world's own: under mpirun JAX reports process 0 of 1 on every rank.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
-    def example(self, place: Place) -> Batch:
+    def example(self, position: StreamPosition) -> Batch:
         """Reads, decodes and augments one record. The random numbers depend on seed, pass and record alone."""
-        jpeg, label = self.records.read(place.record)
+        jpeg, label = self.records.read(position.record)
         try:
             if self.train:
-                rng = np.random.default_rng((self.seed % 2**32, place.epoch, place.record))
+                rng = np.random.default_rng((self.seed % 2**32, position.epoch, position.record))
                 image = train_image(jpeg, self.image_size, rng)
             else:
                 image = eval_image(jpeg, self.image_size)
         except ValueError as error:
-            where = f"record {place.record} of split `{self.records.split}` in `{self.records.folder}`"
+            where = f"record {position.record} of split `{self.records.split}` in `{self.records.folder}`"
             raise ValueError(f"{error} It is {where}.") from error
         return {"image": image, "label": np.asarray(label, np.int32)}
 
@@ -76,7 +76,7 @@ class Stream:
         positions = grain.MapDataset.range(step * self.batch_size, stop)
 
         def load(position: int) -> Batch:
-            return self.example(Place(record=int(cast(int, order[position])), epoch=position // per_epoch))
+            return self.example(StreamPosition(record=int(cast(int, order[position])), epoch=position // per_epoch))
 
         examples = positions.map(load)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 2 * self.batch_size))
@@ -131,7 +131,7 @@ class Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except Exception:
-            self.close()  # Grain would go on behind what could not be read: whoever asks again gets the same error
+            self.close()  # Grain would go on after the unreadable record: the next call must get the same error
             raise
         self.step += 1
         return batch
@@ -162,7 +162,7 @@ class Batches(Iterator[Batch]):
             raise ValueError(f"This data state belongs to another stream: it has {what}. Open it with those values.")
         step = state.get("step")
         if type(step) is not int or step < 0:
-            raise ValueError(f"This data state has `step` {step!r}, which is no number of batches.")
+            raise ValueError(f"This data state has `step` {step!r}, which is not a number of batches.")
         self.close()
         self.step = step
 

@@ -1,4 +1,4 @@
-"""Where a TFDS data set lies, and how one of its records is read."""
+"""Finds a TFDS data set on disk, and reads its records."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ class SharedDecode:
         return reader
 
     def _moved(self) -> None:
-        """A reader went elsewhere. Where all of them are ahead of what is kept, decoding for all goes on there: jobs
-        that resume from a checkpoint would else decode each for itself, to the end.
+        """Follows readers that have moved. Where all of them are ahead of the kept batches, decoding for all goes on
+        there: otherwise jobs that resume from a checkpoint would each decode on their own, to the end.
         """
         with self._decoding, self._lock:
-            # Who never asked for a batch, as a job that an earlier run ended, holds up nobody.
+            # A reader that never asked for a batch, as of a job that an earlier run ended, does not hold up the others.
             first = min((reader.step for reader in self._readers if reader.asked), default=0)
             at = self._first + len(self._kept)
             if first > at or (first < at and self._untouched):
@@ -112,7 +112,7 @@ class SharedDecode:
         batch, is_next = self._take(reader)
         if is_next:
             with self._decoding:
-                batch, is_next = self._take(reader)  # another reader may have decoded it meanwhile
+                batch, is_next = self._take(reader)  # another reader may have decoded it since
                 if is_next:
                     return self._decode(reader)
         return self._redecode(reader) if batch is None else batch

@@ -62,8 +62,8 @@ def synthesise(
 ) -> Path:
     """Writes `imagenet2012` with splits `train` (`images`) and `validation` (a quarter of it), and returns its folder.
 
-    Written beside its place and moved there when complete, so an interrupted run leaves nothing half done; a second
-    call with the same arguments finds it and writes nothing. Waits for the disk; call it on one rank only.
+    Written next to its final folder and moved there when complete, so an interrupted run leaves nothing half done; a
+    second call with the same arguments finds it and writes nothing. Waits for the disk; call it on one rank only.
 
     Args:
         data_dir: TFDS's root folder; the data set becomes `data_dir/imagenet2012/5.1.0`.

@@ -28,7 +28,7 @@ def adasum(
     optimizer: optax.GradientTransformation | None = None,
     inner_axis: collectives.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Combine updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
+    """Combines updates over ranks by Adasum, each layer (leaf) with coefficients of its own.
 
     `A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b` over a balanced binary tree in rank order. The result is the
     same bits on every rank, and depends on which rank brings what. Deterministic. Learning rates need no scaling with
@@ -44,7 +44,7 @@ def adasum(
         axis_name: One axis of any size. Ranks beyond the largest power of two are combined with a partner first.
         optimizer: Steps on this rank's own gradients before its *update* is combined (the delta optimizer, for
             momentum, Adam, LAMB). Its state, in a `PerRankState`, differs between ranks: save it per rank, never
-            broadcast it. None: raw gradients are combined, for plain SGD behind it. `accumulate` around it takes one
+            broadcast it. None: raw gradients are combined, for plain SGD after it. `accumulate` around it takes one
             local step for several gradients; several local steps whose sum is combined it cannot make.
         inner_axis: Updates are averaged over this axis first, by a reduce-scatter, combined over `axis_name` by parts
             and gathered again: Adasum over nodes of means within nodes.

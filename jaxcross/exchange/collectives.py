@@ -1,6 +1,6 @@
 """Patterns of hops between ranks, built from `ppermute`, `all_gather` and `all_to_all` over one named axis.
 
-Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with nothing to say in
+Every permutation names every rank, since `vmap` cannot run one that leaves a rank out: ranks with nothing to send in
 a hop send to themselves, which costs nothing. Loops over ranks are unrolled, since an exchange inside `scan` cannot
 overlap with anything.
 """
@@ -20,7 +20,7 @@ Arrays = TypeVar("Arrays")
 
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """One axis or several, which may come in a list, as a tuple.
+    """Returns one axis or several, which may come in a list, as a tuple.
 
     Raises:
         ValueError: One is named twice, or by a number, or there is none.
@@ -45,7 +45,7 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 
 def one_axis(axis_name: AxisName, what: str) -> Hashable:
-    """The name of the only axis.
+    """Returns the name of the only axis.
 
     Raises:
         ValueError: There are several.
@@ -65,9 +65,9 @@ def is_power_of_two(size: int) -> bool:
 
 
 def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
-    """What is finite stays so in a narrower type: as its largest number, or `times` that, where it is larger.
+    """Clips finite values to the largest number of a narrower type, or `times` that number.
 
-    Infinity would poison a residual for good; but who brings it is not hidden.
+    Infinity would stay in a residual for good. Values that are not finite stay, so that they are seen.
     """
     largest = times * float(jnp.finfo(dtype).max)
     if largest >= float(jnp.finfo(values.dtype).max):
@@ -76,10 +76,10 @@ def saturate(values: jax.Array, dtype: DTypeLike, times: int = 1) -> jax.Array:
 
 
 def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x` in the type that travels, rounded at once: for what is sent and also read here.
+    """Rounds `x` to the type that travels, at once: for values that are sent and also read here.
 
     The bits of `x.astype(dtype)`. But XLA may take a conversion that is undone for none, as it does on GPUs
-    (`xla_allow_excess_precision`), and this rank would go on with a number that nobody was sent.
+    (`xla_allow_excess_precision`), and this rank would go on with a number that no other rank was sent.
     """
     if not all(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype)):
         return x.astype(dtype)
@@ -100,13 +100,13 @@ def round_for_wire(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = None) -> Arrays:
-    """Each array of `x` changes places with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
+    """Exchanges each array of `x` with that of rank `r XOR distance`; ranks from `ranks` on keep theirs.
 
     Args:
         x: A tree of arrays, one message each.
         axis_name: One axis.
         distance: A power of two.
-        ranks: How many take part, a multiple of `2 * distance`; None: all.
+        ranks: Number of ranks that take part, a multiple of `2 * distance`; None: all.
     """
     size = jax.lax.axis_size(axis_name)
     taking_part = size if ranks is None else ranks
@@ -115,7 +115,7 @@ def swap(x: Arrays, axis_name: Hashable, distance: int, *, ranks: int | None = N
 
 
 def fold(x: Arrays, axis_name: Hashable) -> Arrays:
-    """Rank `r` changes places with rank `r + 2^L`, the largest power of two up to the ranks; others keep theirs.
+    """Exchanges the arrays of ranks `r` and `r + 2^L`, the largest power of two up to the ranks; others keep theirs.
 
     The same permutation folds the ranks beyond 2^L in before a halving or doubling, and sends the result out after it.
     """
@@ -128,10 +128,10 @@ def fold(x: Arrays, axis_name: Hashable) -> Arrays:
 
 
 def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays], Arrays]) -> Arrays:
-    """Recursive doubling: the balanced binary tree over ranks in rank order, its result on every rank, the same bits.
+    """Combines by recursive doubling: a balanced binary tree over ranks in rank order, the same bits on every rank.
 
-    log2(P) hops of the whole of `x`, and two more where P is no power of two (ranks beyond the largest one hand theirs
-    to a partner first and get the result back).
+    log2(P) hops of the whole of `x`, and two more where P is not a power of two (ranks beyond the largest one hand
+    theirs to a partner first and get the result back).
 
     Args:
         x: A tree of arrays.
@@ -153,7 +153,7 @@ def doubling(x: Arrays, axis_name: Hashable, combine: Callable[[Arrays, Arrays],
 
 
 def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
-    """The sum over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
+    """Sums over ranks by a ring: P-1 hops that reduce, P-1 that gather, each of 1/P of the vector.
 
     The same bits on every rank; each block is summed in ring order, beginning with another rank.
 
@@ -186,7 +186,7 @@ def ring_sum(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None 
 
 
 def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | None = None) -> jax.Array:
-    """This rank's block of the sum of a vector over ranks, summed in rank order. The length is a multiple of the ranks.
+    """Returns this rank's block of a vector's sum over ranks, in rank order. The length is a multiple of the ranks.
 
     An all-to-all and a local sum, which is what a reduce-scatter over MPI comes to anyway: `psum_scatter` scatters the
     wrong dimension under two `vmap`s.
@@ -200,7 +200,7 @@ def sum_scatter(x: jax.Array, axis_name: Hashable, *, wire_dtype: DTypeLike | No
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sum along the first axis, first row first, which fixes the bits."""
+    """Sums along the first axis, first row first, which fixes the bits."""
     total = x[0]
     for row in range(1, x.shape[0]):
         total = total + x[row]
@@ -208,7 +208,7 @@ def sum_rows(x: jax.Array) -> jax.Array:
 
 
 def gather(x: jax.Array, axis_name: Hashable | tuple[Hashable, ...]) -> jax.Array:
-    """Every rank's `x` along a new first axis, over one axis or several (the last one varies fastest), or none."""
+    """Gathers every rank's `x` along a new first axis, over one axis, several (the last varies fastest), or none."""
     rows = x[None]
     # One axis after the other: `vmap` cannot gather over two at once.
     for name in reversed(axis_name if isinstance(axis_name, tuple) else (axis_name,)):

@@ -14,9 +14,13 @@ from jaxcross.exchange.validation import add_moves, as_number, optimizer_in, req
 
 
 class ElasticAverageState(NamedTuple):
-    """Attributes: `since`, steps since the last exchange, int32; `centre`, like the parameters and the same bits on
-    every rank; `inner`, of this rank's own optimizer.
-    """  # fmt: skip
+    """State of elastic averaging.
+
+    Attributes:
+        since: Steps since the last exchange, int32.
+        centre: Like the parameters, and the same bits on every rank.
+        inner: State of this rank's own optimizer.
+    """
 
     since: jax.Array
     centre: optax.Params
@@ -31,7 +35,7 @@ def elastic_average(
     alpha: float,
     beta: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Pull each rank's parameters towards a centre, and the centre towards them, at every `every`-th step.
+    """Pulls each rank's parameters towards a centre, and the centre towards them, at every `every`-th step.
 
     Both from the parameters `x` that the step began with, `c` the centre: `x <- x + u - alpha (x - c)` and
     `c <- c + beta sum_over_ranks(x - c)`. What is exchanged does not depend on the step's gradient, so it can travel

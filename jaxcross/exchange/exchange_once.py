@@ -1,4 +1,4 @@
-"""No leaf is exchanged twice over one axis: a strategy refuses what another one hands it, and to stand inside one."""
+"""Refuses to exchange a leaf twice over one axis: after another exchange, or inside the optimizer of one."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _running = _Running()
 def exchange_once(
     by: str, axis_name: collectives.AxisName, exchange: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """`exchange`, named `by`, which refuses leaves that another exchange has just returned over one of its axes, and to
-    be in the optimizer of one.
+    """Wraps `exchange`, named `by`, so that it refuses leaves that another exchange has just returned over one of its
+    axes, and refuses to run in the optimizer of one.
 
     The first is two strategies in a chain whose masks overlap. Neither what was computed with in between is recognised
-    nor a mean that the step makes itself: the difference is between a mistake and a wish that nobody can see. Costs
+    nor a mean that the step makes itself, which may be on purpose. Costs
     nothing at run time.
 
     Raises:
@@ -73,7 +73,7 @@ def exchange_once(
         finally:
             _running.all.pop()
         for leaf in jax.tree.leaves(out):
-            if id(leaf) not in given and isinstance(leaf, jax.Array):  # what came back as it was is nobody's result
+            if id(leaf) not in given and isinstance(leaf, jax.Array):  # a leaf that came back unchanged is not a result
                 key = id(leaf)
                 _marks[key] = _Mark(weakref.ref(leaf, lambda _, key=key: _marks.pop(key, None)), by, axes)
         return out, state

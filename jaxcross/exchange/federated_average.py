@@ -41,7 +41,7 @@ def federated_average(
     weights: Sequence[float] | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the parameters of a round's participants at its end, each weighted by its share of the data.
+    """Averages the parameters of a round's participants at its end, each weighted by its share of the data.
 
     A rank that a round does not choose stands still: its updates are zero and its optimizer's state does not change
     until the round ends, when it takes the participants' average like all others. Who is chosen depends on `seed` and

@@ -41,7 +41,7 @@ def gossip(
     *,
     adapt_first: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replace each rank's parameters by a weighted mean of its own and its neighbours' in every step.
+    """Replaces each rank's parameters by a weighted mean of its own and its neighbours' in every step.
 
     `w_i <- sum_j W_ij w_j + u_i` with a doubly stochastic `W`, so that the mean over ranks moves as if all were
     averaged. What is exchanged does not depend on the step's gradient and can travel while that is computed. Ranks
@@ -104,10 +104,10 @@ def gossip(
 
 
 def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
-    """The hops of each round, which repeat in this order; what is left to 1 is the weight of a rank's own parameters.
+    """Returns the hops of each round, which repeat in this order; the rest to 1 is the weight of the own parameters.
 
     Raises:
-        ValueError: `ranks` make no grid.
+        ValueError: `ranks` cannot form a grid.
     """
     everyone = range(ranks)
     if topology == "exponential":
@@ -125,13 +125,10 @@ def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
             f"`topology` of `gossip` is `torus`, but {ranks} ranks make no grid of two or more rows. Use `ring` or"
             " `exponential`, or a number of ranks that is not prime."
         )
-    places = [divmod(r, columns) for r in everyone]
+    cells = [divmod(r, columns) for r in everyone]
     steps = [(0, 1), (0, -1), (1, 0), (-1, 0)]
-    return (
-        _merge([
-            Hop(1 / 5, tuple((i + di) % rows * columns + (j + dj) % columns for i, j in places)) for di, dj in steps
-        ]),
-    )  # fmt: skip
+    hops = [Hop(1 / 5, tuple((i + di) % rows * columns + (j + dj) % columns for i, j in cells)) for di, dj in steps]
+    return (_merge(hops),)
 
 
 def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
@@ -144,7 +141,7 @@ def mixing_matrix(hops_of_round: Sequence[Hop], ranks: int) -> np.ndarray:
 
 
 def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
-    """Without hops to oneself, and with one hop for several that go the same way (small rings have one neighbour)."""
+    """Removes hops to the own rank, and merges those that go the same way (small rings have one neighbour)."""
     weights: dict[tuple[int, ...], float] = {}
     for hop in found:
         if hop.to != tuple(range(len(hop.to))):
@@ -153,7 +150,7 @@ def _merge(found: Sequence[Hop]) -> tuple[Hop, ...]:
 
 
 def _pull(vectors: Sequence[jax.Array], axis: Hashable, hops_of_round: Sequence[Hop]) -> list[jax.Array]:
-    """How far a round moves this rank. By differences, so that ranks that agree stay where they are to the last bit."""
+    """Returns this rank's moves in a round, by differences: ranks that agree stay where they are to the last bit."""
     pulls = [jnp.zeros_like(x) for x in vectors]
     for hop in hops_of_round:
         perm = list(enumerate(hop.to))

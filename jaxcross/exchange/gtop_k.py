@@ -17,7 +17,7 @@ from jaxcross.exchange.validation import check_float32, check_state
 
 
 class GTopKState(NamedTuple):
-    """The steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in their tree.
+    """Steps made, and what each rank has not sent yet: float32 vectors as long as their leaves, in their tree.
 
     As `TopKState` of a flat axis. Nothing reads the steps, but with one field alone NNX, which makes dicts of states,
     would leave no way to tell this one from parameters called `residual`.
@@ -30,7 +30,7 @@ class GTopKState(NamedTuple):
 def gtop_k(
     density: float, axis_name: Hashable, *, selection: Selection = "auto", skip: sparse.Skip = sparse.bias_or_norm
 ) -> optax.GradientTransformation:
-    """The k largest elements, about, of the mean of all ranks' k largest elements: at most k of D are not zero.
+    """Averages about the k largest elements of the mean of all ranks' k largest elements: at most k of D are not zero.
 
     Updates are the same on every rank; residuals are the rank's own. Deterministic. Pairs of ranks merge their k pairs
     of value and index and keep the k largest sums, at log2(P) levels: `8 k log2(P)` bytes a rank, where `top_k`
@@ -47,11 +47,11 @@ def gtop_k(
         density: Share of the elements that is kept.
         axis_name: One axis; its ranks are a power of two.
         selection: How the largest are found: see `jaxcross.exchange.select`.
-        skip: (path, leaf) -> whether a leaf is averaged as it is. Unless told otherwise scalars, vectors, and leaves of
+        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and leaves of
             any shape whose name is `bias` or `scale`.
 
     Raises:
-        ValueError: An argument is out of range; (when traced) the ranks are no power of two, or a leaf that is
+        ValueError: An argument is out of range; (when traced) the ranks are not a power of two, or a leaf that is
             compressed has 2^31 elements or more, or is float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
@@ -118,7 +118,7 @@ def gtop_k(
 def _merge(
     first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest sums of two lists of k pairs, in the order of their indices; slots without an element last."""
+    """Returns the k largest sums of two lists of k pairs, ordered by index; slots without an element come last."""
     k = first[0].size
     indices = jnp.concatenate([first[1], second[1]])
     order = jnp.argsort(indices, stable=True)
@@ -129,7 +129,7 @@ def _merge(
     second_of_pair = jnp.append(False, twin[:-1])
     indices = jnp.where(second_of_pair, size, indices)
     values = jnp.where(indices < size, values, 0)
-    # `select` may name a zero, or nobody; both are slots without an element.
+    # `select` may return a zero, or no element; both are slots without an element.
     values, found = select(values, k, selection="exact")
     indices = indices[found]
     order = jnp.argsort(indices, stable=True)

@@ -23,7 +23,7 @@ class LocalSGDState(NamedTuple):
 def local_sgd(
     optimizer: optax.GradientTransformation, axis_name: AxisName, *, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the *parameters* over `axis_name` at every `every`-th step; in between nothing is exchanged.
+    """Averages the *parameters* over `axis_name` at every `every`-th step; in between nothing is exchanged.
 
     Parameters differ between ranks from an exchange to the next, and after it by one rounding (they are the same bits
     where `every` is 1 and all ranks started from the same). The optimizer's state is this rank's own, never averaged:
@@ -41,7 +41,7 @@ def local_sgd(
         every: Steps from one exchange to the next; the first exchange is in step `every`.
 
     Raises:
-        ValueError: `every` is no positive whole number; `update` got no `params`.
+        ValueError: `every` is not a positive whole number; `update` got no `params`.
 
     Bytes that a rank receives: `2(P-1)/P` times those of the parameters at an exchange, 0 otherwise.
 

@@ -1,4 +1,4 @@
-"""The mean of the gradients over ranks: synchronous data parallelism as everybody knows it."""
+"""The mean of the gradients over ranks: synchronous data parallelism."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pattern = Literal["auto", "hierarchical", "ring", "tree"]
 def mean(
     axis_name: collectives.AxisName, wire_dtype: DTypeLike | None = None, *, pattern: Pattern = "auto"
 ) -> optax.GradientTransformation:
-    """Replace each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
+    """Replaces each update by its mean over `axis_name`, the same on every rank of that axis. Stateless.
 
     It stands where `lax.pmean(grads, axis_name)` would stand in the step:
 
@@ -35,7 +35,7 @@ def mean(
       axis of L ranks, all-reduce of a block over the outer one of N, all-gather over the inner one:
       2(L-1)/L n, and 2(N-1)/N n/L between nodes.
     - `"ring"`: 2(P-1) hops, 2(P-1)/P n.
-    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is no power of two); for few bytes.
+    - `"tree"`: recursive doubling in log2(P) hops of n (two more where P is not a power of two); for few bytes.
 
     All but `"auto"` copy the updates into one vector a type, padded to a multiple of the ranks, and back; whole numbers
     go the way of `"auto"`, and their mean is a float.
@@ -46,12 +46,12 @@ def mean(
             once before, the sum is made in float32 and rounded once, the division is made in the update's own type.
             Hierarchical rounds twice on the way: before, and the node's sum. Ring and tree round once a hop. What
             travels is the sum: in `jnp.float16`, where it is beyond 65504, the mean is infinite on every rank, even
-            one that the type could hold. Division before would round small gradients to zero instead, which nobody
-            sees. `jnp.bfloat16` has float32's range.
+            one that the type could hold. Division before would round small gradients to zero instead, which goes
+            unnoticed. `jnp.bfloat16` has float32's range.
         pattern: How the sum is made.
 
     Raises:
-        ValueError: `wire_dtype` is no floating-point type; `pattern` is unknown or does not go with the axes.
+        ValueError: `wire_dtype` is not a floating-point type; `pattern` is unknown or does not go with the axes.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
 

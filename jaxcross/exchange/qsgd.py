@@ -22,7 +22,7 @@ class QSGDState(NamedTuple):
 
 
 def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> optax.GradientTransformation:
-    """The mean over ranks of leaves rounded to `norm * i / levels`, i a whole number, at random and without bias.
+    """Averages over ranks leaves that are rounded to `norm * i / levels`, i a whole number, at random and without bias.
 
     The same on every rank, and in every run with the same seed and ranks: each rank rounds by random numbers of its
     own, made from (seed, step, leaf, rank). The variance of one rank's leaf of D elements is at most
@@ -40,7 +40,7 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
         seed: Of the rounding.
 
     Raises:
-        ValueError: `levels` is no whole number that fits one byte with its sign; (when traced) a leaf is not real
+        ValueError: `levels` is not a whole number that fits one byte with its sign; (when traced) a leaf is not real
             floating-point, or float64.
 
     Making it and `init` do not communicate; `update` does, over its axes, and every rank calls it in the same step.
@@ -85,7 +85,7 @@ def qsgd(levels: int, axis_name: collectives.AxisName, *, seed: int = 0) -> opta
 
 
 def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Signed levels as int8, and how much one level is: the norm over `levels`."""
+    """Returns signed levels as int8, and the size of one level: the norm over `levels`."""
     vector = x.reshape(-1).astype(jnp.float32)
     # Squares of the elements themselves would under- or overflow where the elements do not.
     largest = jnp.max(jnp.abs(vector), initial=0.0)
@@ -104,7 +104,7 @@ def _quantise(x: jax.Array, levels: int, key: jax.Array) -> tuple[jax.Array, jax
 
 
 def _mean(codes: jax.Array, units: jax.Array) -> jax.Array:
-    """The mean over ranks of `codes[rank] * units[rank]`, added in rank order."""
+    """Returns the mean over ranks of `codes[rank] * units[rank]`, added in rank order."""
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         return sum_ + codes[rank].astype(jnp.float32) * units[rank]

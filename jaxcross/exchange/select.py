@@ -22,12 +22,12 @@ _INT32_MAX = (1 << 31) - 1
 
 
 def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.Array, jax.Array]:
-    """Values and indices of the `k` elements of a vector that are largest by absolute value. Does not communicate.
+    """Returns values and indices of the `k` largest elements of a vector by absolute value. Does not communicate.
 
     Both ways select the same elements, ties and order apart, and NaN as infinity or before it. `"threshold"` keeps
     MSTopK's idea (Shi et al., arXiv 2010.10458: search a threshold, then compact) and makes it exact: a sample tells a
-    threshold that a few more than k elements pass; one pass packs who passes into bits; the candidates are found
-    through the bits and thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
+    threshold that a few more than k elements pass; one pass packs into bits which elements pass; the candidates are
+    found through the bits and thresholded exactly. If the sample misled, the threshold is searched in the whole vector.
     Elements that are 0 are never selected by it: their slots have index D and value 0.
 
     Args:
@@ -58,13 +58,13 @@ def select(x: jax.Array, k: int, *, selection: Selection = "auto") -> tuple[jax.
 
 
 def faster_selection(size: int, k: int) -> Selection:
-    """The way that `"auto"` takes for `k` of `size` elements: the one that was measured to be faster."""
+    """Returns the selection that was measured to be faster for `k` of `size` elements, which `"auto"` takes."""
     longest, most = _EXACT_UP_TO.get(jax.default_backend(), _EXACT_UP_TO["cpu"])
     return "exact" if size <= longest and k <= most else "threshold"
 
 
 def check_selection(selection: str) -> None:
-    """Refuses what is no way to select.
+    """Refuses an unknown selection.
 
     Raises:
         ValueError: `selection` is unknown.
@@ -90,7 +90,7 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
     words = _pack(_keys(x) >= bracket)
     count = jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
 
-    # Keys are made anew wherever they are read: an array of all of them would cost two passes over memory.
+    # Keys are computed again wherever they are read: an array of all of them would cost two passes over memory.
     def near(_: None) -> jax.Array:
         found = _positions(words, size, capacity)
         mine = jnp.where(found < size, _keys(x.at[found].get(mode="clip")), 0)
@@ -106,7 +106,7 @@ def _threshold_select(x: jax.Array, k: int) -> jax.Array:
 
 
 def sample_stride(size: int) -> int:
-    """How far apart the elements lie that tell the threshold search of a vector where to begin.
+    """Returns the distance of the sampled elements from which the threshold search of a vector begins.
 
     Columns of weights may differ in scale. Rows are products of 2, 3 and 5 long, or nearly all: with a stride that none
     of them divides, the sample has elements of all columns.
@@ -126,13 +126,13 @@ def _kth(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _reaching(keys: jax.Array, key: jax.Array) -> jax.Array:
-    """How many keys reach one. As floats: XLA's CPU backend sums them by whole vectors, integers one by one."""
+    """Counts the keys that reach `key`. As floats: XLA's CPU backend sums them by vectors, integers one by one."""
     parts = (keys[start : start + _FLOAT_COUNTS] for start in range(0, keys.size, _FLOAT_COUNTS))
     return sum((jnp.sum((part >= key).astype(jnp.float32)).astype(jnp.int32) for part in parts), jnp.int32(0))
 
 
 def _exactly(keys: jax.Array, k: int) -> jax.Array:
-    """Who is among the `k` largest nonzero keys; of equal ones at the threshold, the first ones."""
+    """Returns a mask of the `k` largest nonzero keys; of equal ones at the threshold, the first ones."""
     kth = jnp.maximum(_kth(keys, k), 1)
     above, equal = keys > kth, keys == kth
     room = k - jnp.sum(above, dtype=jnp.int32)
@@ -154,7 +154,7 @@ def _pack(mask: jax.Array) -> jax.Array:
 
 
 def _positions(words: jax.Array, size: int, slots: int) -> jax.Array:
-    """Which elements of `size` packed ones are set: the first `slots` of them, the slots left over `size`."""
+    """Returns the first `slots` positions that are set among `size` packed ones; slots left over hold `size`."""
     per_bit = size // 32
     columns = -(-words.size // 32)
     grid = jnp.pad(words, (0, 32 * columns - words.size)).reshape(32, columns)  # row r of column c: word r columns + c

@@ -1,4 +1,4 @@
-"""A synchronous, sharded parameter server: every rank serves an equal part of every parameter."""
+"""Sharded optimizer (ZeRO stage 1): every rank steps an equal part of every parameter, and holds its state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxcross.exchange.validation import accumulation_dtype, check_state, group_
 def sharded_optimizer(
     optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, ranks: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the gradients' part that this rank serves, step the optimizer on that part only, and gather the updates.
+    """Averages this rank's part of the gradients, steps the optimizer on that part only, and gathers the updates.
 
     Synchronous training as with `mean` in front of `optimizer`, to rounding, with 1/P of the optimizer's state and of
     its work on each rank (every leaf is cut into P equal parts, padded with zeros). Updates are the same bits on every
@@ -29,7 +29,7 @@ def sharded_optimizer(
 
     The optimizer must work element by element (SGD, momentum, Adam, AdamW, RMSProp, clipping by value), since it sees
     flat parts. One that takes norms over a layer or all layers (LARS, LAMB, `optax.clip_by_global_norm`), draws noise,
-    or looks at shapes (a `mask` that is a function of them; write a tree of booleans) is refused, told by its jaxpr.
+    or looks at shapes (a `mask` that is a function of them; write a tree of booleans) is refused: its jaxpr shows it.
 
     ```python
     tx = jaxcross.exchange.sharded_optimizer(optax.adam(1e-3), "batch", ranks=world.size)
@@ -42,10 +42,10 @@ def sharded_optimizer(
         ranks: Size of the axis. Needed only where `init` runs outside of the step, where the axis is not bound.
 
     Raises:
-        ValueError: `ranks` is no whole number. In `init`, the axis is not bound and `ranks` is not given, or the
+        ValueError: `ranks` is not a whole number. In `init`, the axis is not bound and `ranks` is not given, or the
             optimizer's state starts from the parameters' values, whose part `init` cannot know there. At the first
-            trace, `ranks` is not the axis's size, the optimizer is no element-wise one, or the state has other shapes
-            than `init` would give it: it is that of another number of ranks.
+            trace, `ranks` is not the axis's size, the optimizer does not work element by element, or the state has
+            other shapes than `init` would give it: it is that of another number of ranks.
 
     Bytes that a rank receives, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` of the gradients'
     type and as many of the updates'.
@@ -61,7 +61,7 @@ def sharded_optimizer(
 
     def init(params: optax.Params) -> PerRankState:
         bound = _bound_size(axis)
-        size = _agreed(ranks, bound)
+        size = _axis_size(ranks, bound)
         if bound is not None:
             rank = jax.lax.axis_index(axis)
             return PerRankState(inner.init(jax.tree.map(lambda x: _part(x, size, rank), params)))
@@ -76,7 +76,7 @@ def sharded_optimizer(
     def update(
         updates: optax.Updates, state: PerRankState, params: optax.Params | None = None, **extra: Any
     ) -> tuple[optax.Updates, PerRankState]:
-        size = _agreed(ranks, jax.lax.axis_size(axis))
+        size = _axis_size(ranks, jax.lax.axis_size(axis))
         rank = jax.lax.axis_index(axis)
         leaves, treedef = jax.tree.flatten(updates)
         shapes = [x.shape for x in leaves]
@@ -99,7 +99,7 @@ def _part(leaf: jax.Array, size: int, rank: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
-    """This rank's part of each leaf's mean, by one reduce-scatter a type. 16-bit floats are summed in float32."""
+    """Returns this rank's part of each leaf's mean, by one reduce-scatter a type. Sums 16-bit floats in float32."""
     size = jax.lax.axis_size(axis)
     out: list[Any] = [None] * len(leaves)
     for dtype, members in group_by_dtype(leaves).items():
@@ -111,7 +111,7 @@ def _mean_parts(leaves: Sequence[jax.Array], axis: Hashable) -> list[jax.Array]:
 
 
 def _gather(parts: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]], axis: Hashable) -> list[jax.Array]:
-    """The whole leaves of these shapes, by one all-gather a type."""
+    """Returns the whole leaves of these shapes, by one all-gather a type."""
     out: list[Any] = [None] * len(parts)
     for members in group_by_dtype(parts).values():
         rows = collectives.gather(jnp.concatenate([parts[i] for i in members]), axis)
@@ -127,7 +127,7 @@ def _bound_size(axis: Hashable) -> int | None:
         return None
 
 
-def _agreed(ranks: int | None, bound: int | None) -> int:
+def _axis_size(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
             "`init` of `sharded_optimizer` runs outside of the step and does not know how many parts to make. Give"
@@ -136,7 +136,7 @@ def _agreed(ranks: int | None, bound: int | None) -> int:
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
             f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and the optimizer's state"
-            f" are cut into as many parts as there are ranks. Make both anew for {bound} ranks."
+            f" are cut into as many parts as there are ranks. Make both again for {bound} ranks."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 

@@ -15,7 +15,7 @@ from jaxcross.exchange.validation import check_real
 
 
 def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
-    """+1 or -1 for each element, as most ranks have it; the same on every rank. Stateless, deterministic.
+    """Returns +1 or -1 for each element, as on most ranks; the same on every rank. Stateless, deterministic.
 
     A zero votes +1 and a tie gives +1. A leaf that is all zeros on all ranks stays zero; one with NaN or infinity on
     any rank becomes NaN on every rank. The size of gradients is lost: use a small learning rate.
@@ -51,9 +51,9 @@ def sign_sgd(axis_name: Hashable) -> optax.GradientTransformation:
         votes = bits.unpack(jax.lax.all_to_all(ballots, axis, 0, 0))
         majority = 2 * jnp.sum(votes, axis=0, dtype=jnp.int32) >= size
         elected = bits.unpack(collectives.gather(bits.pack(majority), axis)).reshape(-1)
-        # A bit cannot say zero, nor what is not finite: that travels as NaN, which a job's `nonfinite` sees.
-        told = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
-        moved = jax.lax.psum(jnp.stack(told).astype(jnp.float32), axis)
+        # A bit cannot encode zero, nor what is not finite: this travels as NaN, which a job's `nonfinite` sees.
+        present = [jnp.where(jnp.all(jnp.isfinite(x)), jnp.any(x != 0), jnp.nan) for x in leaves]
+        moved = jax.lax.psum(jnp.stack(present).astype(jnp.float32), axis)
         signed = jax.tree.leaves(where.unravel(bits.signs(elected)))
         out = [
             jnp.where(jnp.isnan(m), jnp.asarray(jnp.nan, s.dtype), jnp.where(m > 0, s, 0)).astype(x.dtype)

@@ -33,12 +33,13 @@ def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
 
 
 def check_density(density: object, name: str = "density") -> float:
-    """A share of elements, as Python's number.
+    """Returns a share of elements as a float.
 
     Raises:
-        ValueError: `density` is no number in (0, 1].
+        ValueError: `density` is not a number in (0, 1].
     """
-    if not 0 < (share := as_number(density)) <= 1:
+    share = as_number(density)
+    if not 0 < share <= 1:
         raise ValueError(
             f"`{name}` is {density!r}: it is the share of elements that are sent and must be a number in (0, 1], for"
             " example 0.01. How many are sent is part of the program: a share that changes is a `warm_up` of `top_k`."
@@ -48,12 +49,12 @@ def check_density(density: object, name: str = "density") -> float:
 
 
 def slots(density: float, size: int) -> int:
-    """Elements that are sent of `size`: the share rounded, but one at least."""
+    """Returns the number of elements that are sent of `size`: the share rounded, but one at least."""
     return min(size, max(1, round(density * size)))
 
 
 def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[bool]:
-    """Which of a tree's (path, leaf) pairs are compressed: floats with elements that `skip` does not name."""
+    """Returns for each (path, leaf) whether it is compressed: floats with elements that `skip` does not name."""
     return [
         jnp.size(leaf) > 0
         and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
@@ -63,7 +64,7 @@ def compressed_leaves(leaves: Sequence[tuple[Any, Any]], skip: Skip) -> list[boo
 
 
 def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) -> PyTree:
-    """The tree of zero residuals: one float32 vector of `length(size)` for each leaf that is compressed."""
+    """Returns the tree of zero residuals: one float32 vector of `length(size)` for each leaf that is compressed."""
     found, treedef = jax.tree.flatten_with_path(params)
     vectors = [
         jnp.zeros(length(jnp.size(leaf)), jnp.float32) if chosen else optax.MaskedNode()
@@ -73,9 +74,9 @@ def residuals(params: optax.Params, skip: Skip, length: Callable[[int], int]) ->
 
 
 def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
-    """Says that `what` compresses nothing where vectors are all that it was given, behind `optax.flatten` for example.
+    """Warns that `what` compresses nothing where vectors are all that it was given, behind `optax.flatten` for example.
 
-    Not while tracing, as who asks for shapes alone does, and not where `skip` is the user's own.
+    No warning while tracing, for shapes alone, and none where `skip` is the user's own.
     """
     found = jax.tree.leaves_with_path(params)
     if skip is not bias_or_norm or any(compressed_leaves(found, skip)) or any(isinstance(x, Tracer) for _, x in found):
@@ -89,17 +90,17 @@ def warn_if_none(params: optax.Params, skip: Skip, what: str) -> None:
 
 
 def rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Values as they travel. The rest then stays in the residual, as all rounding does."""
+    """Rounds values as they travel. The rest then stays in the residual, as all rounding does."""
     return collectives.round_for_wire(collectives.saturate(values, dtype), dtype)
 
 
 def residual_after(x: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """What is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
+    """Returns what is left of a vector once these pairs are sent. Rounding on the wire stays in it."""
     return x.at[indices].add(-values.astype(x.dtype), mode="drop")
 
 
 def sum_of_pairs(values: jax.Array, indices: jax.Array, size: int) -> jax.Array:
-    """The float32 vector that every rank's pairs, `[P, k]`, add up to, rank after rank: the same bits everywhere."""
+    """Returns the float32 sum of every rank's pairs, `[P, k]`, rank after rank: the same bits everywhere."""
 
     def add(rank: jax.Array, sum_: jax.Array) -> jax.Array:
         # One rank's indices differ, so that no order of these additions can change a bit, on any backend.

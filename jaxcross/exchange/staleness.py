@@ -21,9 +21,13 @@ from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole
 
 
 class StaleState(NamedTuple):
-    """Attributes: `step`, modulo the period of the schedule, int32; `queue`, like the gradients
-    with one more first axis, in float32 at least, slot `t mod length` is that of step `t`; `inner`, of the optimizer.
-    """  # fmt: skip
+    """State of delayed gradients.
+
+    Attributes:
+        step: Step modulo the period of the schedule, int32.
+        queue: Like the gradients with one more first axis, in float32 at least; step `t` has slot `t mod length`.
+        inner: State of the optimizer.
+    """
 
     step: jax.Array
     queue: PyTree
@@ -31,9 +35,13 @@ class StaleState(NamedTuple):
 
 
 class BoundedStaleState(NamedTuple):
-    """Attributes: `step`, modulo the bound, int32; `late`, the other ranks' gradients that are still to come, stored as
-    `StaleState` stores its queue; `inner`, of this rank's own optimizer.
-    """  # fmt: skip
+    """State of the other ranks' late gradients.
+
+    Attributes:
+        step: Step modulo the bound, int32.
+        late: The other ranks' gradients that are still to come, stored as `StaleState` stores its queue.
+        inner: State of this rank's own optimizer.
+    """
 
     step: jax.Array
     late: PyTree
@@ -43,7 +51,7 @@ class BoundedStaleState(NamedTuple):
 def bounded_stale(
     optimizer: optax.GradientTransformation, axis_name: collectives.AxisName, *, bound: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Step each rank on its own gradient at once and on the others' `bound` steps late: the worst that SSP allows.
+    """Steps each rank on its own gradient at once and on the others' `bound` steps late: the worst that SSP allows.
 
     A stale-synchronous rank reads its own writes, and all writes of others that are more than `bound` clocks old; here
     it never sees newer ones. Every gradient counts exactly once on each rank, divided by the ranks. Parameters and
@@ -60,7 +68,7 @@ def bounded_stale(
         bound: Steps by which the others' gradients are late; each costs memory for one set of gradients.
 
     Raises:
-        ValueError: `bound` is no whole number from 0 on.
+        ValueError: `bound` is not a whole number from 0 on.
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'; the simulator sends at once and
     waits at the receiver.
@@ -103,7 +111,7 @@ def asynchronous(
     *,
     delays: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Step on the mean of the gradients that *arrive* in this step, each by its own delay after it was computed.
+    """Steps on the mean of the gradients that *arrive* in this step, each by its own delay after it was computed.
 
     An asynchronous server with the arrival times of a schedule: a gradient computed on the parameters of step `t` is
     applied in step `t + delay`, to parameters that have moved on. Each gradient is applied exactly once. Parameters and
@@ -121,8 +129,8 @@ def asynchronous(
             for as many sets of gradients.
 
     Raises:
-        ValueError: A delay is no whole number from 0 on, rows differ in length, or there is not one for each rank (at
-            the first trace).
+        ValueError: A delay is not a whole number from 0 on, rows differ in length, or there is not one for each rank
+            (at the first trace).
 
     Bytes that a rank receives: those of the mean, `2(P-1)/P` times the gradients'.
 

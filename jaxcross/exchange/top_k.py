@@ -23,7 +23,7 @@ Pattern = Literal["flat", "hierarchical"]
 
 
 class TopKState(NamedTuple):
-    """The steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
+    """Steps made, and what each rank has not sent yet: float32 vectors in the tree of the parameters.
 
     A vector is as long as its leaf has elements D; hierarchical, as a padded leaf's part D'/L on one of L ranks of a
     node. No step can tell residuals of another number of ranks, or of nodes, whose length is the same. `job.restore`
@@ -47,7 +47,7 @@ def top_k(
     pattern: Pattern = "flat",
     local_size: int | None = None,
 ) -> optax.GradientTransformation:
-    """The mean over ranks of each rank's `k = density * D` largest elements of a leaf of D.
+    """Averages over ranks each rank's `k = density * D` largest elements of a leaf of D.
 
     Updates are the same on every rank; residuals are the rank's own, and must be saved for each rank. Deterministic.
     Exchanged are k pairs of a value and an int32 index, by one all-gather of all leaves' values and one of their
@@ -70,7 +70,7 @@ def top_k(
         axis_name: One axis, or several as one; for `"hierarchical"` the outer and the inner one.
         selection: How the largest are found: see `jaxcross.exchange.select`.
         error_feedback: Keep what was not sent, the rounding of `values_dtype` included. Without it top-k may stall.
-        skip: (path, leaf) -> whether a leaf is averaged as it is. Unless told otherwise scalars, vectors, and leaves of
+        skip: (path, leaf) -> whether a leaf is averaged as it is. By default scalars, vectors, and leaves of
             any shape whose name is `bias` or `scale`.
         warm_up: `(until_step, density)` pairs, steps ascending: the density before `until_step`.
         values_dtype: Element type of the values on the wire, for example `jnp.bfloat16`. Values beyond its range travel

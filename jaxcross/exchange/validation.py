@@ -1,4 +1,4 @@
-"""What exchanges ask of their arguments, and what those of parameters, to which updates lead, have in common."""
+"""Checks of the exchanges' arguments, and the arithmetic that exchanges of parameters share."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxcross.exchange.collectives import AxisName
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
-    """The parameters.
+    """Returns the parameters.
 
     Raises:
-        ValueError: They were not handed over.
+        ValueError: `update` got no parameters.
     """
     if params is None:
         raise ValueError(
@@ -36,7 +36,7 @@ _LARGEST = 2**31 - 1
 
 
 def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
-    """`value` as an int, if it is an integer, of Python or NumPy, from `least` to 2^31 - 1.
+    """Returns `value` as an int, if it is an integer, of Python or NumPy, from `least` to 2^31 - 1.
 
     Raises:
         ValueError: It is not.
@@ -49,7 +49,7 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
 
 
 def as_number(value: Any) -> float:
-    """One real number of Python, NumPy or JAX, as Python's. NaN, which is in no range, where it is none, or traced."""
+    """Returns a real number of Python, NumPy or JAX as a float; NaN, which is in no range, for any other value."""
     if isinstance(value, bool | str | Tracer):
         return math.nan
     try:
@@ -59,10 +59,10 @@ def as_number(value: Any) -> float:
 
 
 def optimizer_in(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that `what` wraps, which takes more arguments.
+    """Returns the optimizer that `what` wraps, with support for extra arguments.
 
     Raises:
-        ValueError: `optimizer` is none.
+        ValueError: `optimizer` is not an optax optimizer.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
@@ -81,21 +81,21 @@ def check_state(
     """
     fresh = jax.eval_shape(init, params)
     if jax.tree.structure(state) != jax.tree.structure(fresh):
-        return  # whoever takes it apart will say so
+        return  # the exchange reports it when it takes the state apart
     for (path, x), new in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True):
         if jnp.shape(x) != new.shape:
             raise ValueError(
                 f"the state of {what} is {list(jnp.shape(x))} at `{jax.tree_util.keystr(path)}`, but must be"
                 f" {list(new.shape)} here: it was made with other arguments, for other ranks, or for other parameters."
-                " Make it anew; what it holds is lost."
+                " Make it again; what it holds is lost."
             )
 
 
 def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what: str) -> None:
-    """Refuses a float64 leaf, which `what`, in float32, would cut: a finite number may be infinite there.
+    """Refuses a float64 leaf, which `what`, in float32, would round: a finite number may be infinite there.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The leaf is float64.
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
@@ -105,10 +105,10 @@ def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what:
 
 
 def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> None:
-    """Refuses leaves that are no real floats, of which `what` can make nothing, and on request float64.
+    """Refuses leaves that are not real floats, which `what` cannot represent, and on request float64.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(updates):
         if not float64:
@@ -121,7 +121,7 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
 
 
 def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax.Params) -> optax.Updates:
-    """Updates that lead from `params` to `targets`, to rounding; leaves that are not floating-point keep theirs."""
+    """Returns updates that lead from `params` to `targets`, to rounding; integer leaves keep theirs."""
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
         return (target - p).astype(u.dtype) if _moves(p) else u
@@ -130,12 +130,12 @@ def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax
 
 
 def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
-    """Updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
+    """Returns updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
     return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
 
 
 def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """The floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
+    """Returns floating-point leaves as one vector a type, and the function that puts such vectors back into the tree.
 
     One message a type instead of one a leaf: hops between neighbours are mostly latency. Vectors are padded with zeros
     to a multiple. Types without elements have none.
@@ -160,12 +160,12 @@ def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], C
 
 
 def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The type in which floats of a type are added up: float32 at least. What is no float keeps its own."""
+    """Returns the type in which floats of a type are summed, float32 at least; other types stay as they are."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
-    """Element type -> positions of the leaves that have it."""
+    """Returns the positions of the leaves of each element type."""
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         found.setdefault(jnp.result_type(leaf), []).append(i)
@@ -173,12 +173,12 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def mean_of(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """The mean of each floating-point leaf over `axis_name`; others as they are."""
+    """Averages each floating-point leaf over `axis_name`; others stay as they are."""
     return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if _moves(x) else x, tree)
 
 
 def sum_of(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """The sum of each floating-point leaf over `axis_name`; others as they are."""
+    """Sums each floating-point leaf over `axis_name`; others stay as they are."""
     return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if _moves(x) else x, tree)
 
 

@@ -31,10 +31,10 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "
 
 
 class Lab:
-    """A context manager: hosts `h0`, `h1` ... exist from enter to exit. Waits about 0.2 s; communicates with nobody.
+    """A context manager: hosts `h0`, `h1` ... exist from enter to exit. Waits about 0.2 s.
 
     Args:
-        hosts: How many.
+        hosts: Number of hosts.
         rate: Of each host's link in each direction, as `tc` spells it (`500mbit`); None leaves it unshaped.
         latency: Added to each packet that a host sends (`1ms`); needs a kernel with netem. None adds nothing.
         burst_kb: Kilobytes that a link which has rested passes at full speed.
@@ -57,7 +57,7 @@ class Lab:
         if rate is not None:
             _check_rate(rate)
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
-            raise ValueError(f"`{latency}` is no latency: write 200us, 1ms, ... as tc does.")
+            raise ValueError(f"`{latency}` is not a latency: write 200us, 1ms, ... as tc does.")
         if burst_kb < 64:
             raise ValueError(f"a link passes 64 kB at once, the kernel's largest packet, or more, not {burst_kb}.")
         self.hosts = hosts
@@ -73,12 +73,16 @@ class Lab:
                 raise OSError(f"no lab on this machine: the command `{tool}` is missing. Install {package}.")
         if not sys.platform.startswith("linux"):
             raise OSError(f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`.")
-        wish = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency, "burst_kb": self.burst_kb}
+        request = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency, "burst_kb": self.burst_kb}
         # -I: the package folder must not come first on its path. A session of its own: Ctrl-C is for the command only
         self._holder = subprocess.Popen(
-            [sys.executable, "-I", str(HOLDER), json.dumps(wish)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-I", str(HOLDER), json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._holder.stdout is not None
         try:
             answer = self._holder.stdout.readline()
@@ -114,14 +118,14 @@ class Lab:
 
     @property
     def _open(self) -> dict[str, Any]:
-        """What the holder told of itself."""
+        """Returns the facts that the holder has sent: its process id and its folder."""
         if self._holder is None:
             raise ValueError("the lab is closed: use it inside its `with` block.")
         return self._facts
 
     @property
     def description(self) -> str:
-        """For reports: what joins the ranks."""
+        """Describes the link between the ranks, for reports."""
         rate = self.rate or "unshaped"
         return (
             f"real link {rate}{f', {self.latency}' if self.latency else ''} ({self.hosts} hosts in network namespaces)"
@@ -177,7 +181,7 @@ class Lab:
 
         Raises:
             ValueError: A rate that cannot be meant, or links that were made unshaped.
-            OSError: The kernel refused; says what it said.
+            OSError: The kernel refused; the message is the kernel's.
         """
         _check_rate(rate)
         if self.rate is None:
@@ -192,11 +196,11 @@ class Lab:
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Takes a host off the switch, or puts it back. Connections stay; meanwhile they carry nothing.
+        """Takes a host off the switch, or puts it back. Connections stay, and carry nothing while the host is off.
 
         Raises:
             ValueError: There is no such host.
-            OSError: The kernel refused; says what it said.
+            OSError: The kernel refused; the message is the kernel's.
         """
         self._check_host(host)
         line = self.wrap(["ip", "link", "set", "dev", f"to-h{host}", "up" if up else "down"])
@@ -264,7 +268,7 @@ def shape(rate: str, burst_kb: int) -> tuple[str, ...]:
 
 def _check_rate(rate: str) -> None:
     if not re.fullmatch(r"\d+(\.\d+)?[kmgt]?(bit|bps)", rate):
-        raise ValueError(f"`{rate}` is no rate: write 500mbit, 1gbit, ... as tc does.")
+        raise ValueError(f"`{rate}` is not a rate: write 500mbit, 1gbit, ... as tc does.")
 
 
 def available() -> str | None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from jaxcross.commands.launch import related
 from jaxcross.lab import Lab
@@ -42,7 +41,7 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
             status = _run(lab, command)
             where = "link" if measure else lab.description  # which was described above
             sent_mb = (lab.bytes_crossed() - before) / 1e6
-            hint = ": if the command has ranks, they did not speak over it" if sent_mb < 0.01 else ""
+            hint = ": if the command has ranks, they did not communicate over it" if sent_mb < 0.01 else ""
             print(f"lab: {sent_mb:.1f} MB crossed the {where}{hint}", file=sys.stderr)
             return status if status >= 0 else 128 - status
     except (OSError, ValueError) as error:
@@ -51,37 +50,37 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
 
 
 def _run(lab: Lab, command: Sequence[str]) -> int:
-    """Runs the command, and passes on to it what this process is told; its status. A second SIGTERM kills it.
+    """Runs the command, forwards signals to it, and returns its status. A second SIGTERM kills it.
 
-    `nsenter` ends by what it is told and passes nothing on. So it hears nothing, not from the terminal either, and the
-    command, which is its child, hears it from here: SIGINT with its whole group, as from a terminal.
+    `nsenter` ends by a signal and forwards none. So it gets a session of its own, which the terminal's signals do not
+    reach, and the command, its child, gets them from here: SIGINT with its whole group, as from a terminal.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # before there was anybody to tell
-    heard: set[int] = set()
+    early: list[int] = []  # signals that arrived before the start of the command
+    received: set[int] = set()
 
-    def tell(number: int, _: Any = None) -> None:
+    def forward(number: int, _: object = None) -> None:
         if not processes:
             early.append(number)
             return
-        if number == signal.SIGTERM and number in heard:
+        if number == signal.SIGTERM and number in received:
             raise SystemExit(128 + number)  # with the lab, all in it ends
-        if number == signal.SIGHUP and number in heard:
-            return  # of a terminal that closes, it comes from the shell and from the kernel
-        heard.add(number)
-        told = related(processes[0].pid, group=number == signal.SIGINT)
-        for pid in told:
+        if number == signal.SIGHUP and number in received:
+            return  # shell and kernel both send it when a terminal closes
+        received.add(number)
+        children = related(processes[0].pid, group=number == signal.SIGINT)
+        for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not told:  # `nsenter` has not started it yet
+        if not children:  # `nsenter` has not started it yet
             processes[0].send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, tell)
+            signal.signal(number, forward)
     processes.append(subprocess.Popen(lab.wrap(command), env=lab.environment(), start_new_session=True))
     for number in early:
-        tell(number)
+        forward(number)
     return processes[0].wait()
 
 

@@ -1,6 +1,6 @@
 """The process that holds a lab's namespaces. Run as a script in isolated mode: standard library only, one thread.
 
-Speaks one JSON line on standard output (`pid`, `folder`, `user`, or `error`) and then waits for the end of standard
+Writes one JSON line to standard output (`pid`, `folder`, `user`, or `error`) and then waits for the end of standard
 input. It is process 1 of its own process namespace, so the kernel kills everything in there when it ends.
 """
 
@@ -35,27 +35,27 @@ exec nsenter --target="$pid" --net --uts -- "$@"
 
 
 def main() -> None:
-    """Makes the lab that the argument describes, says so, and waits for the end of standard input."""
-    wish = json.loads(sys.argv[1])
+    """Makes the lab that the argument describes, reports it, and waits for the end of standard input."""
+    request = json.loads(sys.argv[1])
     try:
         user = _leave()
     except OSError as error:
-        _say(error=f"the kernel refused new namespaces ({error.strerror}).")
+        _report(error=f"the kernel refused new namespaces ({error.strerror}).")
         return
-    ready, tell = os.pipe()
+    ready, notify = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(ready)
-        _first_process(wish, tell)
-    os.close(tell)
+        _first_process(request, notify)
+    os.close(notify)
     # the first process keeps the lifeline; this one must not hold its standard input open for it
     with os.fdopen(ready) as stream:
         answer = json.loads(stream.readline() or '{"error": "the first process of the namespace died."}')
-    _say(**answer, **({} if "error" in answer else {"pid": pid, "user": user}))
+    _report(**answer, **({} if "error" in answer else {"pid": pid, "user": user}))
     os.waitpid(pid, 0)
 
 
-def _say(**facts: Any) -> None:
+def _report(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -86,14 +86,14 @@ def _leave() -> bool:
     return True
 
 
-def _first_process(wish: dict[str, Any], tell: int) -> NoReturn:
+def _first_process(request: dict[str, Any], notify: int) -> NoReturn:
     """Process 1 of the namespace: builds the hosts, then sleeps until the lifeline ends."""
     _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
-        answer: dict[str, Any] = {"folder": str(_build(wish))}
+        answer: dict[str, Any] = {"folder": str(_build(request))}
     except (OSError, subprocess.SubprocessError) as error:
         answer = {"error": _reason(error)}
-    with os.fdopen(tell, "w") as stream:
+    with os.fdopen(notify, "w") as stream:
         stream.write(json.dumps(answer) + "\n")
     if "error" in answer:
         os._exit(1)
@@ -106,8 +106,8 @@ def _first_process(wish: dict[str, Any], tell: int) -> NoReturn:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        said = (error.stderr or "").strip().splitlines()
-        return f"`{' '.join(error.cmd)}` failed: {said[-1] if said else error.returncode}"
+        lines = (error.stderr or "").strip().splitlines()
+        return f"`{' '.join(error.cmd)}` failed: {lines[-1] if lines else error.returncode}"
     return str(error)
 
 
@@ -115,7 +115,7 @@ def _do(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10)
 
 
-def _build(wish: dict[str, Any]) -> Path:
+def _build(request: dict[str, Any]) -> Path:
     _do("mount", "--make-rprivate", "/")
     _do("mount", "-t", "proc", "proc", "/proc")
     folder = next((Path(name) for name in FOLDERS if Path(name).is_dir()), None)
@@ -123,7 +123,7 @@ def _build(wish: dict[str, Any]) -> Path:
         raise OSError(f"none of {', '.join(FOLDERS)} exists to put a private file system on.")
     _do("mount", "-t", "tmpfs", "-o", "mode=755", "jaxcross-lab", str(folder))
     socket.sethostname("head")
-    names = [f"h{i}" for i in range(wish["hosts"])]
+    names = [f"h{i}" for i in range(request["hosts"])]
     addresses = {name: f"{SUBNET}.{i + 1}" for i, name in enumerate(names)}
     table = "".join(f"{address} {name}\n" for name, address in (*addresses.items(), ("head", HEAD)))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{table}")
@@ -139,7 +139,7 @@ def _build(wish: dict[str, Any]) -> Path:
     shares = _shares(sorted(os.sched_getaffinity(0)), len(names))
     for name, cores in zip(names, shares, strict=True):
         pid = _host(name)
-        _connect(name, pid, addresses[name], wish)
+        _connect(name, pid, addresses[name], request)
         (folder / name).write_text(f"{pid} {','.join(map(str, cores))}\n")
     for address in addresses.values():
         _await(address)
@@ -147,7 +147,7 @@ def _build(wish: dict[str, Any]) -> Path:
 
 
 def _shares(cores: list[int], hosts: int) -> list[list[int]]:
-    """Each host's cores, as equal as can be; nobody is pinned when there are more hosts than cores."""
+    """Each host's cores, as equal as can be; with more hosts than cores no host is pinned."""
     if hosts > len(cores):
         return [[]] * hosts
     return [cores[i * len(cores) // hosts : (i + 1) * len(cores) // hosts] for i in range(hosts)]
@@ -155,24 +155,24 @@ def _shares(cores: list[int], hosts: int) -> list[list[int]]:
 
 def _host(name: str) -> int:
     """Forks the process that keeps a host's namespaces; returns when they exist."""
-    ready, tell = os.pipe()
+    ready, notify = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(0)
         _unshare(NEWNET | NEWUTS)
         socket.sethostname(name)
-        os.write(tell, b".")
-        os.close(tell)
+        os.write(notify, b".")
+        os.close(notify)
         while True:
             signal.pause()
-    os.close(tell)
+    os.close(notify)
     with os.fdopen(ready, "rb") as stream:
         if not stream.read(1):
             raise OSError(f"host `{name}` could not be made.")
     return pid
 
 
-def _connect(name: str, pid: int, address: str, wish: dict[str, Any]) -> None:
+def _connect(name: str, pid: int, address: str, request: dict[str, Any]) -> None:
     port = f"to-{name}"
     inside = ("nsenter", f"--target={pid}", "--net", "--")
     _do("ip", "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
@@ -180,14 +180,14 @@ def _connect(name: str, pid: int, address: str, wish: dict[str, Any]) -> None:
     _do(*inside, "ip", "link", "set", "lo", "up")
     _do(*inside, "ip", "address", "add", f"{address}/24", "dev", "eth0")
     _do(*inside, "ip", "link", "set", "eth0", "up")
-    burst = f"{wish['burst_kb']}kb"
-    shape = ("tbf", "rate", wish["rate"], "burst", burst, "latency", "100ms") if wish["rate"] else ()
+    burst = f"{request['burst_kb']}kb"
+    shape = ("tbf", "rate", request["rate"], "burst", burst, "latency", "100ms") if request["rate"] else ()
     if shape:
         _do("tc", "qdisc", "add", "dev", port, "root", "handle", "1:", *shape)
         _do(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape)
-    if wish["latency"]:
+    if request["latency"]:
         where = ("parent", "1:1") if shape else ("root",)
-        _do(*inside, "tc", "qdisc", "add", "dev", "eth0", *where, "handle", "10:", "netem", "delay", wish["latency"])
+        _do(*inside, "tc", "qdisc", "add", "dev", "eth0", *where, "handle", "10:", "netem", "delay", request["latency"])
 
 
 def _await(address: str, patience_s: float = 10.0) -> None:

@@ -1,4 +1,4 @@
-"""Who may go on: the clocks of all workers as one server knows them. Decides without doing."""
+"""Decides which workers may go on, from the clocks of all workers as one server knows them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Clocks:
     """The stale-synchronous rule: a worker at clock `c` waits until the slowest is at `c - staleness` or beyond.
 
     A worker's clock is the number of gradients that it has pushed, infinite once it has finished: then it waits for
-    all others to finish, and nobody waits for it.
+    all others to finish, and no worker waits for it.
 
     Args:
         ranks: Number of workers.
@@ -27,23 +27,23 @@ class Clocks:
         return tuple(self._clocks)
 
     def push(self, rank: int) -> None:
-        """The worker has pushed a gradient, and waits to go on."""
+        """Records that the worker has pushed a gradient, and waits to go on."""
         self._clocks[rank] += 1
         self._waiting.add(rank)
 
     def finish(self, rank: int) -> None:
-        """The worker will push no more, and waits for the end."""
+        """Records that the worker will push no more, and waits for the end."""
         self._clocks[rank] = math.inf
         self._waiting.add(rank)
 
     def release(self) -> list[int]:
-        """The workers that waited and may go on, in order; they wait no longer."""
+        """Returns the workers that waited and may go on, in order; they no longer wait."""
         free = sorted(rank for rank in self._waiting if not self.behind(rank))
         self._waiting.difference_update(free)
         return free
 
     def behind(self, rank: int) -> list[int]:
-        """The workers that `rank` must wait for."""
+        """Returns the workers that `rank` must wait for."""
         clock = self._clocks[rank]
         least = clock if clock == math.inf else clock - self.staleness
         return [other for other, theirs in enumerate(self._clocks) if theirs < least]

@@ -19,45 +19,47 @@ from jaxcross.world.mailbox import Mailbox
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 _PUSH, _PARAMS, _FINISHED, _FAILED, _STOPPED = range(1, 6)
-# Between two looks into the mailbox. MPI's own wait would keep a core busy for as long as the workers compute.
-_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 1e-4, 2e-3
+# Seconds between two polls of the mailbox. MPI's own wait would keep a core busy for as long as the workers compute.
+_FIRST_POLL_S, _LONGEST_POLL_S = 1e-4, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why no rank can go on, the same text on all of them. `stopped`: a person asked for it."""
+    """Reason why no rank can go on, the same text on all ranks. `stopped`: a person asked for it."""
 
     text: str
     stopped: bool = False
 
 
 class Lane:
-    """Server and postman of one rank. Its mailbox is used by its own thread alone.
+    """Server of one rank's part, and carrier of its worker's messages. Its mailbox is used by its own thread alone.
 
-    It applies what has arrived when a worker may go on, in one step of the optimizer. While nobody may, gradients are
-    kept: with staleness 0 until those of all workers are there, so that one step is made on their mean.
+    The lane applies the gradients that have arrived, in one step of the optimizer, when a worker may go on. While no
+    worker may, gradients are kept: with staleness 0 until those of all workers are there, so that one step is made on
+    their mean.
 
-    It ends in one of two ways, and nothing is under way then, since messages of one rank come in the order sent. Either
-    all workers finish: the answer to that is each server's last message. Or a worker or server fails: its last message
-    says so, every lane that hears it says it to all as its own last one, and hears everybody out.
+    The lane ends in one of two ways, and no message is under way then, since messages of one rank arrive in the order
+    in which they were sent. Either all workers finish: the answer to that is each server's last message. Or a worker
+    or server fails: it reports this in its last message; every lane that receives it sends it to all ranks as its own
+    last message, and reads on until it has the last message of every rank.
 
     Args:
-        mailbox: Of its own.
-        clocks: Fresh.
-        shard: What it serves.
-        name: Of the thread.
+        mailbox: Mailbox of this lane alone.
+        clocks: New clocks.
+        shard: Part that this rank serves.
+        name: Name of the thread.
     """
 
     def __init__(self, mailbox: Mailbox, clocks: Clocks, shard: Shard, name: str) -> None:
         self._mailbox, self._clocks, self._shard = mailbox, clocks, shard
-        self._orders: deque[Callable[[], None]] = deque()
-        self._news = threading.Event()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wakeup = threading.Event()
         self._changed = threading.Condition()
         self._arrived: dict[int, np.ndarray] = {}
         self._answers: dict[int, np.ndarray] = {}
         self._finishing = False
-        self._final: set[int] = set()  # ranks whose answer to the end of all workers has come
-        self._hung_up: set[int] = set()  # ranks that have said that they cannot go on
+        self._final: set[int] = set()  # ranks whose answer to the end of all workers has arrived
+        self._failed_ranks: set[int] = set()  # ranks whose last message, that they cannot go on, has arrived
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"jaxcross-server-{name}", daemon=True)
@@ -71,19 +73,19 @@ class Lane:
 
     def push(self, parts: Sequence[np.ndarray]) -> None:
         """Begins to send a gradient, a part for each server. Does not wait."""
-        self._order(partial(self._send_all, _PUSH, parts))
+        self._command(partial(self._send_all, _PUSH, parts))
 
     def finish(self) -> None:
-        """Tells all servers that this worker pushes no more. Does not wait."""
+        """Notifies all servers that this worker pushes no more. Does not wait."""
         self._finishing = True
-        self._order(partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size))
+        self._command(partial(self._send_all, _FINISHED, [np.empty(0, np.uint8)] * self._mailbox.size))
 
     def give_up(self, text: str, *, stopped: bool) -> None:
-        """Tells all ranks that none can go on. Does not wait."""
-        self._order(partial(self._fail, Failure(text, stopped)))
+        """Notifies all ranks that none can go on. Does not wait."""
+        self._command(partial(self._fail, Failure(text, stopped)))
 
     def wait(self) -> list[np.ndarray] | None:
-        """Every server's part of the parameters, after a push or at the end. Waits for them.
+        """Waits for every server's part of the parameters, after a push or at the end, and returns them.
 
         None: this worker has finished, and others are still at work; ask again.
 
@@ -107,10 +109,11 @@ class Lane:
             f"The parameter server cannot go on: {self._failure.text}. Every rank leaves it."
         ) from self._cause
 
-    def awaited(self) -> dict[int, str]:
-        """The other ranks that this rank's worker waits for, and why."""
+    def waiting_for(self) -> dict[int, str]:
+        """Returns the other ranks that this rank's worker waits for, and why."""
         rank, now = self._mailbox.rank, self._clocks.now
-        if behind := self._clocks.behind(rank):
+        behind = self._clocks.behind(rank)
+        if behind:
             return {r: f"its worker is at step {now[r]}" for r in behind}
         missing = (r for r in range(self._mailbox.size) if r not in self._answers and r != rank)
         return dict.fromkeys(missing, "its server has not answered")
@@ -119,9 +122,9 @@ class Lane:
         """Waits until nothing is under way between this rank and any other."""
         self._thread.join()
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        self._news.set()
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wakeup.set()
 
     def _complete(self) -> bool:
         return len(self._answers) == self._mailbox.size
@@ -137,32 +140,33 @@ class Lane:
                 self._cause = error
                 self._fail(Failure(f"the server of rank {self._mailbox.rank} failed: {describe(error)}"))
                 self._serve()
-        except BaseException as error:  # MPI itself: this rank cannot tell the others, who wait until the watchdog ends
+        except BaseException as error:
+            # MPI itself failed: this rank cannot notify the others, which wait until the watchdog ends them.
             self._cause, self._failure = error, Failure(f"rank {self._mailbox.rank} cannot send: {describe(error)}")
             self._notify()
 
     def _serve(self) -> None:
-        patience_s = _FIRST_PATIENCE_S
+        poll_s = _FIRST_POLL_S
         while True:
-            moved = self._follow_orders() + self._read()
+            moved = self._run_commands() + self._read()
             self._answer()
             if moved:
                 self._notify()
             sent = self._mailbox.sent()
-            if sent and len(self._final if self._failure is None else self._hung_up) == self._mailbox.size:
+            if sent and len(self._final if self._failure is None else self._failed_ranks) == self._mailbox.size:
                 break
-            # What is not sent yet moves on only when it is looked at.
+            # MPI moves a message that is not sent yet only while it is polled.
             again = moved or not sent
-            patience_s = _FIRST_PATIENCE_S if again else min(2 * patience_s, _LONGEST_PATIENCE_S)
+            poll_s = _FIRST_POLL_S if again else min(2 * poll_s, _LONGEST_POLL_S)
             if not moved:
-                self._news.wait(patience_s)
-            self._news.clear()
+                self._wakeup.wait(poll_s)
+            self._wakeup.clear()
         self._mailbox.close()
 
-    def _follow_orders(self) -> int:
+    def _run_commands(self) -> int:
         count = 0
-        while self._orders:
-            self._orders.popleft()()
+        while self._commands:
+            self._commands.popleft()()
             count += 1
         return count
 
@@ -184,11 +188,14 @@ class Lane:
             if self._finishing:
                 self._final.add(sender)
         else:
-            self._hung_up.add(sender)
+            self._failed_ranks.add(sender)
             self._fail(Failure(bytes(message).decode(), stopped=tag == _STOPPED))
 
     def _answer(self) -> None:
-        if self._failure is not None or not (free := self._clocks.release()):
+        if self._failure is not None:
+            return
+        free = self._clocks.release()
+        if not free:
             return
         if self._arrived:
             arrived, self._arrived = self._arrived, {}

@@ -1,21 +1,22 @@
-"""How a tree of arrays is cut into one flat message for each server, and put together again."""
+"""Cuts a tree of arrays into one flat message for each server, and puts it together again."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcross._pytree import PyTree
+
 _ALIGNMENT = 64
 
 
 class Layout:
-    """Every leaf in P equal parts, padded with zeros; message p holds part p of all leaves, as bytes (uint8).
+    """Layout of every leaf in P equal parts, padded with zeros; message p holds part p of all leaves, as bytes (uint8).
 
     So every server's part is a tree of the parameters' structure, and messages are equally long. Pure.
 
@@ -31,7 +32,7 @@ class Layout:
         nbytes: Length of a message.
     """
 
-    def __init__(self, params: Any, ranks: int) -> None:
+    def __init__(self, params: PyTree, ranks: int) -> None:
         self._ranks = ranks
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
         self._names = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -49,12 +50,12 @@ class Layout:
         )
         *self._starts, self.nbytes = itertools.accumulate(sizes, initial=0)
 
-    def types(self) -> Any:
-        """The parameters' tree of shapes and element types."""
+    def types(self) -> PyTree:
+        """Returns the parameters' tree of shapes and element types."""
         return jax.tree.unflatten(self.treedef, [jax.ShapeDtypeStruct(*form) for form in self._forms])
 
-    def leaves(self, tree: Any) -> list[Any]:
-        """The leaves of a tree that must be like the parameters.
+    def leaves(self, tree: PyTree) -> list[jax.Array]:
+        """Returns the leaves of a tree that must be like the parameters.
 
         Raises:
             ValueError: It has another structure, shape or element type.
@@ -71,8 +72,8 @@ class Layout:
                 )
         return leaves
 
-    def parts(self, leaves: Sequence[Any]) -> list[np.ndarray]:
-        """One message for each server."""
+    def parts(self, leaves: Sequence[jax.typing.ArrayLike]) -> list[np.ndarray]:
+        """Returns one message for each server."""
         messages = [np.zeros(self.nbytes, np.uint8) for _ in range(self._ranks)]
         columns = [self.views(message) for message in messages]
         for n, (leaf, width) in enumerate(zip(leaves, self._widths, strict=True)):
@@ -83,21 +84,21 @@ class Layout:
         return messages
 
     def views(self, message: np.ndarray) -> list[np.ndarray]:
-        """The part of each leaf within a message, flat."""
+        """Returns the part of each leaf within a message, flat."""
         return [
             message[start : start + width * dtype.itemsize].view(dtype)
             for start, width, (_, dtype) in zip(self._starts, self._widths, self._forms, strict=True)
         ]
 
-    def message(self, parts: Sequence[Any]) -> np.ndarray:
-        """What `views` takes apart."""
+    def message(self, parts: Sequence[jax.typing.ArrayLike]) -> np.ndarray:
+        """Returns the message of these parts, which `views` takes apart."""
         message = np.zeros(self.nbytes, np.uint8)
         for view, part in zip(self.views(message), parts, strict=True):
             view[:] = part
         return message
 
     def join(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The whole leaves, from one message of each server."""
+        """Returns the whole leaves, from one message of each server."""
         columns = zip(*(self.views(message) for message in messages), strict=True)
         return [
             np.concatenate(parts)[: math.prod(shape)].reshape(shape)
@@ -105,5 +106,5 @@ class Layout:
         ]
 
 
-def _form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _form(leaf: jax.typing.ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     return jnp.shape(leaf), np.dtype(jnp.result_type(leaf))

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Sharding
 
+from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.health.activity import RankStatus
 from jaxcross.jobs.context import JobContext, current_job
@@ -44,7 +46,8 @@ class ParameterServer:
     what happens here by chance.
 
     Inside a job of a `Runner` other jobs compute while it exchanges; each `push_pull` is a step of the job. Compute
-    gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at unlike ones.
+    gradients with plain `jax.jit`, and iterate over your own data: `job.batches` refuses ranks that are at different
+    ones.
 
     Example:
         >>> with jaxcross.ParameterServer(params, optax.sgd(0.1), staleness=2) as server:
@@ -66,8 +69,9 @@ class ParameterServer:
         clock: Gradients that this rank has pushed.
 
     Raises:
-        ValueError: `staleness` is no whole number from 0 on, and not infinite; the optimizer is no element-wise one.
-        TypeError: A parameter is no floating-point array.
+        ValueError: `staleness` is neither a whole number from 0 on nor infinite, or the optimizer does not work element
+            by element.
+        TypeError: A parameter is not a floating-point array.
 
     Bytes that a rank receives in a step, with D the elements padded per leaf to a multiple of P: `(P-1)/P D` each of
     gradients and of parameters, in their own type; each leaf's part is padded to 64 bytes.
@@ -78,7 +82,7 @@ class ParameterServer:
     """
 
     def __init__(
-        self, params: Any, optimizer: optax.GradientTransformation, *, staleness: float, world: World | None = None
+        self, params: PyTree, optimizer: optax.GradientTransformation, *, staleness: float, world: World | None = None
     ) -> None:
         counts = not isinstance(staleness, bool) and staleness >= 0
         if not (counts and (staleness == math.inf or staleness == int(staleness))):
@@ -88,7 +92,7 @@ class ParameterServer:
         self._world = world if world is not None else current_world()
         size = self._world.size
         self._layout = Layout(params, size)
-        self._places = [_place_of(leaf) for leaf in jax.tree.leaves(params)]
+        self._shardings = [_committed_sharding(leaf) for leaf in jax.tree.leaves(params)]
         self.params = self._placed([np.array(leaf) for leaf in jax.tree.leaves(params)])
         self.clock = 0
         self._staleness = staleness
@@ -114,14 +118,14 @@ class ParameterServer:
 
         Raises:
             ExchangeError: They do not; on every rank.
-            JobError: It was entered before, or this thread is no job's while a run is in progress.
+            JobError: It was entered before, or this thread does not belong to a job while a run is in progress.
         """
         if self._lane is not None:
             raise JobError("This parameter server was used. Make a new one, with `server.params` to go on from them.")
         self._job = current_job()
         if self._job is not None:
             self._job.host.replicas.serve()
-        mailbox = self._meet(lambda _: self._open())
+        mailbox = self._open_together(lambda _: self._open())
         name = "alone" if self._job is None else self._job.name
         self._lane = Lane(mailbox, Clocks(self._world.size, self._staleness), self._shard, name)
         self._thread, self._pulled_ns = threading.get_ident(), time.monotonic_ns()
@@ -150,7 +154,7 @@ class ParameterServer:
             with self._monitor(lane, "end of the parameter server"):
                 lane.join()
 
-    def push_pull(self, grads: Any) -> Any:
+    def push_pull(self, grads: PyTree) -> PyTree:
         """Pushes this rank's gradient and returns parameters with it applied. Waits for them.
 
         Waits for the gradient to be computed, for the answers of all servers and, where this rank is more than
@@ -183,8 +187,8 @@ class ParameterServer:
             job.host.served(start_ns=start_ns, pushed_ns=pushed_ns, end_ns=self._pulled_ns, nbytes=nbytes)
         return self.params
 
-    def _meet(self, work: Callable[[Any], Mailbox]) -> Mailbox:
-        """Runs `work` on all ranks together, after they have compared their rules."""
+    def _open_together(self, work: Callable[[Any], Mailbox]) -> Mailbox:
+        """Runs `work` on all ranks together, after they have compared their `staleness`."""
         world, text = self._world, f"staleness {self._staleness}"
         if self._job is not None:
             return self._job.run_on_all_ranks(f"parameter server\n{text}", work)
@@ -200,7 +204,7 @@ class ParameterServer:
         self._world.broadcast_or_check(self.params)
         return self._world.mailbox()
 
-    def _wait(self, lane: Lane, what: str) -> Any:
+    def _wait(self, lane: Lane, what: str) -> PyTree:
         with self._monitor(lane, what):
             messages = lane.wait()
         return None if messages is None else self._placed(self._layout.join(messages))
@@ -208,21 +212,21 @@ class ParameterServer:
     def _monitor(self, lane: Lane, what: str) -> Any:
         job = "" if self._job is None else self._job.name
 
-        def awaited(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
+        def waiting_for(answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
             patient = {rank for rank, s in answers.items() if job and s is not None and s.may_be_late(job)}
-            return {rank: why for rank, why in lane.awaited().items() if rank not in patient}
+            return {rank: why for rank, why in lane.waiting_for().items() if rank not in patient}
 
-        return self._world.monitor(job=job, step=self.clock, segment=-1, what=what, waiting_for=awaited)
+        return self._world.monitor(job=job, step=self.clock, segment=-1, what=what, waiting_for=waiting_for)
 
-    def _placed(self, leaves: Sequence[np.ndarray]) -> Any:
-        """A tree of JAX arrays that lie where the parameters lay; the memory is not used for anything else."""
+    def _placed(self, leaves: Sequence[np.ndarray]) -> PyTree:
+        """Returns a tree of JAX arrays placed like the parameters; the memory is not used for anything else."""
         arrays = [
             jnp.asarray(x) if place is None else jax.device_put(x, place)
-            for x, place in zip(leaves, self._places, strict=True)
+            for x, place in zip(leaves, self._shardings, strict=True)
         ]
         return jax.tree.unflatten(self._layout.treedef, arrays)
 
 
-def _place_of(leaf: Any) -> Any:
-    """Where an array was put on purpose; None where that was left to JAX."""
+def _committed_sharding(leaf: jax.typing.ArrayLike) -> Sharding | None:
+    """Returns the sharding that an array was given explicitly, None where JAX chose it."""
     return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None

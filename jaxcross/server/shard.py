@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from jaxcross._pytree import PyTree
 from jaxcross.exchange.elementwise import check_elementwise
 from jaxcross.server.layout import Layout
 
@@ -19,12 +19,12 @@ class Shard:
 
     Args:
         optimizer: Works element by element, since it sees flat parts: another one is refused.
-        layout: Of the parameters.
+        layout: Layout of the parameters.
         message: This rank's part of them, at the start.
         ranks: Workers, by which sums of gradients are divided.
 
     Raises:
-        ValueError: The optimizer is no element-wise one.
+        ValueError: The optimizer does not work element by element.
     """
 
     def __init__(
@@ -38,17 +38,19 @@ class Shard:
         place = SingleDeviceSharding(self._cpu)
         grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), self._params)
 
-        def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        def step(
+            grads: optax.Updates, state: optax.OptState, params: optax.Params
+        ) -> tuple[optax.Params, optax.OptState]:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         whole = layout.types()
         check_elementwise(optimizer, (whole, whole), (grads, grads), self._state, "a parameter server")
-        # Compiled here, so that what is wrong with an optimizer is raised where it was given.
+        # Compiled here, so that errors of an optimizer are raised where it was given.
         self._step = jax.jit(step).lower(grads, self._state, self._params).compile()
 
     def apply(self, gradients: Mapping[int, np.ndarray]) -> None:
-        """One step on the sum of these ranks' gradients, divided by the number of all ranks. Waits for it."""
+        """Makes one step on the sum of these ranks' gradients, divided by the number of all ranks. Waits for it."""
         # In the order of ranks, whatever the order in which they came: equal sums are equal bits.
         columns = zip(*(self._layout.views(gradients[rank]) for rank in sorted(gradients)), strict=True)
         mean = self._tree([_mean(parts, self._ranks) for parts in columns])
@@ -56,15 +58,15 @@ class Shard:
         self._message = self._layout.message([np.asarray(x) for x in jax.tree.leaves(self._params)])
 
     def message(self) -> np.ndarray:
-        """The parameters' part, to send; never changed afterwards."""
+        """Returns the parameters' part, to send; never changed afterwards."""
         return self._message
 
-    def _tree(self, parts: list[np.ndarray]) -> Any:
+    def _tree(self, parts: list[np.ndarray]) -> PyTree:
         return jax.tree.unflatten(self._layout.treedef, jax.device_put(parts, self._cpu))
 
 
 def _mean(parts: tuple[np.ndarray, ...], ranks: int) -> np.ndarray:
-    """Their sum over `ranks`; 16-bit floats are added in float32."""
+    """Returns their sum, divided by `ranks`; 16-bit floats are added in float32."""
     dtype = parts[0].dtype
     total = parts[0].astype(np.float32 if dtype.itemsize == 2 else dtype)
     for part in parts[1:]:

@@ -8,17 +8,18 @@ everywhere: a rank's gradient is that of the one global loss, of which every ran
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from jaxcross import _jax_compat as compat
 
 Axes = tuple[str, ...]
+Arrays = TypeVar("Arrays")
 
 
-def copy_to(x: Any, axes: Axes) -> Any:
-    """`x`, equal on all ranks of `axes`, for ranks that go on differently; the gradient is summed over them.
+def copy_to(x: Arrays, axes: Axes) -> Arrays:
+    """Returns `x`, equal on all ranks of `axes`, for ranks that go on differently; sums the gradient over them.
 
     Sends nothing forward and makes one all-reduce backward. Megatron-LM's operator f (arXiv 1909.08053, section 3).
 
@@ -30,8 +31,8 @@ def copy_to(x: Any, axes: Axes) -> Any:
     return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
 
 
-def reduce_from(x: Any, axes: Axes) -> Any:
-    """The sum of `x` over the ranks of `axes`, which all go on alike; each takes the whole gradient.
+def reduce_from(x: Arrays, axes: Axes) -> Arrays:
+    """Returns the sum of `x` over the ranks of `axes`, which all go on alike; each takes the whole gradient.
 
     Makes one all-reduce forward, sends nothing backward; the same on every rank of `axes`. Megatron-LM's operator g.
 

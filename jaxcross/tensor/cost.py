@@ -1,4 +1,4 @@
-"""What a training step of a `Transformer` costs one rank: messages, bytes, operations, memory; and an alpha-beta time.
+"""Cost of a training step of a `Transformer` for one rank: messages, bytes, operations, memory; and an alpha-beta time.
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
@@ -29,7 +29,7 @@ class Machine:
     """Measured constants of ranks and of the network between them, all alike.
 
     Attributes:
-        alpha_s: Seconds that a message takes beside its bytes.
+        alpha_s: Seconds that a message takes in addition to its bytes.
         bytes_per_s: That a rank receives.
         operations_per_s: Floating-point operations of a rank, in the products of this model.
     """
@@ -184,7 +184,7 @@ def _loss(mesh: Mesh, tokens: int) -> Cost:
 
 
 def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
-    """What a rank holds, and the sums of its gradients over ranks that hold the same with other data."""
+    """Returns the cost of a rank's parameters: their memory, and the sums of gradients over ranks with other data."""
     cost = Cost()
     for shape, role in shapes:
         spec = mesh.spec(role)

@@ -187,7 +187,7 @@ class Embedding(nn.Module):
         else:
             place, mine = owned(tokens, table.shape[0], mesh)
             x = reduce_from(jnp.where(mine[..., None], jnp.take(table, place, axis=0), 0), mesh.inner)
-        x = jnp.where(within(tokens, self.vocabulary)[..., None], x, jnp.nan)
+        x = jnp.where(in_vocabulary(tokens, self.vocabulary)[..., None], x, jnp.nan)
         if not self.positions:
             return x
         length = tokens.shape[1]
@@ -209,14 +209,14 @@ class Embedding(nn.Module):
 
 
 def owned(labels: jax.Array, rows: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """Where each label stands among this rank's `rows` of the vocabulary, and whether it does. Sends nothing."""
+    """Returns each label's row among this rank's `rows` of the vocabulary, and whether it is one. Sends nothing."""
     first = jax.lax.axis_index(mesh.inner[0]) * rows if mesh.inner else 0
-    place = labels - first
-    mine = (place >= 0) & (place < rows)
-    return jnp.where(mine, place, 0), mine
+    row = labels - first
+    mine = (row >= 0) & (row < rows)
+    return jnp.where(mine, row, 0), mine
 
 
-def within(labels: jax.Array, vocabulary: int) -> jax.Array:
+def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
     """Whether each label is one of the vocabulary. Sends nothing; the same on every rank that holds the labels."""
     return (labels >= 0) & (labels < vocabulary)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross.tensor.collectives import reduce_from
-from jaxcross.tensor.layers import owned, within
+from jaxcross.tensor.layers import in_vocabulary, owned
 from jaxcross.tensor.mesh import Mesh
 
 
@@ -49,7 +49,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh, weights: jax
     place, mine = owned(labels, x.shape[-1], mesh)
     target = jnp.where(mine, jnp.take_along_axis(x, place[..., None], -1)[..., 0] - largest, 0)
     both = reduce_from(jnp.stack([jnp.sum(jnp.exp(x - largest[..., None]), -1), target]), mesh.inner)
-    known = within(labels, x.shape[-1] * mesh.size(mesh.inner))
+    known = in_vocabulary(labels, x.shape[-1] * mesh.size(mesh.inner))
     if weights is not None:
         known |= weights == 0
     losses = (jnp.log(both[0]) - both[1]) * jnp.where(known, 1, jnp.nan)

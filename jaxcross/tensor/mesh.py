@@ -9,33 +9,44 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 
 from jaxcross._jax_compat import bound_axes
+from jaxcross._pytree import PyTree
 
 Role = Literal["column", "row", "table", "positions", "inner", "hidden"]
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
-# Role -> the axis that each dimension is cut over. One line a layout: this table is the whole difference in storage.
+ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
+
+# Role -> the axis that each dimension is cut over. These tables are the whole difference in storage between layouts.
 _GRID: dict[Role, Spec] = {
-    "column": ("row", "col"), "row": ("row", "col"), "table": ("row", "col"), "positions": (None, "col"),
-    "inner": ("col",), "hidden": ("col",),
-}  # fmt: skip
+    "column": ("row", "col"),
+    "row": ("row", "col"),
+    "table": ("row", "col"),
+    "positions": (None, "col"),
+    "inner": ("col",),
+    "hidden": ("col",),
+}
 _LINE: dict[Role, Spec] = {
-    "column": (None, "tensor"), "row": ("tensor", None), "table": ("tensor", None), "positions": (None, None),
-    "inner": ("tensor",), "hidden": (None,),
-}  # fmt: skip
+    "column": (None, "tensor"),
+    "row": ("tensor", None),
+    "table": ("tensor", None),
+    "positions": (None, None),
+    "inner": ("tensor",),
+    "hidden": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """How many ranks hold one model, and along which axes.
+    """Grid of the ranks that hold one model, by named axes.
 
     `Mesh()` is the serial model, `Mesh(tensor=p)` 1-D, `Mesh(side=q)` 2-D on q x q ranks, `Mesh(side=q, depth=d)` 2.5-D
-    on q x q x d; `data=n` puts n replicas of any of them beside each other. Ranks are row-major over `axes`. Layers
+    on q x q x d; `data=n` puts n replicas of any of them next to each other. Ranks are row-major over `axes`. Layers
     take the mesh as an argument and use its axes by name; the same on every rank.
 
     ```python
@@ -46,12 +57,12 @@ class Mesh:
     Attributes:
         data: Replicas of the whole mesh that share each batch.
         tensor: Ranks along the axis `tensor` (1-D).
-        depth: Layers along `depth` that hold equal weights and unlike data (2.5-D).
+        depth: Layers along `depth` that hold equal weights and different data (2.5-D).
         side: Ranks along `row` and along `col` (2-D, 2.5-D).
         whole: The same cut, but held by one rank alone: what is saved, and what the other ranks' shares are cut from.
 
     Raises:
-        ValueError: A size is below 1, or a line is asked for beside a grid.
+        ValueError: A size is below 1, or a line is requested together with a grid.
     """
 
     data: int = 1
@@ -78,7 +89,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Number of ranks of the mesh."""
         return math.prod(self.axes.values())
 
     @property
@@ -151,18 +162,18 @@ class Mesh:
                 value = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * length, length, dim)
         return value
 
-    def part(self, value: Any, spec: Spec, rank: int) -> Any:
+    def part(self, value: ArrayT, spec: Spec, rank: int) -> ArrayT:
         """The part of `value` that `rank` holds: a static slice, on the host or in a `jit`. Sends nothing."""
         where, sizes = self.coords(rank), self._sizes()
         index = []
         for axes, length in zip(spec, self.block(value.shape, spec, "A tensor"), strict=False):
-            place = 0
+            position = 0
             for axis in named((axes,)):
-                place = place * sizes[axis] + where[axis]
-            index.append(slice(place * length, (place + 1) * length))
+                position = position * sizes[axis] + where[axis]
+            index.append(slice(position * length, (position + 1) * length))
         return value[(*index, ...)]
 
-    def local_batch(self, batch: Any, rank: int) -> Any:
+    def local_batch(self, batch: PyTree, rank: int) -> PyTree:
         """The rows of a global batch that `rank` computes: tokens and labels alike, so that they cannot be told apart.
 
         Ranks that differ along `col` or `tensor` alone get the same rows. Sends nothing.
@@ -171,7 +182,7 @@ class Mesh:
             ValueError: The batch cannot be cut into equal chunks, a leaf has no rows, or there is no such rank.
         """
 
-        def rows(path: Any, leaf: Any) -> Any:
+        def rows(path: jax.tree_util.KeyPath, leaf: ArrayT) -> ArrayT:
             if not np.ndim(leaf):
                 raise ValueError(
                     f"The batch's `{jax.tree_util.keystr(path)}` is a number, of which ranks cannot each take their"
@@ -182,7 +193,7 @@ class Mesh:
         return jax.tree_util.tree_map_with_path(rows, batch)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands along each axis, those of length 1 included: `rank = (data d + depth) q^2 + row q + col`.
+        """Returns `rank`'s coordinate along every axis, of length 1, too: `rank = (data d + depth) q^2 + row q + col`.
 
         Raises:
             ValueError: There is no such rank.
@@ -220,8 +231,8 @@ class Mesh:
         bound = [] if self.whole else [axis for axis in bound_axes() if axis in self.axes]
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
-                f"The mesh has its axes in the order {_told(self.axes)}, the step in the order {_told(bound)}: ranks"
-                " would hold each other's parts. Give `crossover` the mesh's own `axes`."
+                f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order {_listed(bound)}:"
+                " ranks would hold each other's parts. Give `crossover` the mesh's own `axes`."
             )
 
     def check_spec(self, spec: Spec, what: str) -> None:
@@ -233,7 +244,7 @@ class Mesh:
         foreign = {"tensor"} if self.side * self.depth > 1 else {"depth", "row", "col"} if self.tensor > 1 else set()
         if wrong := [a for a in named(spec) if a in foreign]:
             raise ValueError(
-                f"{what} is cut over {_told(wrong)} by its spec, but the mesh has {_told(self.axes)}: the spec is"
+                f"{what} is cut over {_listed(wrong)} by its spec, but the mesh has {_listed(self.axes)}: the spec is"
                 " another mesh's. Take it from `partition` of a model with this mesh."
             )
 
@@ -254,9 +265,9 @@ def named(spec: Sequence[Any]) -> tuple[str, ...]:
     return tuple(a for a in flat if a is not None)
 
 
-def _names(axes: Any) -> str:
+def _names(axes: str | tuple[str, ...] | None) -> str:
     return " x ".join(f"`{a}`" for a in named((axes,)))
 
 
-def _told(axes: Iterable[str]) -> str:
+def _listed(axes: Iterable[str]) -> str:
     return ", ".join(f"`{a}`" for a in axes)

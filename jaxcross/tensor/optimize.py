@@ -6,17 +6,16 @@ norms (LARS, LAMB, Adafactor, Shampoo) would read a part for the whole, and is n
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcross._pytree import PyTree
 from jaxcross.tensor.mesh import Mesh, named
 
 
-def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
-    """The L2 norm of the serial tree, equal everywhere: every element counts once, however many ranks hold it.
+def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
+    """Returns the L2 norm of the serial tree, equal everywhere: every element counts once, however many ranks hold it.
 
     One all-reduce of a scalar for each set of axes that leaves are cut over, two at most. Squares are summed in float32
     at least.
@@ -42,7 +41,7 @@ def global_norm(tree: Any, specs: Any, mesh: Mesh) -> jax.Array:
     return jnp.sqrt(jnp.asarray(sum(squares)))
 
 
-def clip_by_global_norm(max_norm: float, specs: Any, mesh: Mesh) -> optax.GradientTransformation:
+def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for gradients that are cut over ranks. Stateless; exchanges what `global_norm` does.
 
     If the norm is not finite, every element becomes NaN, on every rank, those included whose own part is finite: what
@@ -79,5 +78,5 @@ def clip_by_global_norm(max_norm: float, specs: Any, mesh: Mesh) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
-def _left_out(leaf: Any) -> bool:
+def _left_out(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, optax.MaskedNode)

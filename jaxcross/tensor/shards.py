@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,11 +16,14 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jaxcross._jax_compat import checks_varying, one_result
+from jaxcross._pytree import PyTree
 from jaxcross.tensor.mesh import Mesh, named
 
+Tokens = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
-def partition(model: nn.Module, tokens: Any) -> Any:
-    """How each parameter of `model` is cut: a tree of `PartitionSpec`, like the parameters. Computes and sends nothing.
+
+def partition(model: nn.Module, tokens: Tokens) -> PyTree:
+    """Returns a tree of a `PartitionSpec` for each parameter of `model`. Computes and sends nothing.
 
     Args:
         model: Has a field `mesh`, which its layers are given.
@@ -34,8 +36,8 @@ def partition(model: nn.Module, tokens: Any) -> Any:
     return nn.get_partition_spec(abstract["params"])
 
 
-def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
-    """The parameters that `rank` holds: those of the serial model from the same key, cut. Sends nothing.
+def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
+    """Returns the parameters that `rank` holds: those of the serial model from the same key, cut. Sends nothing.
 
     Equal to `shard` of the serial model's parameters, which this gives too, bit for bit. One parameter is drawn after
     the other, and cut at once: of the serial model, memory never holds more than that one, a few times.
@@ -52,7 +54,7 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     mesh, specs = _mesh_of(model), partition(model, tokens)
     whole = _whole(model)
 
-    def draw(key: jax.Array) -> Any:
+    def draw(key: jax.Array) -> PyTree:
         return nn.unbox(whole.init(key, jnp.zeros(tokens.shape, tokens.dtype)))["params"]
 
     traced, types = jax.make_jaxpr(draw, return_shape=True)(key)
@@ -64,8 +66,8 @@ def init(model: nn.Module, key: jax.Array, tokens: Any, rank: int = 0) -> Any:
     return treedef.unflatten(parts)
 
 
-def shard(tree: Any, specs: Any, mesh: Mesh, rank: int) -> Any:
-    """What `rank` holds of a serial tree. Sends nothing; works on the host and in a `jit`.
+def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
+    """Returns the part of a serial tree that `rank` holds. Sends nothing; works on the host and in a `jit`.
 
     Args:
         tree: Global arrays: parameters, or an optimizer state with `state_specs`.
@@ -79,16 +81,16 @@ def shard(tree: Any, specs: Any, mesh: Mesh, rank: int) -> Any:
     return jax.tree.map(lambda leaf, spec: mesh.part(leaf, tuple(spec), rank), tree, specs)
 
 
-def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh) -> Any:
-    """The serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends nothing.
+def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
+    """Returns the serial tree, as NumPy arrays, of what every rank holds, in rank order. Sends nothing.
 
     Raises:
         ValueError: There are not as many trees as ranks, or ranks that should hold equal parts do not.
     """
     mesh.check_ranks(len(trees))
 
-    def join(path: Any, spec: Any, *parts: Any) -> np.ndarray:
-        spec, parts = tuple(spec), tuple(np.asarray(p) for p in parts)
+    def join(path: jax.tree_util.KeyPath, cut: PartitionSpec, *held: jax.typing.ArrayLike) -> np.ndarray:
+        spec, parts = tuple(cut), tuple(np.asarray(p) for p in held)
         sizes = mesh.axes
         cuts = [int(np.prod([sizes.get(a, 1) for a in named((axes,))])) for axes in spec]
         shape = [n * c for n, c in zip(parts[0].shape, [*cuts, *[1] * (parts[0].ndim - len(cuts))], strict=True)]
@@ -104,14 +106,14 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(join, specs, *trees, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def gather(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """The serial tree on every rank, inside a step: one all-gather for each dimension that is cut.
+def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """Gathers the serial tree on every rank, inside a step: one all-gather for each dimension that is cut.
 
     A rank receives what it does not hold: for saving and sampling, not for every step.
     """
     to = "invarying" if checks_varying() else "varying"
 
-    def one(leaf: jax.Array, spec: Any) -> jax.Array:
+    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, entry in enumerate(spec):
             for axis in reversed(named((entry,))):  # neighbours differ in the last one
                 if mesh.size((axis,)) > 1:
@@ -121,15 +123,15 @@ def gather(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree, specs)
 
 
-def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> Any:
-    """The specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing.
+def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
+    """Returns the specs of `tx`'s state: a parameter's for what is shaped like it, none for counters. Computes nothing.
 
     What `optax.masked` leaves out of the state has no spec either.
     """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
 
-    def masked(value: Any) -> bool:
+    def masked(value: object) -> bool:
         return isinstance(value, optax.MaskedNode)
 
     return optax.tree.map_params(
@@ -142,7 +144,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, specs: Any) -> An
     )
 
 
-def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """For each leaf and rank, inside a step, how far a rank's copy is from the first rank's that should hold the same.
 
     0 if equal, inf if one of them is not finite. An all-reduce of each leaf, and one of a number a rank; a tree of
@@ -155,7 +157,7 @@ def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
     """
     every = tuple(a for a, size in mesh.axes.items() if size > 1)
 
-    def one(leaf: jax.Array, spec: Any) -> jax.Array:
+    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
         over = tuple(a for a in every if a not in named(tuple(spec)))
         if not over:
             return jnp.zeros(mesh.ranks)
@@ -163,7 +165,7 @@ def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
         wide = jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32 if floating else jnp.int32))
         first = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, jnp.zeros_like(wide)), over)
         apart = jnp.abs(wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32))
-        # Large integers may be unlike and round to the same number.
+        # Large integers may differ and round to the same number.
         apart = jnp.max(jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0)
         # XLA's maximum on a CPU may lose a NaN.
         apart = jnp.where(jnp.all(jnp.isfinite(wide) & jnp.isfinite(first)), apart, jnp.inf)
@@ -173,8 +175,8 @@ def replica_spread(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree, specs)
 
 
-def check_replicas(spread: Any, *, batch: bool = False) -> None:
-    """Refuses what ranks hold unlike copies of; call it with what `replica_spread` gave. Sends nothing.
+def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
+    """Refuses leaves whose copies differ between ranks; call it with the result of `replica_spread`. Sends nothing.
 
     Args:
         spread: Of parameters, or of a batch.
@@ -193,7 +195,7 @@ def check_replicas(spread: Any, *, batch: bool = False) -> None:
             f" {'are' if several else 'is'} up to {float(apart.max()):g} apart from that of the first rank which holds"
             " the same part"
         )
-        raise ValueError((_unlike_rows if batch else _unequal)(jax.tree_util.keystr(path), how))
+        raise ValueError((_different_rows if batch else _unequal)(jax.tree_util.keystr(path), how))
 
 
 def _unequal(path: str, how: str) -> str:
@@ -203,7 +205,7 @@ def _unequal(path: str, how: str) -> str:
     )
 
 
-def _unlike_rows(path: str, how: str) -> str:
+def _different_rows(path: str, how: str) -> str:
     return (
         f"The rows of the batch's `{path}` that several ranks compute together are not equal: {how}. Losses would be"
         " equal and wrong: along `tensor` and `col` ranks share their rows. Draw the same global batch on every rank,"
@@ -211,12 +213,12 @@ def _unlike_rows(path: str, how: str) -> str:
     )
 
 
-def _mesh_of(model: Any) -> Mesh:
+def _mesh_of(model: nn.Module) -> Mesh:
     mesh = getattr(model, "mesh", None)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"`{type(model).__name__}` has no field `mesh` that is a `jaxcross.tensor.Mesh`.")
     return mesh
 
 
-def _whole(model: Any) -> Any:
+def _whole(model: nn.Module) -> nn.Module:
     return model.clone(mesh=_mesh_of(model).as_whole())

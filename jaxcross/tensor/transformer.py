@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the features, each behind a layer normalisation and beside a residual.
+    """Attention and an MLP of four times the features, each after a layer normalisation and with a residual.
 
     For b sequences of s tokens and h features a rank receives, in elements of float32, normalisations and biases apart:
     1-D on p ranks 4(p-1)/p bsh forward and as much backward; on [q, q, d] (q-1)/q (7bsh/(dq) + 12h^2/q) forward, twice

@@ -41,8 +41,8 @@ def test_the_ranks_that_are_waited_for_have_names():
     lane = object.__new__(Lane)
     lane._clocks, lane._answers = Clocks(3, 1), {0: None, 2: None}
     lane._mailbox = type("Box", (), {"rank": 0, "size": 3})()
-    assert lane.awaited() == {1: "its server has not answered"}
+    assert lane.waiting_for() == {1: "its server has not answered"}
     for _ in range(2):
         lane._clocks.push(0)
     lane._clocks.push(2)
-    assert lane.awaited() == {1: "its worker is at step 0"}
+    assert lane.waiting_for() == {1: "its worker is at step 0"}

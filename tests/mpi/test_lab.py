@@ -33,8 +33,8 @@ if world.rank == 0:
     ("options", "message"),
     [
         ({"hosts": 0}, "a lab has 1 to 200 hosts, not `0`"),
-        ({"rate": "fast"}, "`fast` is no rate"),
-        ({"latency": "5"}, "`5` is no latency"),
+        ({"rate": "fast"}, "`fast` is not a rate"),
+        ({"latency": "5"}, "`5` is not a latency"),
     ],
 )
 def test_wishes_that_cannot_be_meant(options, message):

@@ -34,11 +34,11 @@ def test_a_healthy_machine():
 
 
 WRONG = [
-    (with_probe("mpi", {"error": "cannot load"}), "MPI", True, "Install an MPI beside jaxcross"),
+    (with_probe("mpi", {"error": "cannot load"}), "MPI", True, "Install an MPI next to jaxcross"),
     (with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}), "thread level", True, "jaxcross needs"),
     (with_probe("mpi4jax", {"error": "ABI"}), "mpi4jax", True, "Rebuild it for the MPI that is loaded"),
     (with_probe("jax", {"error": "no driver"}), "JAX", True, "JAX cannot start"),
-    (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI beside jaxcross"),
+    (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI next to jaxcross"),
     (replace(HEALTHY, exchange={"error": "time"}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's MPI must"),
     (replace(HEALTHY, exchange={"ranks": 1, "correct": True}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's"),
     (replace(HEALTHY, pool=1), "XLA CPU pool", True, "Unset `NPROC` and `PJRT_NPROC`"),

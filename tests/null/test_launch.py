@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxcross.commands import launch
-from jaxcross.commands.launch import Mpirun, held, mpirun_command, printed, python_program, vendor_of_mpirun
+from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, supervised, vendor_of_mpirun
 from jaxcross.world import malloc
 from jaxcross.world.launch_env import MPI_SETTINGS
 
@@ -114,7 +114,7 @@ def test_no_mpirun(capsys, monkeypatch):
 def test_dry_run_prints_the_real_line(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     assert launch.run(parse("-n", "2", "--dry-run", "script.py")) == 0
-    rank = " ".join(held([sys.executable, "-m", "mpi4py", "script.py"]))
+    rank = " ".join(supervised([sys.executable, "-m", "mpi4py", "script.py"]))
     assert f"/venv/bin/mpirun -n 2 {rank}" in capsys.readouterr().out
 
 

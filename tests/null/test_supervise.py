@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxcross.commands.launch import HOLD
+from jaxcross.commands.launch import SUPERVISE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
@@ -18,7 +18,7 @@ def start():
     started = []
 
     def make(seconds, code, events=None):
-        line = [sys.executable, "-I", "-S", str(HOLD), str(seconds), sys.executable, "-I", "-c", code]
+        line = [sys.executable, "-I", "-S", str(SUPERVISE), str(seconds), sys.executable, "-I", "-c", code]
         environ = {k: v for k, v in os.environ.items() if k != "JAXCROSS_EVENTS"}
         if events is not None:
             environ["JAXCROSS_EVENTS"] = str(events)
@@ -107,7 +107,7 @@ def test_its_child_does_not_outlive_it(start):
 
 def test_a_command_that_is_not_there():
     done = subprocess.run(
-        [sys.executable, "-I", str(HOLD), "0", "/no/such"], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", str(SUPERVISE), "0", "/no/such"], check=False, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 127
     assert done.stderr.startswith("jaxcross launch: `/no/such` cannot be started:")
