@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import faults
 
-from jaxcross.commands.launch import find_mpirun, held
+from jaxcross.commands.launch import find_mpirun, supervised
 from jaxcross.lab import Lab, available
 from jaxcross.report.event_files import read
 
@@ -127,7 +127,7 @@ def wait_until(condition, patience_s=faults.DEADLINE_S):
 def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
     """MPICH tells the other side nothing: its exchange waits, and a message to the dead never returns."""
     with Lab(hosts=2) as lab:
-        process = start(lab, 8.0, tmp_path, held)
+        process = start(lab, 8.0, tmp_path, supervised)
         (victim,) = (record for record in read(tmp_path / "events") if record.rank == 1)
         # The number that the lab has given it: seen from there.
         subprocess.run(lab.wrap(["kill", "-KILL", str(victim.pid)]), check=True)
