@@ -1,6 +1,8 @@
 """A train step as data. Knows neither MPI nor the rest of the package.
 
-trace            a step and its arguments -> a flat jaxpr; `flatten` splits and unrolls equations that hold exchanges
+stages           `Traced.cut`, `cut` and `compile` as users see them; the only file that knows all passes
+trace            a step and its arguments -> a flat jaxpr; `flatten` splits and unrolls equations that hold exchanges,
+                 each pass emits into an `emitter`
 cut              a flat jaxpr -> a program: which equation runs in which segment; `assemble` builds the segments
 ir               the program: segments, exchanges, values; `text` prints and reads it, `verify` checks it
 compile          a program -> XLA executables, shared by segments of equal `digest`

@@ -1,4 +1,17 @@
-"""Events of a run -> table, JSON, Chrome trace, Gantt chart, live view. Listens only."""
+"""Events of a run -> table, JSON, Chrome trace, Gantt chart, live view. Listens only.
+
+record           spans of a run on this rank, and the ranks' clocks aligned
+summary          numbers of a run as plain data: jobs, timing, breakdown
+rounds           the part of a run that is measured: whole rounds in steady state
+time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`, `intervals`
+report           `Report`: a run on all its ranks, saved and loaded
+table            the table at the end; `units` formats its numbers
+compare          `Comparison` of two ways to run the same jobs
+gantt            the lanes as a picture; `tint` draws what is thinner than a pixel
+chrome           the run as a trace for Perfetto
+live             progress while the run goes on
+event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
+"""
 
 from jaxcross.report.compare import Comparison
 from jaxcross.report.live import LiveView
