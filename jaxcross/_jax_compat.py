@@ -53,7 +53,7 @@ INLINED = frozenset({
 
 
 def compilation_cache_dir() -> Path | None:
-    """Where JAX keeps compiled programs from run to run, if the user told it to, and on a local file system."""
+    """Returns the local folder in which JAX keeps compiled programs from run to run; None if the user named none."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
         return None
@@ -158,7 +158,7 @@ def map_sub_jaxprs(eqn: Any, function: Any) -> Any:
 
 
 def call_of_solver(eqn: Any) -> Any:
-    """What a `custom_linear_solve` equation computes, as a call of its solver alone."""
+    """Returns a `custom_linear_solve` equation as a call of its solver alone."""
     lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
     start = lengths.matvec + lengths.vecmat
     args = [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
@@ -207,9 +207,11 @@ def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
 
     eqns = [e.replace(invars=swapped(e.invars)) for e in inner.eqns]
     changed = inner.replace(
-        invars=list(new.values()), outvars=swapped(inner.outvars), eqns=eqns,
+        invars=list(new.values()),
+        outvars=swapped(inner.outvars),
+        eqns=eqns,
         debug_info=inner.debug_info.with_unknown_names(),
-    )  # fmt: skip
+    )
     return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
 
 
@@ -284,7 +286,7 @@ def aval_of(value: Any) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """The array as JAX makes it of Python numbers: beside another type it gives way."""
+    """Returns the array with a weak type, as JAX makes arrays of Python numbers: another type prevails."""
     weak: Any = _lax._convert_element_type(array, weak_type=True)
     return weak
 
@@ -356,7 +358,7 @@ def bytes_of(array: Any) -> bytes:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many leading operands of a `scan` are constants, and how many after them are carried."""
+    """Returns the numbers of constant operands of a `scan` and of the carried ones that follow them."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12
@@ -394,14 +396,21 @@ def without_mesh(jaxpr: Any) -> Any:
             env.update(zip(eqn.outvars, map(new, eqn.invars), strict=True))
             continue
         eqn = map_sub_jaxprs(eqn, without_mesh)
-        eqns.append(eqn.replace(
-            invars=[new(a) for a in eqn.invars], outvars=[new(v) for v in eqn.outvars],
-            params={name: _without_mesh(value) for name, value in eqn.params.items()}, ctx=_without_mesh(eqn.ctx),
-        ))  # fmt: skip
+        eqns.append(
+            eqn.replace(
+                invars=[new(a) for a in eqn.invars],
+                outvars=[new(v) for v in eqn.outvars],
+                params={name: _without_mesh(value) for name, value in eqn.params.items()},
+                ctx=_without_mesh(eqn.ctx),
+            )
+        )
     return inner.replace(
-        constvars=constvars, invars=invars, outvars=[new(a) for a in inner.outvars], eqns=eqns,
+        constvars=constvars,
+        invars=invars,
+        outvars=[new(a) for a in inner.outvars],
+        eqns=eqns,
         debug_info=inner.debug_info.with_unknown_names(),
-    )  # fmt: skip
+    )
 
 
 def _without_mesh(value: Any) -> Any:
@@ -467,9 +476,9 @@ class _Unplaced(_core.ShapedArray):
 def first_shard_map(
     function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
 ) -> tuple[Any, list[tuple[int | None, Any]]] | None:
-    """The mesh of the `shard_map` that `function` begins with, and which argument is cut by which spec; or None.
+    """Returns the mesh of the `shard_map` that `function` begins with, and the spec of each argument; or None.
 
-    What is no argument of `function` but closed over has no number.
+    A value that `function` closes over has no number.
 
     The body does not run: `shapes`, each with its element type, need only be divisible by whatever cuts them.
 
@@ -479,7 +488,7 @@ def first_shard_map(
     trace = _Asking()
     tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
     try:
-        # JAX traces a `jit` before anyone else hears of it.
+        # JAX traces a `jit` before it binds its primitive, which `_Asking` would not see.
         with jax.disable_jit(), _core.set_current_trace(trace):
             function(*tracers)
     except _Asked as asked:

@@ -25,7 +25,7 @@ KINDS = frozenset({"jax", "key", "numpy", "generic", *_NUMBERS})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a leaf is, but for its values.
+    """Kind, type and shape of a leaf, without its values.
 
     Attributes:
         kind: A JAX array, a random key, a NumPy array, a NumPy scalar, or the name of a type of Python's numbers.
@@ -61,19 +61,19 @@ class Leaf:
 
 
 def forms_of(state: Any) -> dict[str, Form]:
-    """Path and form of each leaf. Does not wait for values.
+    """Returns path and form of each leaf. Does not wait for values.
 
     Raises:
-        TypeError: A leaf is no array and no number.
+        TypeError: A leaf is neither an array nor a number.
     """
     return {path: _form(path, leaf) for path, leaf in _paths(state)}
 
 
 def snapshot(state: Any) -> dict[str, Leaf]:
-    """Copies of all leaves on the host, by path. Waits until they are computed.
+    """Returns copies of all leaves on the host, by path. Waits until they are computed.
 
     Raises:
-        TypeError: A leaf is no array and no number.
+        TypeError: A leaf is neither an array nor a number.
     """
     pairs = [(path, leaf, _form(path, leaf)) for path, leaf in _paths(state)]
     for _, leaf, form in pairs:
@@ -92,7 +92,7 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
     """Returns digests of the leaves at these paths. Waits until they are computed; on a CPU it reads them in place.
 
     Raises:
-        TypeError: One is no array and no number.
+        TypeError: A leaf is neither an array nor a number.
     """
     return {path: digest(_form(path, leaf), on_host(leaf)) for path, leaf in _paths(state) if path in paths}
 
@@ -104,7 +104,7 @@ def on_host(leaf: Any) -> np.ndarray:
 
 
 def digest(form: Form, array: np.ndarray) -> str:
-    """Of the form and of all bytes."""
+    """Returns a digest of the form and of all bytes."""
     content = hashlib.sha256(repr(form).encode())  # processors have instructions for it: 1.5 GB/s, blake2b 0.6
     content.update(array.reshape(-1).view(np.uint8).data)
     return content.hexdigest()

@@ -25,7 +25,7 @@ class InternalError(Exception):
 
 
 def clause(text: str) -> str:
-    """`text` without white space and full stops at its end, so that a sentence may go on or end behind it."""
+    """`text` without white space and full stops at its end, so that a sentence can go on or end after it."""
     return text.rstrip(" \t\r\n.")
 
 

@@ -74,7 +74,7 @@ def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int 
 
 
 def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
-    """What JAX itself says of a step on P ranks: one nested `vmap` over all of them, compiled.
+    """Computes a step on P ranks as JAX itself does: one nested `vmap` over all of them, compiled.
 
     Args:
         step: Uses named-axis collectives over `axes` (`axis_index_groups` is not supported by `vmap`).
@@ -136,7 +136,7 @@ def run_program(
     """
     axes = dict(program.axes)
     envs = [dict(zip(program.inputs, (*program.traced.consts, *leaves), strict=True)) for leaves in leaves_per_rank]
-    told: list[str | None] = []
+    mismatches: list[str | None] = []
     for segment in program.segments:
         args = [[env[v] for v in segment.inputs] for env in envs]
         if segment.kind == "compute" and compute is not None:
@@ -145,13 +145,13 @@ def run_program(
             results = run_jaxpr(segment.jaxpr, axes, args)
         for outs in results if segment.decisions else ():
             counts = outs[-len(segment.decisions) :]
-            told += [d.mismatch(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
+            mismatches += [d.mismatch(np.asarray(n).tolist()) for d, n in zip(segment.decisions, counts, strict=True)]
         for env, outs in zip(envs, results, strict=True):
             for v in segment.last_uses:
                 del env[v]
             env.update(zip(segment.outputs, outs[: len(segment.outputs)], strict=True))
-    if any(told):
-        raise ExchangeError(next(filter(None, told)))
+    if any(mismatches):
+        raise ExchangeError(next(filter(None, mismatches)))
     return [[env[v] for v in program.outputs] for env in envs]
 
 
@@ -159,7 +159,7 @@ class ComputeUnderVmap:
     """Runs a compute segment on all ranks as one XLA executable: faster than equations, not bit for bit the same."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Any] = {}  # by identity of the segment's jaxpr, which is kept alive beside
+        self._calls: dict[int, Any] = {}  # by identity of the segment's jaxpr, which is kept alive with it
 
     def __call__(self, segment: Segment, axes: Mapping[str, int], args: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Results of each rank."""
@@ -246,10 +246,15 @@ def _scan(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> 
             stacks[rank][i] = list(outs[n_carry:])
     avals = [v.aval for v in eqn.outvars[n_carry:]]
     return [
-        [*c, *(jnp.stack([s[i][n] for i in range(length)]) if length else jnp.zeros(a.shape, a.dtype)
-               for n, a in enumerate(avals))]
+        [
+            *c,
+            *(
+                jnp.stack([s[i][n] for i in range(length)]) if length else jnp.zeros(a.shape, a.dtype)
+                for n, a in enumerate(avals)
+            ),
+        ]
         for c, s in zip(carry, stacks, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _while(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) -> Sequence[Sequence[Any]]:
@@ -274,7 +279,7 @@ def _while(eqn: Any, meshes: Sequence[RankGrid], values: Sequence[list[Any]]) ->
 
 
 def _exchange(exchange: Exchange, meshes: Sequence[RankGrid], xs: list[np.ndarray], aval: Any) -> list[Any]:
-    """What one exchange gives each rank, from what each brings. Sums go rank after rank, narrow floats in float32."""
+    """Returns each rank's result of one exchange. Sums go rank after rank, narrow floats in float32."""
     params = dict(exchange.params)
     positions = params.get("positions", ())
     if exchange.op in ("psum", "pmax", "pmin") and positions:

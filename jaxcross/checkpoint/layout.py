@@ -1,4 +1,4 @@
-"""Where the parts of one job's checkpoints lie on one rank's file system. Does not communicate.
+"""Layout of one job's checkpoints on one rank's file system. Does not communicate.
 
     <job>/<step>-<token>/rank-0000/part.json     what the part is; written last, so that a part without it is none
                                    state/        its arrays, by orbax
@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError, parse, to_text
 
-SET_FILE = "jobs.json"  # beside the jobs' folders
+SET_FILE = "jobs.json"  # next to the jobs' folders
 Mark = Literal["left", "paused", "whole"]
 # What is not there. Any other error is the disk's trouble, and says nothing about a checkpoint.
 ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -43,7 +43,7 @@ def folder_name(job: str) -> str:
 
 
 def checkpoint_name(step: int, token: str) -> str:
-    """Of all checkpoints of a job, the newest comes last in alphabetical order."""
+    """Returns the name of a checkpoint's folder; the newest of a job comes last in alphabetical order."""
     return f"{step:012d}-{token}"
 
 
@@ -77,7 +77,7 @@ class Folders:
             return []
 
     def holders(self) -> dict[str, list[int]]:
-        """Of each checkpoint, the ranks that have completed a part here; below the number of ranks of this run."""
+        """Returns for each checkpoint the ranks of this run that have completed a part here."""
         return {
             name: [n for n in range(self._ranks) if (self.path / name / f"rank-{n:04d}" / "part.json").is_file()]
             for name in self.names()
@@ -119,7 +119,7 @@ class Folders:
         return self.part_path(name) / "state"
 
     def read(self, name: str) -> Part:
-        """What this rank's part says of itself.
+        """Reads the description of this rank's part.
 
         Raises:
             UnusableError: It is incomplete or damaged; `AbsentError`, if it is not there.
@@ -131,7 +131,7 @@ class Folders:
             with _named(file):
                 about = file.lstat()
                 if not stat.S_ISREG(about.st_mode):
-                    raise UnusableError(f"`{file}` is no file")
+                    raise UnusableError(f"`{file}` is not a file")
                 if about.st_size > MAX_BYTES:
                     raise UnusableError(f"`{file}` is {about.st_size} bytes long, more than any part")
                 content = file.read_bytes()
@@ -210,7 +210,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Lets errors of the disk name the file; while a file is read, Python leaves that out."""
+    """Adds the file's name to errors of the disk; Python leaves it out while a file is read."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which leaves of a state are each rank's own, by what they are. One rank that saves has no other to compare with."""
+"""Recognises leaves that are each rank's own by their type. One rank that saves has no other to compare with."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def find(
         _check_fit(first, part, state, wanted, ranks, world, folders.path / name, local=local)
         held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
-        # A disk that cannot be read now is no reason to pass over a checkpoint, which may be in perfect order.
+        # A checkpoint on a disk that cannot be read now may be intact: do not skip it.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
         if not any(damage for damage, _ in gathered):
             return Found(name, part, held | _common(part, held, world, ranks), complete)

@@ -1,4 +1,4 @@
-"""What the user says about checkpoints."""
+"""The user's settings of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxcross._arguments import is_whole
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Where the jobs of a `Runner` keep checkpoints, and when. The same on every rank; creating it touches no disk.
+    """Folder and frequency of the checkpoints of a `Runner`. The same on every rank; creating it touches no disk.
 
     A checkpoint is written by a thread off both lanes, and counts once every rank's part is complete. A run that finds
     checkpoints in `directory` resumes each of its jobs from the newest one that is whole.

@@ -257,7 +257,7 @@ class Interleaver:
         self._ballot_writer.leave(job, shared.row)
 
     def _answer_thread(self, job: int) -> None:
-        """Lets a job's thread go on from a complete step.
+        """Answers a job's thread whose step is complete.
 
         Proposes the end of a job whose function returned, once none of its segments can fail on the device any more.
         """

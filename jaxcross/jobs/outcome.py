@@ -1,4 +1,4 @@
-"""What a run came to: its report, the jobs that never joined, the errors of those that failed."""
+"""The outcome of a run: its report, the jobs that never joined, the errors of those that failed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.report import JobSummary, Recorder, Report
 from jaxcross.world import World
 
-TOLD = 8
-"""Jobs whose errors `Runner.run` tells."""
+MAX_ERRORS_SHOWN = 8
+"""Number of jobs whose errors `Runner.run` shows."""
 
 
 def report_of(
@@ -56,12 +56,18 @@ def _facts(job: JobContext) -> JobSummary:
             metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
     loss = metrics.pop("loss", None)
     return JobSummary(
-        name=job.name, steps=job.steps_made, examples_per_step=job.examples_per_step, final_loss=loss,
-        metrics=metrics, how=job.status or "ended",
-        why="" if job.error is None else str(job.error), skipped=job.skipped,
+        name=job.name,
+        steps=job.steps_made,
+        examples_per_step=job.examples_per_step,
+        final_loss=loss,
+        metrics=metrics,
+        how=job.status or "ended",
+        why="" if job.error is None else str(job.error),
+        skipped=job.skipped,
         replicas=job.host.replicas.findings.text,
-        first_step=job.step - job.steps_made, unit=job.unit,
-    )  # fmt: skip
+        first_step=job.step - job.steps_made,
+        unit=job.unit,
+    )
 
 
 def _float(number: float) -> float:
@@ -72,7 +78,7 @@ def _float(number: float) -> float:
 
 
 def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
-    """What to say of jobs that never joined; the same on every rank. Waits for all; `names` were added on this one."""
+    """Returns the error of jobs that never joined; the same on every rank. Waits for all; `names` were added here."""
     mine = json.dumps(names)
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(world.control.allgather_text(mine) if world.size > 1 else [mine]):
@@ -92,7 +98,7 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
 
 
 def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
-    """What a job logged and one rank cannot read back is the job's error on every rank. Waits for all."""
+    """Makes a metric that one rank cannot read back the job's error on every rank. Waits for all."""
     mine = json.dumps(
         {job.name: f"{type(job.unread).__name__}: {job.unread}" for job in jobs if job.unread is not None}
     )
@@ -122,8 +128,8 @@ def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
     errors += [missing] if missing is not None else []
     if not errors:
         return
-    for other in errors[1:TOLD]:
+    for other in errors[1:MAX_ERRORS_SHOWN]:
         errors[0].add_note(f"Also: {other}")
-    if more := len(errors[TOLD:]):
+    if more := len(errors[MAX_ERRORS_SHOWN:]):
         errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
     raise errors[0]

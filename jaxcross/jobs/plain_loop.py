@@ -116,9 +116,15 @@ def run(
                 " them, to whichever asks first. Give each job its own."
             )
     with Runner(
-        world, policy, instruments=instruments, depth=depth, link=link, events=events, checkpoints=checkpoints,
+        world,
+        policy,
+        instruments=instruments,
+        depth=depth,
+        link=link,
+        events=events,
+        checkpoints=checkpoints,
         check_replicas=check_replicas,
-    ) as runner:  # fmt: skip
+    ) as runner:
         for job in found:
             runner.add(job.name, job._run)
         return runner.run()

@@ -159,7 +159,7 @@ class Prefetcher(Iterator[Any]):
                 self._error = error
                 waiting = self._waiting and not self._batches
             # Otherwise `next` raises it after the batches before it. A job that already waits for this batch on the
-            # other ranks must hear of the failure by the vote.
+            # other ranks must learn of the failure by the vote.
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 

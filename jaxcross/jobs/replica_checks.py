@@ -227,8 +227,11 @@ class ReplicaChecks:
                 "Job `%s` %s and has not exchanged anything with other ranks%s%s. Put"
                 ' `@jaxcross.crossover(axes="batch")` on its step in place of `jax.jit`, and'
                 ' `grads = jax.lax.pmean(grads, "batch")` into it. A job that only evaluates needs neither.',
-                self._job, when, ": " if trains else ". If it trains, ", each,
-            )  # fmt: skip
+                self._job,
+                when,
+                ": " if trains else ". If it trains, ",
+                each,
+            )
 
     def _warn(self, text: str) -> None:
         if self._rank == 0 and not self._warned:

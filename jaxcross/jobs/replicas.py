@@ -18,7 +18,7 @@ from jaxcross.program.ir import hash_62
 from jaxcross.world.control_plane import Control
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
-"""Why a difference is no fault. Equal replicas are equal all the same."""
+"""The reason why a difference is expected. Equal replicas are reported as equal all the same."""
 
 UNCHANGED = "its state is the one that it began with"
 """Why a job without training has nothing to compare; reports do not mention it."""

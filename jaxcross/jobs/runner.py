@@ -131,7 +131,7 @@ class Runner:
             JobError: The run is over.
         """
         if not isinstance(name, str) or not name:
-            raise ValueError(f"`{name!r}` is no name for a job: use a text that is not empty")
+            raise ValueError(f"the name of a job must be a text that is not empty, got {name!r}")
         arguments.check_job(name, fn, kwargs)
         return self._add(name, fn, kwargs)
 
@@ -156,7 +156,9 @@ class Runner:
         return JobContext(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
 
     def offer(self, name: str, fn: Callable[..., Any]) -> None:
-        """Lets rank 0 make jobs of `fn` during the run: `submit(name, job=..., **arguments)`. On every rank alike.
+        """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=..., **arguments)`.
+
+        Call it with the same arguments on every rank.
 
         Raises:
             ValueError: The name is empty or taken.
@@ -180,7 +182,7 @@ class Runner:
                 "use `runner.add`."
             )
         if not isinstance(job, str) or not job:
-            raise ValueError(f"`{job!r}` is no name for a job: use a text that is not empty")
+            raise ValueError(f"the name of a job must be a text that is not empty, got {job!r}")
         text = self._offers.request(offer, job, arguments)
         with self._lock:
             if self._added_before(job) is not None:
@@ -202,12 +204,12 @@ class Runner:
 
     def _check_name(self, name: str) -> None:
         if not name.isprintable():
-            raise ValueError(f"`{name!r}` is no name for a job: it has characters that cannot be shown")
+            raise ValueError(f"the name of a job must have printable characters only, got {name!r}")
         if name in self._submitted or any(job.name == name for job in self.jobs):
             raise ValueError(f"There is a job `{name}` already. Reports and errors need one name for each job.")
 
-    def _hear(self, text: str) -> None:
-        """A submission has reached this rank, as all others."""
+    def _add_submitted(self, text: str) -> None:
+        """Adds the job of a submission, which reaches all ranks."""
         name, fn, arguments = self._offers.resolve(text, self.world.rank)
         with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
@@ -275,13 +277,19 @@ class Runner:
                 self._take_over(self._session)
                 jobs = tuple(self.jobs)
             driver = self._driver = Driver(
-                world=self.world, jobs=[(job.name, job.make_thread) for job in jobs], policy=self.policy,
-                depth=self.depth, listeners=self._listeners, link=link, on_text=self._hear, chaos=self.chaos,
-            )  # fmt: skip
+                world=self.world,
+                jobs=[(job.name, job.make_thread) for job in jobs],
+                policy=self.policy,
+                depth=self.depth,
+                listeners=self._listeners,
+                link=link,
+                on_text=self._add_submitted,
+                chaos=self.chaos,
+            )
             for job, record in zip(jobs, driver.records, strict=True):
                 job.attach(driver, record, self._resumption(job))
         start_ns = time.monotonic_ns()
-        with defer_signals() as held:  # whoever is told to stop while it saves does so already
+        with defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
             try:
                 stopped = driver.run(held)
             except BaseException:
@@ -301,9 +309,15 @@ class Runner:
                 missing = left_out(self.world, self.jobs, [*driver.left_out, *sorted(self._submitted)])
                 tell_unread(self.world, self.jobs)
             self.report = report_of(
-                self.jobs, self._recorder, world=self.world, policy=self.policy.name, start_ns=start_ns, end_ns=end_ns,
-                link="" if self.link is None else str(self.link), watch=after_run(self.world, "report"),
-            )  # fmt: skip
+                self.jobs,
+                self._recorder,
+                world=self.world,
+                policy=self.policy.name,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                link="" if self.link is None else str(self.link),
+                watch=after_run(self.world, "report"),
+            )
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
             ending = self._exit(driver.terminated, own) if stopped else own
         if ending is None and held:  # while the handlers were put back
@@ -324,10 +338,14 @@ class Runner:
     def _agree(self, jobs: Sequence[JobContext]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
         kept = self.checkpoints and (self.checkpoints.every, self.checkpoints.keep)
-        mine = json.dumps({
-            "jobs": [job.name for job in jobs], "policy": repr(self.policy), "checkpoints": kept,
-            "check_replicas": repr(self.check_replicas),
-        })  # fmt: skip
+        mine = json.dumps(
+            {
+                "jobs": [job.name for job in jobs],
+                "policy": repr(self.policy),
+                "checkpoints": kept,
+                "check_replicas": repr(self.check_replicas),
+            }
+        )
         with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
             texts = self.world.control.allgather_text(mine)
         for rank, text in enumerate(texts):
@@ -355,7 +373,7 @@ class Runner:
         return Resumption(session.checkpointer(job.name, note), job.cuts, session.every)
 
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
-        """What this rank raises after a stop. Waits for all: none ends the process while another one still saves."""
+        """Returns what this rank raises after a stop. Waits for all, so that none ends while another still saves."""
         with after_run(self.world, "end of the run"):
             some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
             self.world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))

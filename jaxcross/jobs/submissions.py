@@ -13,7 +13,7 @@ _DEEPEST = 50  # what every rank can read, wherever its stack stands
 
 
 def _depth(value: Any) -> int:
-    """How many levels of lists and dicts there are. Without recursion: it is what is being measured."""
+    """Returns the number of levels of lists and dicts. Does not recurse, since the depth may exceed the stack."""
     levels, deepest = [(value, 0)], 0
     while levels:
         value, depth = levels.pop()
@@ -37,7 +37,7 @@ class Offers:
             TypeError: `function` cannot be called.
         """
         if not isinstance(name, str) or not name:
-            raise ValueError(f"`{name!r}` is no name for an offer: use a text that is not empty")
+            raise ValueError(f"the name of an offer must be a text that is not empty, got {name!r}")
         if name in self._functions:
             raise ValueError(f"`{name}` is offered already. A submission needs one function for each name.")
         if not callable(function):

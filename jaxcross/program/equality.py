@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, np.dtype)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the equations prove about one value.
+    """Facts that the equations prove about one value.
 
     Attributes:
         axes: The axes along which all ranks hold the same value.

@@ -100,7 +100,7 @@ class RankRecord:
             return f"in {where}"
         other = max((b for b in self.under_way.values() if b.job), key=lambda b: b.at_s, default=None)
         if other is not None:
-            return f"in {where}, beside {other}"
+            return f"in {where}, next to {other}"
         return f"in {where}" if self.done is None else f"in {where}, after {self.done}"
 
     @property
@@ -111,7 +111,7 @@ class RankRecord:
             return self.place
         first = self.where if self.where is not None and self.where.job else None
         listed = [str(b) for b in (first, *sorted(rest, key=lambda b: -b.at_s)) if b is not None]
-        before = "in " if first is not None else f"in {self.where}, beside "
+        before = "in " if first is not None else f"in {self.where}, next to "
         return before + " and ".join(listed[:_MOST_PLACES])
 
 

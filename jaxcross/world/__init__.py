@@ -5,9 +5,9 @@ world           `World`: rank, size, communicators, agreements, the watchdog
 exchange_owner  which thread or run may exchange now
 control_plane   small agreements between all ranks, on a communicator of their own
 replicas        makes a pytree equal on all ranks, or checks that it is
-mailbox         flat messages that nobody waits for; `neighbours`: texts of the ranks that exchange with one another
+mailbox         flat messages without waiting; `neighbours`: texts of the ranks that exchange with one another
 workers         worker processes of a rank, such as a data loader's
-launch_env      what the launcher says about this process; `probe` prints it
+launch_env      the launcher's variables for this process; `probe` prints it
 malloc          memory that is kept; `xla_pool` and `sched_slice`: threads
 """
 

@@ -1,4 +1,4 @@
-"""Small agreements between all ranks, beside the exchanges, on a communicator of their own."""
+"""Small agreements between all ranks, on a communicator of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Control(Protocol):
-    """What a vote and an agreement need from the world. Every call waits for every rank; one thread uses it."""
+    """The messages that votes and agreements need. Every call waits for every rank; one thread uses it."""
 
     rank: int
     size: int

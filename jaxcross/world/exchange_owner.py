@@ -93,7 +93,7 @@ class ExchangeOwner:
         thread = threading.current_thread()
         if self.in_run and thread not in self.job_threads:
             raise JobError(
-                f"`{step}` was called from thread `{thread.name}`, which is no job of the runner that "
+                f"`{step}` was called from thread `{thread.name}`, which is not a job of the runner that "
                 "is in progress. Its exchanges would have no place in the order that all ranks share. Call it in a "
                 "job's own function (`runner.add(name, fn)`), not in a thread started there, or before or after "
                 "`runner.run()`."

@@ -1,4 +1,4 @@
-"""What the launcher says about this process, compared with what MPI says. Pure: the environment is an argument."""
+"""The launcher's variables for this process, compared with MPI. Pure: the environment is an argument."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxcross.errors import ExchangeError
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""What Open MPI is started with, measured by `benchmarks/exchange_cost.py`. As it comes it puts long messages over TCP
-in one direction at a time, for which an all-reduce takes 1.7 times as long as with messages that are sent; and who
-waits in it keeps the core from who computes. They overrule Open MPI's parameter files."""
+"""Settings with which Open MPI is started, measured by `benchmarks/exchange_cost.py`. By default it puts long messages
+over TCP in one direction at a time, and an all-reduce takes 1.7 times as long as with messages that are sent; and a
+rank that waits takes the core from computation. They overrule Open MPI's parameter files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """What the launcher's variables say, or None when no launcher started this process."""
+    """Reads the launcher's variables; None if no launcher started this process."""
     for name in _SIZES:
         if environ.get(name, "").isdecimal():
             return Launch(size=int(environ[name]), variable=name)

@@ -12,7 +12,7 @@ _TUNABLES = (
 
 
 def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str | None:
-    """What to tell a user whose ranks compute on CPUs without these settings. Pure.
+    """Returns a notice for a user whose ranks compute on CPUs without these settings. Pure.
 
     Args:
         environ: Of the process.
@@ -22,16 +22,16 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
     return (
-        "Steps on CPUs get their memory of the kernel anew, a quarter of ResNet-50's time on a virtual machine."
+        "Steps on CPUs take their memory from the kernel each time, a quarter of ResNet-50's time on a virtual machine."
         f" Start ranks by `jaxcross launch`, which has it kept, or with GLIBC_TUNABLES={_TUNABLES}"
     )
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which glibc keeps what it has had of the kernel; none where the user has tuned it. Pure.
+    """Returns variables with which glibc keeps memory of the kernel; none if the user has tuned it. Pure.
 
     XLA takes a step's buffers from malloc and gives them back, and glibc gives large ones back to the kernel, which
-    clears them anew: 146,000 pages of 4 kB in each ResNet-50 step (batch 4), or 600 of 2 MB, and several times that
+    clears them again: 146,000 pages of 4 kB in each ResNet-50 step (batch 4), or 600 of 2 MB, and several times that
     where two jobs and their exchanges take turns. On a virtual machine that is up to a third of the step. Kept, two
     pages a step are left. It is read when a process starts, so only who starts it can set it. Other C libraries
     ignore it.

@@ -1,4 +1,4 @@
-"""What a rank would find, as one line of JSON: `python -m jaxcross.world.probe [exchange]`.
+"""Findings of a rank as one line of JSON: `python -m jaxcross.world.probe [exchange]`.
 
 It runs in a process of its own, because a broken MPI may end the process that touches it.
 """

@@ -22,13 +22,13 @@ def check_equal(state: Any, comm: Any) -> Any:
     Raises:
         ExchangeError: On every rank, naming the first leaf that differs and two ranks; or a rank that cannot read its
             own, where it is what reading raised.
-        TypeError: On every rank, naming the first leaf that is no array and no number.
+        TypeError: On every rank, naming the first leaf that is neither an array nor a number.
     """
     hint = (
         "Build it from the same seed on every rank. Where each rank is to keep its own, as a dropout key, say so by"
         " `job.restore(state, mode='local')` or `jaxcross.Job(..., initial='local')`; `'broadcast'` takes rank 0's."
     )
-    _compare(_told(_digest, state, comm), hint=hint)
+    _compare(_gathered(_digest, state, comm), hint=hint)
     _check_arrays(state)
     return state
 
@@ -39,9 +39,9 @@ def broadcast(state: Any, comm: Any) -> Any:
     Raises:
         ExchangeError: On every rank, if shapes, element types or the tree itself differ; or a rank cannot read its own,
             where it is what reading raised.
-        TypeError: On every rank, naming the first leaf that is no array and no number.
+        TypeError: On every rank, naming the first leaf that is neither an array nor a number.
     """
-    _compare(_told(_form, state, comm), hint="Only values can be broadcast: make the trees alike first.")
+    _compare(_gathered(_form, state, comm), hint="Only values can be broadcast: make the trees alike first.")
     _check_arrays(state)
     failures: list[Exception] = []
 
@@ -59,8 +59,8 @@ def broadcast(state: Any, comm: Any) -> Any:
     return state
 
 
-def _told(what: Callable[[Any], str], state: Any, comm: Any) -> list[list[tuple[str, str]]]:
-    """By rank, the path of each leaf, and what there is to say of it."""
+def _gathered(what: Callable[[Any], str], state: Any, comm: Any) -> list[list[tuple[str, str]]]:
+    """Returns by rank the path of each leaf and its description."""
     mine, trouble, failure = [], "", None
     try:
         mine = [(path, what(leaf)) for path, leaf in _leaves(state)]
@@ -144,7 +144,7 @@ def _broadcast_leaf(leaf: Any, comm: Any) -> np.ndarray:
 
 
 def _placed(values: np.ndarray, leaf: Any) -> Any:
-    """What rank 0 sent, as what this rank's leaf is."""
+    """Returns rank 0's values with the type and on the device of this rank's leaf."""
     if isinstance(leaf, jax.Array):
         # Its type and place stand fast, whatever the caller's contexts are: a job's do not hold on the exchange lane.
         with jax.enable_x64(True), jax.default_device(next(iter(leaf.devices()))):

@@ -39,9 +39,9 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 30.0, lanes: int = 1) -> World:
-    """Join the MPI world. Call it before the first JAX array; waits for every rank.
+    """Joins the MPI world. Call it before the first JAX array; waits for every rank.
 
-    From here on an exception that nobody catches, the end of a rank's process or its silence ends all ranks, each with
+    From here on an uncaught exception, the end of a rank's process or its silence ends all ranks, each with
     an error that names the rank; SIGTERM is an interrupt with exit code 143; where the variable `JAXCROSS_EVENTS` names
     a folder, each rank writes down there what it does, for `jaxcross doctor --post-mortem`. XLA's CPU pool is large
     enough for `lanes` waiting exchanges, and several ranks on one node each take their own accelerator. Without a
@@ -282,8 +282,10 @@ def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, acce
     if local_rank == 0 and not any(settings) and 0 < accelerators < len(settings):
         _log.warning(
             "%d ranks of this node share %d accelerator%s. Start one rank an accelerator, unless this is meant.",
-            len(settings), accelerators, "s" * (accelerators > 1),
-        )  # fmt: skip
+            len(settings),
+            accelerators,
+            "s" * (accelerators > 1),
+        )
     if choice is not None and not compat.backends_started():
         import jax
 
@@ -291,7 +293,7 @@ def _take_device(settings: Sequence[Mapping[str, str]], *, local_rank: int, acce
 
 
 def device_of(settings: Sequence[Mapping[str, str]], *, local_rank: int, accelerators: int) -> int | None:
-    """Which of the accelerators that a rank can see it takes, or None to leave the choice alone. Pure.
+    """Returns which of the accelerators that a rank can see it takes, or None to leave the choice alone. Pure.
 
     A rank that is alone on its node keeps all. Where a batch system shows the same several to each rank, each takes its
     own; a setting that differs between ranks, or that is JAX's, stands.

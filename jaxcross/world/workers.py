@@ -36,7 +36,7 @@ _REMEDY = (
 
 
 def mark(world: World) -> None:
-    """Lets the processes that this rank starts or forks know that they are its workers."""
+    """Tells the processes that this rank starts or forks, by the environment, that they are its workers."""
     listener, process = _listen(world), this_process()
     numbers = {name: getattr(world, name) for name in _NUMBERS}
     reached = {"process": asdict(process), "listener": listener, "stall_timeout_s": world.stall_timeout_s}
@@ -130,7 +130,7 @@ def _listen(world: World) -> int:
 
 
 def _disarm(world: World, process: ProcessId) -> None:
-    """Makes the world of a rank that of its worker, in the child of a fork, whoever holds it."""
+    """Makes the world of a rank that of its worker, in the child of a fork, for all references to it."""
     refusal = Refusal(world.rank, process, -1, world.stall_timeout_s)
     atexit.unregister(world._watchdog.stop)
     for name in _TALKING:
@@ -150,7 +150,7 @@ def _imports_script() -> bool:
 
 
 def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
-    """Whether a rank started this process, which is no rank: MPICH's launcher gives each rank an open pipe."""
+    """Whether a rank started this process, which is not a rank itself: MPICH gives each rank an open pipe."""
     if (descriptor := environ.get("PMI_FD", "")).isdecimal():
         try:
             os.fstat(int(descriptor))
@@ -161,7 +161,7 @@ def _is_subprocess(environ: Mapping[str, str], text: str | None) -> bool:
 
 
 def _users_line() -> str:
-    """Where the caller of jaxcross is."""
+    """Returns file and line of the caller of jaxcross."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back

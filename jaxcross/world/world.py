@@ -58,7 +58,7 @@ class World:
         heartbeat_timeout_s: Seconds after which a rank that does not beat is reported, and all ranks are aborted; 0 for
             never.
         flight: What this rank is in, and its event file.
-        exchanger: The one thread that makes exchanges beside computation where no runner has lanes.
+        exchanger: The one thread that makes exchanges next to computation where no runner has lanes.
     """
 
     rank: int

@@ -282,7 +282,7 @@ def test_what_cannot_be_submitted_is_refused_where_it_is_called():
         "Job `x`: its arguments do not survive JSON: {'data': nan}.",
         "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
         "Job `x`: its submission has 700",
-        "`''` is no name for a job",
+        "the name of a job must be a text that is not empty, got ''",
         "There is a job `a` already.",
         "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
     ]

@@ -23,7 +23,7 @@ from jaxcross.interleave.instrument import SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.examples import count_examples
-from jaxcross.jobs.outcome import TOLD
+from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import LiveView
@@ -444,14 +444,14 @@ def test_of_many_jobs_that_fail_the_first_are_told():
         def fails(job):
             raise RuntimeError(job.name)
 
-        for n in range(TOLD + 3):
+        for n in range(MAX_ERRORS_SHOWN + 3):
             runner.add(f"job-{n:02d}", fails)
         with pytest.raises(JobError, match="^Job `job-00` failed") as raised:
             runner.run()
         return raised.value.__notes__
 
     (notes,) = run_ranks(1, work)
-    assert len(notes) == TOLD and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
+    assert len(notes) == MAX_ERRORS_SHOWN and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
 
 
 def test_an_interrupt_stops_all_ranks_at_the_same_step():

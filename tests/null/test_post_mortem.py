@@ -116,7 +116,7 @@ def test_the_place_of_a_rank_without_a_segment_under_way(tmp_path):
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), end(1, 2), begin(2, 3, "vote", number=1), size=1)
     assert read(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
-    assert read(tmp_path)[0].place == "in vote, beside job 'a', step 3, segment 0 (compute)"
+    assert read(tmp_path)[0].place == "in vote, next to job 'a', step 3, segment 0 (compute)"
 
 
 def test_of_a_rank_that_died_all_is_named_that_it_was_in(tmp_path):
@@ -125,7 +125,7 @@ def test_of_a_rank_that_died_all_is_named_that_it_was_in(tmp_path):
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
     assert ", in job 'a', step 4, segment 1 (exchange) and job 'b', step 3 (checkpoint). " in verdict(read(tmp_path))
     write(tmp_path, 0, begin(1, 1, "vote", number=9), write_out, begin(3, 1, "compute", "a", 5, 0), beat(3), size=2)
-    beside = "in vote, beside job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
+    beside = "in vote, next to job 'b', step 3 (checkpoint) and job 'a', step 5, segment 0 (compute)"
     assert f", {beside}. " in verdict(read(tmp_path))
 
 
