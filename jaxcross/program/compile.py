@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 from weakref import WeakValueDictionary
 
 import jax
@@ -26,29 +26,35 @@ V = TypeVar("V")
 MAX_IDLE_EXECUTABLES = 64  # executables that no job uses any more, kept for a later job that is equal to a finished one
 
 
+@final
 class SingleFlightCache(Generic[V]):
-    """Values by key, each made once. Safe to use from several threads."""
+    """Values by key, each made once. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        values: The mapping that holds them; an empty dictionary if None.
+    """
+
+    def __init__(self, values: MutableMapping[Hashable, V] | None = None) -> None:
         self._lock = threading.Lock()
         self._making: dict[Hashable, threading.Lock] = {}
-        self._values: MutableMapping[Hashable, V] = {}
+        self._values: MutableMapping[Hashable, V] = {} if values is None else values
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """Returns the value for `key`. The first caller makes it; others that ask for the same key wait."""
         with self._lock:
-            if (found := self._find(key)) is not None:
+            found = self._values.get(key)
+            if found is not None:
                 return found
             # `make` may take minutes, so it runs under a lock of its key alone.
             turn = self._making.setdefault(key, threading.Lock())
         with turn:
             # The caller that held `turn` before may have made it; if its `make` has failed, this caller tries again.
             with self._lock:
-                found = self._find(key)
+                found = self._values.get(key)
             if found is None:
                 found = make()
                 with self._lock:
-                    self._keep(key, found)
+                    self._values[key] = found
                     self._making.pop(key, None)
         return found
 
@@ -56,14 +62,9 @@ class SingleFlightCache(Generic[V]):
         """Returns the number of values."""
         return len(self._values)
 
-    def _find(self, key: Hashable) -> V | None:
-        return self._values.get(key)
 
-    def _keep(self, key: Hashable, value: V) -> None:
-        self._values[key] = value
-
-
-class ExecutableCache(SingleFlightCache[Any]):
+@final
+class ExecutableCache:
     """Executables by what they compute, so that equal jobs compile once. Safe to use from several threads.
 
     It keeps those that something else holds, and the latest `MAX_IDLE_EXECUTABLES`: a process may run any number of
@@ -71,27 +72,32 @@ class ExecutableCache(SingleFlightCache[Any]):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         # Weak, so that an executable goes with the last job that uses it, except for the latest ones.
-        self._values = WeakValueDictionary()
+        self._executables = SingleFlightCache[Any](WeakValueDictionary())
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
+        self._lock = threading.Lock()
         self.compiled = 0
 
-    def _find(self, key: Hashable) -> Any | None:
-        if (value := super()._find(key)) is not None:
-            self._hold(key, value)
-        return value
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the executable for `key`. The first caller makes it; others that ask for the same key wait."""
 
-    def _keep(self, key: Hashable, value: object) -> None:
-        super()._keep(key, value)
-        self.compiled += 1
-        self._hold(key, value)
+        def counted() -> Any:
+            made = make()
+            with self._lock:
+                self.compiled += 1
+            return made
 
-    def _hold(self, key: Hashable, value: object) -> None:
-        self._latest[key] = value
-        self._latest.move_to_end(key)
-        if len(self._latest) > MAX_IDLE_EXECUTABLES:
-            self._latest.popitem(last=False)
+        executable = self._executables.get(key, counted)
+        with self._lock:
+            self._latest[key] = executable
+            self._latest.move_to_end(key)
+            if len(self._latest) > MAX_IDLE_EXECUTABLES:
+                self._latest.popitem(last=False)
+        return executable
+
+    def __len__(self) -> int:
+        """Returns the number of executables that are alive."""
+        return len(self._executables)
 
 
 def compile_segments(

@@ -1,0 +1,58 @@
+"""Classes are abstract or final, and modules hold no state: what both rules can be counted by."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "jaxcross"
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+# State of a process that no object of the package could own.
+STATE = {
+    ("world/start.py", "_CURRENT"),  # the current world
+    ("exchange/exchange_once.py", "_marks"),  # by traced array: optax has no place for what a leaf went through
+    ("exchange/exchange_once.py", "_running"),  # of this thread, while an `update` runs
+    ("_jax_compat.py", "_bound"),  # of this context, while a step is traced
+}
+# Calls that make something which changes. An empty container at a module's top is there to be filled.
+CHANGING = ("ContextVar", "local", "Lock", "RLock", "Event", "deque", "defaultdict", "OrderedDict", "WeakKeyDictionary",
+            "WeakValueDictionary", "SingleFlightCache", "_Running")  # fmt: skip
+
+
+def module_state():
+    for path, tree in TREES.items():
+        for node in tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            value = getattr(node, "value", None)
+            empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not ast.unparse(value).strip("[]{}")
+            called = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1].split("[")[0] in CHANGING
+            if target is not None and (empty or called):
+                yield str(path), ast.unparse(target)
+
+
+def is_concrete(method):
+    """Whether a method does something: it is not abstract, and not just a docstring or an error."""
+    if any("abstract" in ast.unparse(decorator) for decorator in method.decorator_list):
+        return False
+    return not all(isinstance(node, ast.Raise | ast.Pass) or isinstance(getattr(node, "value", None), ast.Constant)
+                   for node in method.body)  # fmt: skip
+
+
+def methods(node):
+    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_no_module_holds_state_but_what_is_named_here():
+    assert set(module_state()) == STATE
+
+
+def test_no_class_overrides_concrete_code():
+    classes = {node.name: node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = [
+        f"{name}.{method} overrides {base}.{method}"
+        for name, node in classes.items()
+        for base in (ast.unparse(each).split("[")[0].split(".")[-1] for each in node.bases)
+        for method in methods(node)
+        if base != name and base in classes and method != "__init__"
+        if method in methods(classes[base]) and is_concrete(methods(classes[base])[method])
+    ]
+    assert found == []
