@@ -9,8 +9,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import final, get_args
 
-import numpy as np
-
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
@@ -25,7 +23,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.job_record import NonFinite, RunWorld, check_choice
 from jaxcross.runtime.step_host import Agreement, T
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, all_equal
 
 
 @final
@@ -107,8 +105,7 @@ class JobHost:
             JobError: On every rank: it differs.
         """
         number = get_args(NonFinite).index(self.nonfinite)
-        low, high = control.allreduce_min(np.array([number, -number], np.int64))
-        if low != -high:
+        if not all_equal(control, number):
             policies = control.allgather_text(self.nonfinite)
             text = ", ".join(f"`{policy}` on rank {n}" for n, policy in enumerate(policies))
             raise JobError(

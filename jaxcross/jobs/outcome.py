@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.report import JobSummary, Recorder, Report
 from jaxcross.world import World
+from jaxcross.world.control_plane import gather
 
 MAX_ERRORS_SHOWN = 8
 """Number of jobs whose errors `Runner.run` shows."""
@@ -79,10 +79,9 @@ def _float(number: float) -> float:
 
 def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:
     """Returns the error of jobs that never joined; the same on every rank. Waits for all; `names` were added here."""
-    mine = json.dumps(names)
     ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(world.control.allgather_text(mine) if world.size > 1 else [mine]):
-        for name in json.loads(text):
+    for rank, theirs in enumerate(gather(world.control, names)):
+        for name in theirs:
             ranks.setdefault(name, []).append(str(rank))
     if not ranks:
         return None
@@ -99,12 +98,11 @@ def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> 
 
 def tell_unread(world: World, jobs: Sequence[JobContext]) -> None:
     """Makes a metric that one rank cannot read back the job's error on every rank. Waits for all."""
-    mine = json.dumps(
-        {job.name: f"{type(job.unread).__name__}: {job.unread}" for job in jobs if job.unread is not None}
-    )
-    for rank, text in enumerate(world.control.allgather_text(mine) if world.size > 1 else [mine]):
+    mine = {job.name: f"{type(job.unread).__name__}: {job.unread}" for job in jobs if job.unread is not None}
+    for rank, failures in enumerate(gather(world.control, mine)):
         for job in jobs:
-            if job.error is None and (failure := json.loads(text).get(job.name)):
+            failure = failures.get(job.name)
+            if job.error is None and failure:
                 job.error = JobError(f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}")
                 job.error.__cause__ = job.unread
 

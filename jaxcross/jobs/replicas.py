@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcross._arguments import is_whole
 from jaxcross.program.ir import hash_62
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, gather
 
 BETWEEN = "its last step stands between two exchanges, where ranks may differ"
 """The reason why a difference is expected. Equal replicas are reported as equal all the same."""
@@ -102,8 +102,7 @@ def exchange(control: Control, reports: Sequence[RankReport]) -> list[list[RankR
     differ = np.flatnonzero(low != -high).tolist()
     every = [[report] * control.size for report in reports]
     if differ:
-        texts = control.allgather_text(json.dumps([reports[n] for n in differ]))
-        for n, *found in zip(differ, *map(json.loads, texts), strict=True):
+        for n, *found in zip(differ, *gather(control, [reports[n] for n in differ]), strict=True):
             every[n] = [RankReport(*report) for report in found]
     return every
 

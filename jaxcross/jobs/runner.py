@@ -35,6 +35,7 @@ from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
+from jaxcross.world.control_plane import any_rank
 
 _log = logging.getLogger("jaxcross")
 
@@ -375,7 +376,7 @@ class Runner:
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """Returns what this rank raises after a stop. Waits for all, so that none ends while another still saves."""
         with after_run(self.world, "end of the run"):
-            some = self.world.control.allreduce_min(np.array([-terminated])).item() < 0
+            some = any_rank(self.world.control, terminated)
             self.world.flight.record_exit(*("terminated", "SIGTERM") if some else ("interrupted", "Ctrl-C"))
             # The first that leaves with an exit code ends all: not before each has written its last words.
             self.world.control.allreduce_min(np.zeros(1, np.int64))

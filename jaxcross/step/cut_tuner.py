@@ -28,7 +28,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.timed_trial import gather_failures, summary, time_step
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, gather
 
 _log = logging.getLogger("jaxcross")
 SEGMENT_COUNTS = (1, 2, 4, 8, 16)
@@ -93,9 +93,8 @@ def gather_hint(
 
     # Only rank 0 reads its file, and before `together`: the exchanges of all jobs would wait for the disk.
     cached = CutCache(key).read() if rank == 0 else None
-    own = json.dumps([resumed, in_process, cached, steps])
-    texts = together("cut", lambda control: control.allgather_text(own))
-    gathered = [json.loads(text) for text in texts]
+    own = [resumed, in_process, cached, steps]
+    gathered = together("cut", lambda control: gather(control, own))
     resumed, in_process, cached, _ = gathered[0]
     if any(each[0] != resumed for each in gathered):
         resumed = None

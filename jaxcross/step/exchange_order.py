@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Program, hash_62
 from jaxcross.program.labels import describe, find_swapped, label_text, order_of
 from jaxcross.program.mismatch import order_mismatch
 from jaxcross.wire.lower import group_of
 from jaxcross.wire.rank_grid import make_rank_grid
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, all_equal
 
 
 def order_hash(program: Program) -> int:
@@ -34,8 +32,7 @@ def agree_on_order(control: Control, program: Program, own: int) -> None:
     Raises:
         ExchangeError: They do not; on every rank.
     """
-    low, high = control.allreduce_min(np.array([own, -own], np.int64))
-    if low != -high:
+    if not all_equal(control, own):
         check_order(control, program)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import clause, first_line
@@ -18,7 +17,7 @@ from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import run_execution
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, any_rank
 
 
 def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control) -> int | str:
@@ -44,7 +43,7 @@ def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: 
 
 def gather_failures(control: Control, error_text: str) -> str:
     """Returns all ranks' errors as one text, the same on every rank; empty if there are none. Waits for all ranks."""
-    if control.allreduce_min(np.array([-bool(error_text)], np.int64)).item() == 0:
+    if not any_rank(control, error_text):
         return ""
     texts = control.allgather_text(error_text)
     return "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text)

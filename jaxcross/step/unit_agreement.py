@@ -7,7 +7,6 @@ part. In a job all ranks do, and the calls get communicators of the job's own.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,7 @@ from jaxcross.wire import MpiWire
 from jaxcross.wire.calls import key_of
 from jaxcross.wire.job_comms import Key
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, gather
 
 # Whether a program is one of these follows from its calls, on each rank by itself.
 _REMEDY = "a rank without calls needs one to take its turns: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
@@ -124,8 +123,7 @@ class UnitAgreement:
             ExchangeError: The lists do not fit together; on every rank.
         """
         comms = self.world.job_comms
-        mine = json.dumps([rank_lists.encode(self.calls), comms.in_use()])
-        gathered = [json.loads(text) for text in control.allgather_text(mine)]
+        gathered = gather(control, [rank_lists.encode(self.calls), comms.in_use()])
         lists = {rank: rank_lists.decode(text) for rank, (text, _) in enumerate(gathered)}
         error_text = rank_lists.mismatch(self.program.name, lists)
         if error_text is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,3 +42,20 @@ class MpiControl:
 
     def allgather_text(self, text: str) -> list[str]:
         return self._comm.allgather(text)
+
+
+def gather(control: Control, value: object) -> list[Any]:
+    """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists. Waits for all ranks."""
+    text = json.dumps(value)
+    return [json.loads(each) for each in (control.allgather_text(text) if control.size > 1 else [text])]
+
+
+def all_equal(control: Control, number: int) -> bool:
+    """Whether all ranks give the same number below 2**62; the same on every rank. Waits for all ranks."""
+    low, high = control.allreduce_min(np.array([number, -number], np.int64))  # -high is the maximum
+    return bool(low == -high)
+
+
+def any_rank(control: Control, flag: object) -> bool:
+    """Whether `flag` is true on some rank; the same on every rank. Waits for all ranks."""
+    return control.allreduce_min(np.array([-bool(flag)], np.int64)).item() < 0
