@@ -767,7 +767,7 @@ def test_bad_arguments():
             runner.add("a", lambda job: None)
         with pytest.raises(TypeError, match=r"^Job `b` needs a function `fn\(job, \*\*kwargs\)`, got a `int`"):
             runner.add("b", 3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"^`''` is no name for a job"):
+        with pytest.raises(ValueError, match=r"^the name of a job must be a text that is not empty, got ''$"):
             runner.add("", lambda job: None)
         with pytest.raises(JobError, match=r"^Job `a` is not running\."):
             job.batches([])
@@ -876,7 +876,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         runner.add("a", fn)
         runner.run()
         assert not owner.in_run
-        return caught[0].startswith("`train_step` was called from thread `mine`, which is no job of the runner")
+        return caught[0].startswith("`train_step` was called from thread `mine`, which is not a job of the runner")
 
     assert run_ranks(1, work) == [True]
 
