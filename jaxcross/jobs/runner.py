@@ -27,7 +27,7 @@ from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
-from jaxcross.jobs.submissions import Offers
+from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Recorder, Report
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
@@ -107,7 +107,7 @@ class Runner:
         self._used = False
         self._driver: Driver | None = None
         self._lock = threading.RLock()  # jobs may be added by several threads
-        self._offers = Offers()
+        self._functions = RegisteredFunctions()
         self._session: Session | None = None
         self._submitted: set[str] = set()  # names of jobs that not all ranks have heard of
 
@@ -156,7 +156,7 @@ class Runner:
     def _context(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobContext:
         return JobContext(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
 
-    def offer(self, name: str, fn: Callable[..., Any]) -> None:
+    def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=..., **arguments)`.
 
         Call it with the same arguments on every rank.
@@ -165,15 +165,15 @@ class Runner:
             ValueError: The name is empty or taken.
             TypeError: `fn` cannot be called.
         """
-        self._offers.add(name, fn)
+        self._functions.add(name, fn)
 
-    def submit(self, offer: str, /, *, job: str, **arguments: Any) -> None:
-        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function that `offer` names.
+    def submit(self, name: str, /, *, job: str, **arguments: Any) -> None:
+        """Adds a job on all ranks, from rank 0 alone: `fn(job, **arguments)` of the function registered as `name`.
 
         In any thread, during the run. Does not wait. Ranks are sent the names and, as JSON, the arguments; never code.
 
         Raises:
-            ValueError: Nothing of that name is offered, the job's name is empty or taken, the arguments are too long.
+            ValueError: Nothing is registered as `name`, `job` is empty or taken, or the arguments are too long.
             TypeError: The arguments are not what JSON can say.
             JobError: The run has not begun or is over, or this is another rank.
         """
@@ -184,7 +184,7 @@ class Runner:
             )
         if not isinstance(job, str) or not job:
             raise ValueError(f"the name of a job must be a text that is not empty, got {job!r}")
-        text = self._offers.request(offer, job, arguments)
+        text = self._functions.request(name, job, arguments)
         with self._lock:
             if self._added_before(job) is not None:
                 return
@@ -211,7 +211,7 @@ class Runner:
 
     def _add_submitted(self, text: str) -> None:
         """Adds the job of a submission, which reaches all ranks."""
-        name, fn, arguments = self._offers.resolve(text, self.world.rank)
+        name, fn, arguments = self._functions.resolve(text, self.world.rank)
         with self._lock, suppress(ValueError):  # if this rank has added one of that name, that is the one that joins
             self._submitted.discard(name)
             self._add(name, fn, {**arguments})
@@ -222,7 +222,7 @@ class Runner:
         """
         for listed, text in session.resubmit.items():  # the same on all ranks, whatever it is
             try:
-                name, fn, arguments = self._offers.resolve(text, self.world.rank)
+                name, fn, arguments = self._functions.resolve(text, self.world.rank)
                 if name != listed:  # a name that is listed is one that a job can have, and its folder is known
                     raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
                 self._check_name(name)

@@ -1,4 +1,4 @@
-"""Jobs made from afar: rank 0 names a function that every rank offers, and its arguments as JSON. Never code."""
+"""Jobs that rank 0 submits: the name of a function that every rank has registered, and arguments as JSON."""
 
 from __future__ import annotations
 
@@ -23,41 +23,39 @@ def _depth(value: Any) -> int:
     return deepest
 
 
-class Offers:
+class RegisteredFunctions:
     """The functions of one rank that jobs may be made of, by name."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def add(self, name: str, function: Callable[..., Any]) -> None:
-        """From now on jobs can be made of `function`.
+        """Registers `function`, so that jobs can be made of it.
 
         Raises:
             ValueError: The name is empty or taken.
             TypeError: `function` cannot be called.
         """
         if not isinstance(name, str) or not name:
-            raise ValueError(f"the name of an offer must be a text that is not empty, got {name!r}")
+            raise ValueError(f"the name of a function must be a text that is not empty, got {name!r}")
         if name in self._functions:
-            raise ValueError(f"`{name}` is offered already. A submission needs one function for each name.")
+            raise ValueError(f"`{name}` is registered already. A submission needs one function for each name.")
         if not callable(function):
-            raise TypeError(
-                f"The offer `{name}` needs a function `fn(job, **arguments)`, not `{type(function).__name__}`"
-            )
+            raise TypeError(f"`{name}` must be a function `fn(job, **arguments)`, not `{type(function).__name__}`")
         self._functions[name] = function
 
     def request(self, name: str, job: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a submission.
+        """Returns the text of a submission.
 
         Raises:
-            ValueError: Nothing of that name is offered here, or the text is too long.
+            ValueError: No function is registered by that name, or the text is too long.
             TypeError: The arguments are not what JSON can say: texts, numbers, booleans, None, lists, dicts of them.
         """
         if name not in self._functions:
             known = ", ".join(f"`{each}`" for each in self._functions) or "nothing"
-            raise ValueError(f"Job `{job}`: no function is offered as `{name}`; offered: {known}.")
+            raise ValueError(f"Job `{job}`: no function is registered as `{name}`; there are: {known}.")
         try:
-            text = json.dumps({"offer": name, "job": job, "arguments": arguments})
+            text = json.dumps({"function": name, "job": job, "arguments": arguments})
             same = json.loads(text)["arguments"] == arguments
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
@@ -75,11 +73,11 @@ class Offers:
         return text
 
     def resolve(self, text: str, rank: int) -> tuple[str, Callable[..., Any], dict[str, Any]]:
-        """Job's name, function and arguments of a submission. A function that this rank lacks fails when it is run."""
+        """Returns name, function and arguments of a submitted job. A missing function fails when run."""
         asked = json.loads(text)
-        name, job = asked["offer"], asked["job"]
+        name, job = asked["function"], asked["job"]
 
         def lacking(_: Any, **__: Any) -> None:
-            raise JobError(f"rank {rank} offers no `{name}`. Call `runner.offer` alike on every rank.")
+            raise JobError(f"rank {rank} has registered no `{name}`. Call `runner.register` alike on every rank.")
 
         return job, self._functions.get(name, lacking), asked["arguments"]

@@ -68,7 +68,7 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
             return state
 
         if offers:
-            runner.offer("offered", offered)
+            runner.register("offered", offered)
         runner.add("first", first)
         endless = runner.add("endless", offered, seed=1, steps=None)
         rests = runner.add("rests", offered, seed=2)
@@ -146,9 +146,9 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
 def test_a_submission_that_means_nothing_any_more_is_left_out(tmp_path, caplog):
     folder = tmp_path / "set"
     folder.mkdir()
-    strange = {"x": "[", "y": json.dumps({"offer": "offered"}), "first": json.dumps({"offer": 1, "job": "first"})}
+    strange = {"x": "[", "y": json.dumps({"function": "offered"}), "first": json.dumps({"function": 1, "job": "first"})}
     for listed, job in (("a", ""), ("b", "another"), ("c", 3), ("d", ["d"])):
-        strange[listed] = json.dumps({"offer": "offered", "job": job, "arguments": {"seed": 1}})
+        strange[listed] = json.dumps({"function": "offered", "job": job, "arguments": {"seed": 1}})
     (folder / "jobs.json").write_text(json.dumps({"jobs": list(strange), "submitted": strange}))
     (got, _), _ = train(folder, by="none")
     assert got.keys() == {"first", "endless", "rests"}

@@ -228,7 +228,7 @@ def test_wishes_come_too_early_before_the_run():
 def test_rank_0_submits_a_job_by_name():
     def work(world):
         runner = Runner(world)
-        runner.offer("double", lambda job, start: loop(job, make_step(world, job.name), [start]))
+        runner.register("double", lambda job, start: loop(job, make_step(world, job.name), [start]))
 
         def parent(job, step):
             step(0.0, 1.0)
@@ -248,7 +248,7 @@ def test_rank_0_submits_a_job_by_name():
 def test_what_cannot_be_submitted_is_refused_where_it_is_called():
     def work(world):
         runner, refused = Runner(world), []
-        runner.offer("f", lambda job, **_: None)
+        runner.register("f", lambda job, **_: None)
 
         def attempt(*args, **kwargs):
             with pytest.raises((ValueError, TypeError, JobError)) as raised:
@@ -268,16 +268,16 @@ def test_what_cannot_be_submitted_is_refused_where_it_is_called():
         attempt("f", job="x")
         runner.run()
         attempt("f", job="x")
-        with pytest.raises(ValueError, match=r"^`f` is offered already"):
-            runner.offer("f", print)
-        with pytest.raises(TypeError, match=r"^The offer `h` needs a function"):
-            runner.offer("h", 3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^`f` is registered already"):
+            runner.register("f", print)
+        with pytest.raises(TypeError, match=r"^`h` must be a function"):
+            runner.register("h", 3)  # type: ignore[arg-type]
         return refused
 
     (refused,) = run_ranks(1, work)
     beginnings = [
         "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
-        "Job `x`: no function is offered as `g`; offered: `f`.",
+        "Job `x`: no function is registered as `g`; there are: `f`.",
         "Job `x`: its arguments cannot be sent as JSON: Object of type bytes",
         "Job `x`: its arguments do not survive JSON: {'data': nan}.",
         "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
@@ -291,11 +291,11 @@ def test_what_cannot_be_submitted_is_refused_where_it_is_called():
         assert text.startswith(beginning)
 
 
-def test_only_rank_0_submits_and_a_rank_that_offers_nothing_ends_the_job():
+def test_only_rank_0_submits_and_a_rank_without_the_function_ends_the_job():
     def work(world):
         runner = Runner(world)
         if world.rank == 0:
-            runner.offer("f", lambda job: None)
+            runner.register("f", lambda job: None)
 
         def parent(job, step):
             if world.rank == 0:
@@ -306,7 +306,9 @@ def test_only_rank_0_submits_and_a_rank_that_offers_nothing_ends_the_job():
             step(0.0, 1.0)
 
         runner.add("a", parent, step=make_step(world, "a"))
-        with pytest.raises(JobError, match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 offers no `f`"):
+        with pytest.raises(
+            JobError, match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`"
+        ):
             runner.run()
         return runner.jobs[0].status
 

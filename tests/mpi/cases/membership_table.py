@@ -208,7 +208,7 @@ def one_skips():
 
 def jobs_are_submitted():
     step, runner = make_step(), Runner(WORLD)
-    runner.offer("train", lambda job, **arguments: train(job, step, **arguments))
+    runner.register("train", lambda job, **arguments: train(job, step, **arguments))
 
     def parent(job):
         state = job.restore(init())
