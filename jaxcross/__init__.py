@@ -12,6 +12,10 @@
     report           what happened, as a table, JSON, a trace and a picture
 
 Importing jaxcross starts neither MPI nor a device; `initialize` does.
+
+Folders: a step is compiled by `step`, `program`, `wire`; a loop is run by `jobs`, `runtime`, `interleave`. Below both
+are `world` and `health`. A step uses `exchange`, `tensor`, `server`; a run uses `data`, `checkpoint`, `report`, `plan`.
+Tools are `commands` and `lab`. `_jax_compat` is the only file with private names of JAX. Each folder lists its files.
 """
 
 from typing import TYPE_CHECKING, Any

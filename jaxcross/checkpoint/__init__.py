@@ -3,7 +3,7 @@
 settings       the user's settings: where, how often, how many
 checkpointer   one job's checkpoints on one rank: agrees, restores, saves
 session        the checkpoints of one run, and the thread that writes (`writer`)
-restore        which checkpoint all ranks can resume from (`select`), and its leaves
+restore        decides which checkpoint to resume from, and reads it; `select`: those complete on all ranks
 rank_local     which leaves are each rank's own, by what they are
 part           what one rank says of one checkpoint; parsed as untrusted data
 job_list       the jobs of the set that the command does not add itself

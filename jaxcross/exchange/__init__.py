@@ -3,6 +3,18 @@
 Making one and its `init` do not communicate; its `update` does, of some in every so many steps only, and every rank
 calls it in the same step. All of them raise a `ValueError` before the first exchange where an axis is named twice,
 where several are named for a strategy that goes over one, or where a leaf would be exchanged twice over one axis.
+
+A strategy says what to exchange; `wire` makes the exchange, `interleave` says when. Each strategy has a file of its
+name (`bounded_stale` and `asynchronous` are in `staleness`, `lars` and `lamb` in `parallel_norms`). The other files
+help them:
+
+collectives     sums, rings and trees of hops over one axis
+select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed size
+bits            signs as bits; `blocks` and `flat`: trees as even parts, or as one vector
+per_rank        state that differs between ranks, declared by its type
+exchange_once   an error where a leaf would be exchanged twice
+elementwise     whether an optimizer works element by element
+validation      checks of arguments
 """
 
 from jaxcross.exchange.accumulate import accumulate

@@ -1,7 +1,7 @@
 """Pure decisions: the next segment, the next exchange, and when a step is committed. No MPI, JAX or threads.
 
 interleaver     the state machine: events in, instructions out (`messages`); its proof is at its head
-shared_state    the state that every rank shares, and the order of exchanges that follows from it
+shared_state    the state that every rank shares, and the one order of all exchanges that follows from it
 local_state     the state that only this rank has
 vote            the one control message between ranks; `ballot_writer` writes this rank's; `pending_jobs` for new jobs
 policy          the order of turns: `RoundRobin`, `Sequential`, `Weighted`

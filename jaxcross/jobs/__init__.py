@@ -3,7 +3,7 @@
 runner          `Runner`: several jobs share this rank's device
 plain_loop      `Job` and `run`, for jobs that are the plain loop `state, metrics = step(state, batch)`
 context         what a job's function receives; owns the two below
-lifecycle       the part that a job takes in a run: its driver, record, thread and end; `thread` is its thread
+lifecycle       the part that a job takes in a run: its driver, record, thread and end; `thread` is the thread's class
 host            runs a job's steps and counts them; `examples` counts what they use
 prefetch        batches, prepared ahead; `data_position` says where a job is in its data
 latest_state    the state that a job is left with, however it ends; `resumption` ties it to checkpoints

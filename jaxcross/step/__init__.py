@@ -9,7 +9,7 @@ agreement        a check that all ranks are about to make the same exchanges
 unit_agreement   the same for programs that call mpi4jax, whose calls may differ by rank
 exchange_order   an error where ranks make the same exchanges in another order
 advice           warnings about steps that are legal but rarely meant
-cut_tuner        `cut="auto"`: tries cuts and keeps the fastest; `cut_budget` says for how long
+cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says for how long
 timed_trial      one step on copies of its arguments, for the tuner
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was
 nnx              steps that change Flax NNX objects in place

@@ -1,9 +1,10 @@
 """Exchanges on the wire: JAX's named-axis collectives as mpi4jax's calls.
 
 recognise     which equations are exchanges
-lower         a jaxpr with exchanges -> a function that makes them; `collectives`, `coalesce`, `primitive`
-messages      one call behind one face: any element type, any number of elements
-mpi_wire      the wire of a world: `World.wire` returns it
+lower         a jaxpr with exchanges -> a function that makes them; `coalesce`, `primitive`
+collectives   sums, gathers and the like made of messages; 16-bit floats are summed in float32
+messages      mpi4jax's calls for any element type and any number of elements
+mpi_wire      `Wire` of program/ir.py over MPI: `World.wire` returns it; another wire goes next to it
 rank_grid     axes over ranks: names, sizes, coordinates, groups
 job_comms     a job's own communicators in place of those that its mpi4jax calls name; `calls`
 bytes         how many bytes an exchange brings to a rank
