@@ -103,10 +103,11 @@ class JobLifecycle:
         Raises:
             JobError: The run has not begun.
         """
-        if self.record is None:
+        driver, record = self.driver, self.record  # read once: the job's thread clears them when the job leaves
+        if record is None:
             raise JobError(f"Job `{self.name}` is not running: it can be stopped or paused during `runner.run()` only.")
-        if self.driver is not None:
-            self.driver.request(self.record, request)
+        if driver is not None:
+            driver.request(record, request)
 
     def attach(self, job: ManagedJob, driver: Driver, record: JobRecord, resumption: Resumption | None) -> None:
         """Takes the job's place in a run that begins, or that the job is added to."""

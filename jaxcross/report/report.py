@@ -19,7 +19,7 @@ from jaxcross.report.time_breakdown import break_down
 if TYPE_CHECKING:
     from rich.console import Group
 
-FORMAT = 1
+FORMAT = 2
 IN_TURN = "sequential"  # the policy that runs jobs one after the other: the baseline of comparisons
 _MAX_SPANS = 1_000_000  # of all ranks together
 

@@ -318,7 +318,7 @@ class ExchangeLane:
         event: m.Event
         job = ""
         match instruction:
-            # `watching` names no job: a vote is about all of them.
+            # The monitor gets no job: a vote is about all of them.
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))

@@ -32,7 +32,7 @@ _AGREEMENT = "agreement of the ranks that exchange with one another"
 
 @dataclass(slots=True)
 class _Slot:
-    """A communicator that is being made: its local lock, so that one group never waits for another."""
+    """A communicator that is being made: its own lock, so that one group never waits for another."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     comm: Any = None

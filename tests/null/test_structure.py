@@ -13,6 +13,8 @@ STATE = {
     ("exchange/exchange_once.py", "_running"),  # of this thread, while an `update` runs
     ("_jax_compat.py", "_bound"),  # of this context, while a step is traced
 }
+# A trial of a cut runs a step's own way and catches what fails in it.
+OVERRIDES = {"_Trial.run", "_Trial.wait_inputs", "_Trial.branch_mismatch", "_Trial.outputs"}
 # Calls that make something which changes. An empty container at a module's top is there to be filled.
 CHANGING = ("ContextVar", "local", "Lock", "RLock", "Event", "deque", "defaultdict", "OrderedDict", "WeakKeyDictionary",
             "WeakValueDictionary", "SingleFlightCache", "_Running")  # fmt: skip
@@ -46,13 +48,14 @@ def test_no_module_holds_state_but_what_is_named_here():
 
 
 def test_no_class_overrides_concrete_code():
-    classes = {node.name: node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    found = [
-        f"{name}.{method} overrides {base}.{method}"
-        for name, node in classes.items()
+    every = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {
+        f"{node.name}.{method}"
+        for node in every
         for base in (ast.unparse(each).split("[")[0].split(".")[-1] for each in node.bases)
-        for method in methods(node)
-        if base != name and base in classes and method != "__init__"
-        if method in methods(classes[base]) and is_concrete(methods(classes[base])[method])
-    ]
-    assert found == []
+        for parent in every  # several classes may have the name of the base
+        if parent.name == base and parent is not node
+        for method in methods(node).keys() & methods(parent).keys() - {"__init__"}
+        if is_concrete(methods(parent)[method])
+    }
+    assert found == OVERRIDES
