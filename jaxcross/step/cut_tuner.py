@@ -110,17 +110,13 @@ def gather_hint(
     )
 
 
-def search(
-    traced: Traced,
-    leaves: Sequence[Any],
-    *,
-    world: World,
-    cut: Callable[[int], Program],
-    build: Callable[[Program], Compiled],
-    together: Together,
-    hint: CutHint,
-) -> tuple[int, Compiled]:
-    """Returns the number of segments and the executables of the fastest of a few cuts.
+class _UncutError(Exception):
+    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be timed."""
+
+
+@final
+class CutSearch:
+    """A search for the fastest of a few cuts, on one rank. Its decisions follow from numbers that all ranks share.
 
     Each candidate is twice as fine as the one before, until two finer ones in a row do not pay. Where the length of the
     run is known, the search ends before it takes longer than a share of it (`Budget`): a short run stays uncut.
@@ -128,8 +124,8 @@ def search(
     A cut is not taken if it is slower than uncut in a last race of the two, or if it fails on some rank, compiled or
     tried. If uncut steps cannot be tried, for example because copies do not fit into memory, the step stays uncut.
 
-    Waits for all ranks, each of which must call it with the same step. The slowest rank's times count, so that all
-    ranks choose the same cut. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored
+    `run` waits for all ranks, each of which must call it with the same step. The slowest rank's times count, so that
+    all ranks choose the same cut. Where JAX keeps compiled programs (`jax_compilation_cache_dir`), the choice is stored
     next to them with the seconds of an uncut step. The network may have changed since: a cached cut is timed once
     against uncut, and the search is repeated if it is slower, or if the uncut step takes a quarter more or less.
 
@@ -142,16 +138,6 @@ def search(
         together: As for `gather_hint`; called once for every step that is tried.
         hint: From `gather_hint`.
     """
-    return _Search(traced, leaves, world=world, cut=cut, build=build, together=together, hint=hint).run()
-
-
-class _UncutError(Exception):
-    """The uncut step, or the best one so far, fails on copies of its arguments: nothing can be timed."""
-
-
-@final
-class _Search:
-    """One search, on one rank. Every decision follows from numbers that are the same on all ranks."""
 
     def __init__(
         self,
@@ -175,6 +161,7 @@ class _Search:
         self._complete = True  # the budget has not ended the search
 
     def run(self) -> tuple[int, Compiled]:
+        """Returns the number of segments and the executables of the fastest cut. Waits for all ranks."""
         uncut = self._compiled[1] = self._build(self._cut(1))
         try:
             return self._run(uncut)

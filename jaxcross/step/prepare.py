@@ -7,7 +7,7 @@ from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import StepHost
 from jaxcross.step.agreement import agree_once
-from jaxcross.step.cut_tuner import CutHint, cut_key, gather_hint, search
+from jaxcross.step.cut_tuner import CutHint, CutSearch, cut_key, gather_hint
 from jaxcross.step.step_record import ChosenCut
 from jaxcross.step.variant import Variant
 
@@ -102,7 +102,7 @@ def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hi
         with host.compiling(program.name):
             return stages.compile(program, variant.arg_types, cache=variant.world.executables)
 
-    n_segments, compiled = search(
+    n_segments, compiled = CutSearch(
         variant.traced,
         trial_args,
         world=variant.world,
@@ -110,7 +110,7 @@ def _search(variant: Variant, host: StepHost, trial_args: tuple[object, ...], hi
         build=build,
         together=host.run_on_all_ranks,
         hint=hint,
-    )
+    ).run()
     return n_segments, variant.compiled.setdefault(n_segments, compiled)
 
 

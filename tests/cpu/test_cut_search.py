@@ -249,9 +249,10 @@ def test_a_job_that_comes_during_a_search_changes_nothing(
         build(cut(1))
         others.append(prepare(node, second))
         assert not any(x.is_deleted() for x in leaves)
-        return 2, build(cut(2))
+        found = 2, build(cut(2))
+        return SimpleNamespace(run=lambda: found)
 
-    monkeypatch.setattr(prepare_module, "search", search)
+    monkeypatch.setattr(prepare_module, "CutSearch", search)
     mine = prepare(node, first)
     assert (pieces_of(mine), pieces_of(others[0])) == (2, 1)
     assert asked == [1, 1, 2]

@@ -28,7 +28,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import Traced, trace
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.step import cut_tuner, timed_trial
-from jaxcross.step.cut_tuner import CutHint, gather_hint, search
+from jaxcross.step.cut_tuner import CutHint, CutSearch, gather_hint
 from jaxcross.testing import LocalRanks
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
@@ -84,10 +84,10 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
                 return run_collectively(work, world.control) if in_job else work(world.control)
 
             with ThreadPoolExecutor(1) as world.exchanger:
-                pieces, compiled = search(
+                pieces, compiled = CutSearch(
                     traced(), LEAVES, world=world, cut=lambda n: stages.cut(traced(), n, bucket_bytes=0), build=build,
                     together=together, hint=CutHint(key="", resumed=None, in_process=None, is_first=True, cached=kept),
-                )  # fmt: skip
+                ).run()  # fmt: skip
             assert world.control.allgather_text("at the same place") == ["at the same place"] * 2
             assert pieces == len(compiled.program.collectives)
             return pieces
