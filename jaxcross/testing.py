@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
+from jaxcross._tracing import tracing
 from jaxcross.errors import ExchangeError
 from jaxcross.program.ir import Exchange, Program, Segment
 from jaxcross.program.trace import Traced
@@ -67,10 +68,17 @@ class LocalRanks:
 
 
 def vmapped(function: Callable[..., Any], axes: Mapping[str, int], in_axes: int | None = 0) -> Callable[..., Any]:
-    """`function` under one `jax.vmap` an axis, outermost axis first."""
+    """`function` under one `jax.vmap` an axis, outermost axis first; its exchanges are checked as in a step's trace."""
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with tracing():
+            return function(*args, **kwargs)
+
+    mapped: Callable[..., Any] = traced
     for name, size in reversed(list(axes.items())):
-        function = jax.vmap(function, in_axes=in_axes, axis_name=name, axis_size=size)
-    return function
+        mapped = jax.vmap(mapped, in_axes=in_axes, axis_name=name, axis_size=size)
+    return mapped
 
 
 def vmap_oracle(step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:

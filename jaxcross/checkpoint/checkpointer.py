@@ -13,8 +13,9 @@ from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
-from jaxcross.checkpoint.restore import UNREADABLE, CheckpointerWorld, Found, find
+from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.checkpoint.writer import Writer
+from jaxcross.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class JobCheckpointer:
         self,
         log: JobLog,
         *,
-        world: CheckpointerWorld,
+        world: World,
         folders: Folders,
         keep: int,
         environment: Mapping[str, str],

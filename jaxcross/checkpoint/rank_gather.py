@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxcross.errors import JobError, clause
+from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
 RunOnAllRanks = Callable[[str, Callable[[Any], Any]], Any]
@@ -48,7 +48,7 @@ class RankGather:
 
     def gather(self, what: str, value: object) -> list[Any]:
         """Returns every rank's value, by rank. Values travel as JSON: tuples arrive as lists."""
-        return [json.loads(text) for text in self.gather_text(what, json.dumps(value))]
+        return self.run_on_all_ranks(f"checkpoint: {what}", lambda control: gather(control, value))
 
     def check(self, what: str, errors: Sequence[str], cause: Exception | None = None) -> None:
         """Raises if the text of a rank is not empty.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,38 +17,12 @@ from jaxcross.checkpoint.rank_gather import JobLog, RankGather
 from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.select import select, to_offer
 from jaxcross.errors import JobError, clause, first_line
+from jaxcross.world import World
 
 UNREADABLE = (
     "has checkpoints that cannot be read now, which says nothing against them: none was deleted. Start again once the "
     "disk, or the way to it, is well. What happened"
 )
-
-
-class CheckpointerFlight(Protocol):
-    """The part of a rank's flight recorder that writing a checkpoint needs."""
-
-    def during(self, what: str, *, job: str, step: int) -> AbstractContextManager[None]: ...
-
-
-class CheckpointerWatch(AbstractContextManager[None], Protocol):
-    """A context whose length is watched."""
-
-    def renew(self) -> None: ...
-
-
-class CheckpointerWorld(Protocol):
-    """The part of the world that the checkpoints of a job need."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def flight(self) -> CheckpointerFlight: ...
-    def monitor(
-        self, *, job: str, step: int, segment: int, what: str, waiting_for: Any = None, local: bool = False
-    ) -> CheckpointerWatch: ...
-    def broadcast_or_check(self, state: PyTree, *, mode: str = "check") -> PyTree: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +63,7 @@ def find(
     state: PyTree,
     wanted: Mapping[str, Form],
     *,
-    world: CheckpointerWorld,
+    world: World,
     folders: Folders,
     ranks: RankGather,
     local: bool,
@@ -157,7 +130,7 @@ def _check_fit(
     state: PyTree,
     wanted: Mapping[str, Form],
     ranks: RankGather,
-    world: CheckpointerWorld,
+    world: World,
     path: Path,
     *,
     local: bool,
@@ -267,7 +240,7 @@ def _error_text(error: Exception | None, path: Path) -> str:
     return "" if error is None else f"in `{path}`, {type(error).__name__}: {clause(first_line(str(error)))}"
 
 
-def _part_here(first: Part, own: Part | None, world: CheckpointerWorld) -> Part:
+def _part_here(first: Part, own: Part | None, world: World) -> Part:
     """Returns the part that this rank resumes from.
 
     That is its own or, where it has none, rank 0's without the states of that rank's iterators.
@@ -301,9 +274,7 @@ def _read(
     return values, "", None
 
 
-def _common(
-    part: Part, held: Mapping[str, np.ndarray], world: CheckpointerWorld, ranks: RankGather
-) -> dict[str, np.ndarray]:
+def _common(part: Part, held: Mapping[str, np.ndarray], world: World, ranks: RankGather) -> dict[str, np.ndarray]:
     """Returns the leaves that rank 0 holds for all. They are sent, as each node may have a disk of its own."""
     forms = {path: saved.form for path, saved in part.leaves.items() if saved.common}
     if world.size == 1 or not forms:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -16,23 +16,13 @@ from jaxcross.checkpoint.job_list import JobList, read
 from jaxcross.checkpoint.layout import SET_FILE, Folders, folder_name, write_text
 from jaxcross.checkpoint.part import FORMAT, UnusableError
 from jaxcross.checkpoint.rank_gather import JobLog
-from jaxcross.checkpoint.restore import CheckpointerWorld
 from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError, clause
+from jaxcross.world import World
+from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
-
-
-class SessionWorld(CheckpointerWorld, Protocol):
-    """The part of the world that the checkpoints of a run need."""
-
-    @property
-    def vendor(self) -> str: ...
-    @property
-    def pool_size(self) -> int: ...
-    @property
-    def control(self) -> Any: ...
 
 
 class Session:
@@ -55,7 +45,7 @@ class Session:
         JobError: On every rank: the folder cannot be made or written on one of them.
     """
 
-    def __init__(self, settings: Checkpoints, world: SessionWorld, *, jobs: Sequence[str], policy: str) -> None:
+    def __init__(self, settings: Checkpoints, world: World, *, jobs: Sequence[str], policy: str) -> None:
         self._settings, self._world = settings, world
         self._environment = _environment(world)
         self._about = {"format": FORMAT, "ranks": world.size, "policy": policy, **self._environment}
@@ -69,7 +59,7 @@ class Session:
                 self._write_set()
         except Exception as error:
             mine["error"] = f"{type(error).__name__}: {error}"
-        gathered = [json.loads(text) for text in world.control.allgather_text(json.dumps(mine))]
+        gathered = gather(world.control, mine)
         for rank, each in enumerate(gathered):
             if each["error"]:
                 raise JobError(f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: {each['error']}.")
@@ -149,7 +139,7 @@ class Session:
         self._writer.close()
 
 
-def _environment(world: SessionWorld) -> dict[str, str]:
+def _environment(world: World) -> dict[str, str]:
     """Returns everything but program and data that decides the last bits of results."""
     device = jax.local_devices()[0]
     packages = {name: version(name) for name in ("jaxcross", "jax", "jaxlib")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from jaxcross.checkpoint.restore import CheckpointerWorld
+from jaxcross.world import World
 
 _LOOK_S = 0.2
 
@@ -28,7 +28,7 @@ class Writer:
 
         return self._pool.submit(run)
 
-    def wait_for(self, written: Future[None], world: CheckpointerWorld, *, job: str, step: int, missing: str) -> None:
+    def wait_for(self, written: Future[None], world: World, *, job: str, step: int, missing: str) -> None:
         """Waits until `written` is done, and raises what writing raised.
 
         The watchdog reports a disk that hangs, and what is `missing`. While earlier work gets done, it is only slow.

@@ -21,8 +21,9 @@ from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.step_registry import StepRegistry
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
-from jaxcross.runtime.job_record import NonFinite, RunWorld, check_choice
+from jaxcross.runtime.job_record import NonFinite, check_choice
 from jaxcross.runtime.step_host import Agreement, T
+from jaxcross.world import World
 from jaxcross.world.control_plane import Control, all_equal
 
 
@@ -45,7 +46,7 @@ class JobHost:
 
     in_run = True
 
-    def __init__(self, life: JobLifecycle, *, listeners: Listeners, world: RunWorld, checks: CheckReplicas) -> None:
+    def __init__(self, life: JobLifecycle, *, listeners: Listeners, world: World, checks: CheckReplicas) -> None:
         self._life = life
         self._listeners = listeners
         self._world = world

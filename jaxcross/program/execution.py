@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ class Compiled:
         return max(peak, sum(alive.values()) + sum(copies))
 
 
+@final
 class Execution:
     """A step in flight: the values that are alive, and the means to run the next segment.
 

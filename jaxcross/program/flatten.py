@@ -21,6 +21,7 @@ from jax.ref import AbstractRef
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED, Atom
+from jaxcross._jax_compat.shard_map import without_mesh
 from jaxcross.errors import CutError
 from jaxcross.program import lockstep
 from jaxcross.program.conditional import Choose, predicate_of, split
@@ -62,7 +63,7 @@ class Flattener(Emitter):
         if is_shard_map(eqn, self.axes):
             (body,) = compat.sub_jaxprs(eqn)
             self._check_shard_map(eqn, body, args)
-            return self.inline(convert_wire_types(compat.without_mesh(body), self.axes, self.wire), args)
+            return self.inline(convert_wire_types(without_mesh(body), self.axes, self.wire), args)
         inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
         if name in INLINED:
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat.shard_map import first_shard_map, with_input_shapes
 from jaxcross.errors import CutError
 
 Specs = Sequence[tuple[int | None, Any]]
@@ -47,7 +48,7 @@ def trace_shards(
                 _check_mesh(mesh, axes, name)
                 closed = jax.make_jaxpr(step)(*_global_types(avals, _spec_of_each(specs, name), mesh))
                 check_nothing_else(closed, name)
-                return compat.with_input_shapes(closed, [a.shape for a in avals])
+                return with_input_shapes(closed, [a.shape for a in avals])
     return None
 
 
@@ -71,7 +72,7 @@ def _ask(step: Callable[..., Any], avals: Sequence[Any], axes: Mapping[str, int]
     ranks = math.prod(axes.values())
     divisible = [(tuple(n * ranks for n in a.shape), a.dtype) for a in avals]
     try:
-        return compat.first_shard_map(step, divisible)
+        return first_shard_map(step, divisible)
     except Exception:  # a trace with the step's real arguments raises a better error
         return None
 

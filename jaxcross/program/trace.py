@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat.shard_map import is_cast_outside_of_shard_map
+from jaxcross._tracing import tracing
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate
 from jaxcross.program.flatten import Flattener
@@ -140,7 +142,7 @@ def trace(
 
     copy_signature(named_step, step)
     try:
-        with compat.binding(axes):
+        with tracing(axes):
             whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
             whole = call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
@@ -189,7 +191,7 @@ def _trace_whole(
         shards = trace_shards(flat_step, avals, axes, name)
         if shards is not None:
             return shards
-        if compat.is_cast_outside_of_shard_map(error):
+        if is_cast_outside_of_shard_map(error):
             raise CutError(
                 f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, as the body of a"
                 " `jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of gradients. A bare function"

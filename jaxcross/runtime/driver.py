@@ -34,13 +34,13 @@ from jaxcross.runtime.job_record import (
     Execution,
     JobRecord,
     NonFinite,
-    RunWorld,
     StepCall,
     Stopped,
 )
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.step_host import T
+from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 
 
@@ -70,7 +70,7 @@ class Driver:
     def __init__(
         self,
         *,
-        world: RunWorld,
+        world: World,
         jobs: Sequence[tuple[str, Callable[[], threading.Thread]]],
         policy: Policy,
         depth: int = 2,

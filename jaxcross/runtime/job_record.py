@@ -5,17 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Literal, NoReturn, Protocol, final, get_args
+from typing import Any, Literal, Protocol, final, get_args
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
-from jaxcross.health.flight_recorder import FlightRecorder
-from jaxcross.health.watchdog import Monitor, WaitingFor
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.runtime.collective_call import CollectiveCall
-from jaxcross.world.control_plane import Control
-from jaxcross.world.exchange_owner import ExchangeOwner
 
 NonFinite = Literal["ignore", "raise", "skip", "eject"]
 """A job's policy for a step whose exchanged values are not all finite."""
@@ -52,32 +48,6 @@ class Execution(Protocol):
     @property
     def skippable(self) -> bool: ...
     def outputs(self) -> PyTree: ...
-
-
-class RunWorld(Protocol):
-    """The part of the world that a run needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def control(self) -> Control: ...
-    def monitor(
-        self,
-        *,
-        job: str,
-        step: int,
-        segment: int,
-        what: str,
-        waiting_for: WaitingFor | None = None,
-        local: bool = False,
-    ) -> Monitor: ...
-    @property
-    def flight(self) -> FlightRecorder: ...
-    @property
-    def exchange_owner(self) -> ExchangeOwner: ...
-    def abort(self, message: str, *, code: int = 1) -> NoReturn: ...
 
 
 @final

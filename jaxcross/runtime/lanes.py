@@ -17,7 +17,8 @@ from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import TOGETHER, Listeners, Span
 from jaxcross.interleave.vote import Verdict
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job_record import JobRecord, RunWorld, StepCall
+from jaxcross.runtime.job_record import JobRecord, StepCall
+from jaxcross.world import World
 from jaxcross.world.sched_slice import ask_for_short_slices
 
 _FIRST_BACKOFF_S = 0.002
@@ -35,7 +36,7 @@ def backoff_s(level: int) -> float:
 class LaneDriver(Protocol):
     """The part of `jaxcross.runtime.driver.Driver` that lanes use."""
 
-    world: RunWorld
+    world: World
     listeners: Listeners
     link: Link | None
     clock_ns: Callable[[], int]

@@ -14,7 +14,7 @@ from jaxcross.interleave.local_state import Wait
 
 if TYPE_CHECKING:
     from jaxcross.health.watchdog import Monitor
-    from jaxcross.runtime.job_record import RunWorld
+    from jaxcross.world import World
 
 
 class JobWaits:
@@ -28,7 +28,7 @@ class JobWaits:
         world: Has the watchdog.
     """
 
-    def __init__(self, world: RunWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         self._seen: Mapping[str, Wait] = {}
         self._watched: dict[str, Monitor] = {}
@@ -61,7 +61,7 @@ class JobWaits:
         )
 
 
-def after_run(world: RunWorld, what: str, *, job: str = "", step: int = 0) -> Monitor:
+def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monitor:
     """Returns the watch over a wait for all ranks at the end of a run. A rank in a `host` measure may take its time."""
     others = [rank for rank in range(world.size) if rank != world.rank]
     waiting_for = partial(missing_ranks, job, what, others, excuse_local=True)

@@ -7,18 +7,29 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Protocol, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
 from jaxcross.health.activity import RankStatus, missing_ranks
 from jaxcross.health.watchdog import Monitor
 from jaxcross.program import rank_lists
-from jaxcross.program.execution import Compiled, Execution
+from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.step_host import Agreement, T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
+
+
+class StepInFlight(Protocol):
+    """The part of `jaxcross.program.execution.Execution` that `run_execution` needs."""
+
+    def run(self, index: int) -> None: ...
+    def forget(self, index: int) -> None: ...
+    def wait_inputs(self, index: int) -> None: ...
+    def wait_outputs(self, index: int) -> None: ...
+    def branch_mismatch(self, index: int) -> str | None: ...
+    def outputs(self) -> PyTree: ...
 
 
 @final
@@ -81,7 +92,9 @@ class Standalone:
             raise
 
 
-def run_execution(world: World, compiled: Compiled, execution: Execution, step: int, ended: dict[int, bool]) -> PyTree:
+def run_execution(
+    world: World, compiled: Compiled, execution: StepInFlight, step: int, ended: dict[int, bool]
+) -> PyTree:
     """Runs one call whose execution has not begun, like `Standalone.run`.
 
     The caller's thread dispatches all computation, in program order. Exchanges follow one another in a thread of their
@@ -146,7 +159,7 @@ class _Call:
 
     world: World
     compiled: Compiled
-    execution: Execution
+    execution: StepInFlight
     step: int
     ended: dict[int, bool]
     failed: list[BaseException] = field(default_factory=list)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import clause, first_line
-from jaxcross.program.execution import Compiled, Execution
+from jaxcross.program.execution import Compiled
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import run_execution
@@ -54,8 +54,9 @@ def summary(error: Exception) -> str:
     return clause(first_line(describe(error)))
 
 
-class _Trial(Execution):
-    """An execution that continues after XLA has failed: it computes no more and exchanges zeros, as other ranks wait.
+@final
+class _Trial:
+    """A step in flight that goes on after XLA has failed: it computes no more and exchanges zeros, as other ranks wait.
 
     It raises only if an exchange itself fails, or if the number of exchanges depends on data.
 
@@ -63,32 +64,33 @@ class _Trial(Execution):
         error_text: The first failure; empty if there was none.
     """
 
-    __slots__ = ("error_text",)
+    __slots__ = ("_compiled", "_execution", "error_text", "forget", "wait_outputs")
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
-        super().__init__(compiled, inputs)
+        self._compiled = compiled
+        self._execution = compiled.execution(inputs)
+        self.wait_outputs = self._execution.wait_outputs
+        self.forget = self._execution.forget
         self.error_text = ""
 
     def run(self, index: int) -> None:
         runnable = self._compiled.runnables[index]
         if runnable.segment.kind == "compute" or runnable.is_single_rank:
-            self._attempt(partial(super().run, index))
+            self._attempt(partial(self._execution.run, index))
             return
         if self.error_text:
-            self.zero_inputs(index)
-        super().run(index)
+            self._execution.zero_inputs(index)
+        self._execution.run(index)
 
     def wait_inputs(self, index: int) -> None:
-        self._attempt(partial(super().wait_inputs, index))
+        self._attempt(partial(self._execution.wait_inputs, index))
 
     def branch_mismatch(self, index: int) -> None:
         """Ignores the mismatch: the real step, which follows, will raise it."""
-        self._counts.pop(index, None)
 
     def outputs(self) -> None:
         """Waits for the results, and discards them."""
-        results = super().outputs
-        self._attempt(lambda: jax.block_until_ready(results()))
+        self._attempt(lambda: jax.block_until_ready(self._execution.outputs()))
 
     def _attempt(self, work: Callable[[], Any]) -> None:
         if self.error_text:

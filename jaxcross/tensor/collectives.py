@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxcross import _jax_compat as compat
+from jaxcross._jax_compat.shard_map import checks_varying, vary_over
 
 Axes = tuple[str, ...]
 Arrays = TypeVar("Arrays")
@@ -27,7 +27,7 @@ def copy_to(x: Arrays, axes: Axes) -> Arrays:
         x: A tree of arrays.
         axes: Axis names; none for no communication at all.
     """
-    copy: Any = compat.vary_over if compat.checks_varying() else _copy_to
+    copy: Any = vary_over if checks_varying() else _copy_to
     return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
 
 
@@ -40,7 +40,7 @@ def reduce_from(x: Arrays, axes: Axes) -> Arrays:
         x: A tree of arrays.
         axes: Axis names; none for no communication at all.
     """
-    reduce: Any = jax.lax.psum if compat.checks_varying() else _reduce_from
+    reduce: Any = jax.lax.psum if checks_varying() else _reduce_from
     return jax.tree.map(lambda leaf: reduce(leaf, axes), x) if axes else x
 
 

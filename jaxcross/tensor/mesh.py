@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 
-from jaxcross._jax_compat import bound_axes
 from jaxcross._pytree import PyTree
+from jaxcross._tracing import current_tracing
 
 Role = Literal["column", "row", "table", "positions", "inner", "hidden"]
 Spec = tuple[str | tuple[str, ...] | None, ...]
@@ -228,7 +228,8 @@ class Mesh:
                     f"The mesh has {size} ranks along `{axis}`, but the step runs with {bound}. Give `crossover` (or"
                     " `vmap`, `shard_map`) the mesh's own `axes`."
                 )
-        bound = [] if self.whole else [axis for axis in bound_axes() if axis in self.axes]
+        trace = current_tracing()
+        bound = [] if self.whole or trace is None else [axis for axis in trace.axes if axis in self.axes]
         if bound != [axis for axis in self.axes if axis in bound]:
             raise ValueError(
                 f"The mesh has its axes in the order {_listed(self.axes)}, the step in the order {_listed(bound)}:"

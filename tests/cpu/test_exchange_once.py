@@ -9,10 +9,10 @@ import pytest
 from exchange_row import Row
 from exchange_table import TABLE
 
+from jaxcross._tracing import current_tracing, tracing
 from jaxcross.exchange import (
     adasum,
     bounded_stale,
-    exchange_once,
     lars,
     local_sgd,
     mean,
@@ -96,10 +96,11 @@ def test_the_same_gradients_may_be_exchanged_in_two_ways():
 
 
 def test_nothing_is_kept():
-    before = set(exchange_once._marks)  # of what pytest still holds of refusals
-    traced(mean("batch"), {"batch": 4})
-    gc.collect()
-    assert set(exchange_once._marks) <= before
+    with tracing() as trace:
+        out, _ = jax.vmap(mean("batch").update, axis_name="batch")(on_ranks({"batch": 4}), optax.EmptyState())
+        gc.collect()
+        assert not trace._exchanged  # of tracers, which ended with the `vmap`
+    assert current_tracing() is None and out is not None
 
 
 @pytest.mark.parametrize(

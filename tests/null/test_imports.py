@@ -16,6 +16,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "errors": FOLDERS,
     "_jax_compat": FOLDERS,
     "_pytree": FOLDERS,
+    "_tracing": FOLDERS,
     "_arguments": FOLDERS,
     "lab": FOLDERS - {"lab", "commands"},
     "step": {"report", "checkpoint"},
@@ -26,7 +27,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "interleave": FOLDERS - {"interleave"},
     "world": {"checkpoint", "exchange", "runtime", "jobs", "step", "report", "server", "data"},
     "health": FOLDERS - {"health"},
-    "checkpoint": {"runtime", "jobs", "server", "step", "world", "wire", "report", "data", "program"},
+    "checkpoint": {"runtime", "jobs", "server", "step", "wire", "report", "data", "program"},
     "exchange": {"program", "wire", "world", "runtime", "jobs", "server", "step", "report", "data", "plan"},
     "plan": {"world", "runtime", "jobs", "server", "step", "health", "checkpoint", "data", "lab", "commands"},
     "tensor": {"runtime", "jobs", "step", "world", "wire", "report", "data", "program"},
@@ -92,10 +93,10 @@ def test_every_arrow_points_the_right_way(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", modules())
-def test_private_jax_names_live_in_one_file(module: str) -> None:
-    if module != "jaxcross._jax_compat":
+def test_private_jax_names_live_in_one_folder(module: str) -> None:
+    if not within(module, "jaxcross._jax_compat"):
         private = [f"line {n}: {name}" for n, name in imports(source_of(module)) if within(name, "jax._src")]
-        assert not private, f"{module} imports private names of JAX; move them to jaxcross/_jax_compat.py: {private}"
+        assert not private, f"{module} imports private names of JAX; move them to jaxcross/_jax_compat: {private}"
 
 
 @pytest.mark.parametrize("module", modules())

@@ -1,4 +1,4 @@
-"""The only file that touches private or version-dependent names of JAX.
+"""The only folder that touches private or version-dependent names of JAX.
 
 jaxcross supports jax 0.10 to 0.12. From 0.11 `ClosedJaxpr is Jaxpr`; before, a closed jaxpr wraps an open one. Everyone
 else builds and reads jaxprs through the functions below and never asks for a class.
@@ -7,12 +7,11 @@ else builds and reads jaxprs through the functions below and never asks for a cl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -79,34 +78,6 @@ def runs_pmap(code: Any) -> bool:
     """Whether this code object is what `jax.pmap` returns around a function."""
     name, file = getattr(code, "co_qualname", ""), getattr(code, "co_filename", "")
     return name.startswith("pmap.<locals>") and "jax" in Path(file).parts
-
-
-def checks_varying() -> bool:
-    """Whether a `shard_map(check_vma=True)` is being traced, in which types tell over which axes values vary."""
-    return _config._check_vma.value
-
-
-_bound: ContextVar[tuple[str, ...]] = ContextVar("bound", default=())
-
-
-@contextmanager
-def binding(axes: Iterable[str]) -> Iterator[None]:
-    """While a step is traced over `axes`, outermost first: JAX's own environment of axes forgets their order."""
-    before = _bound.set(tuple(axes))
-    try:
-        yield
-    finally:
-        _bound.reset(before)
-
-
-def bound_axes() -> tuple[str, ...]:
-    """The axes that `binding` named last; none outside of it."""
-    return _bound.get()
-
-
-def vary_over(x: Any, axes: Sequence[str]) -> Any:
-    """`x` with a type that varies over `axes`, where `checks_varying()`. Sums the gradient over those that are new."""
-    return jax.lax.pcast(x, tuple(a for a in axes if a not in jax.typeof(x).mat.varying), to="varying")
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -194,27 +165,6 @@ def make_jaxpr_of(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[
     return _excore.ClosedJaxpr(jaxpr, [])
 
 
-def with_input_shapes(jaxpr: Any, shapes: Sequence[Sequence[int]]) -> Any:
-    """A closed jaxpr with inputs of other shapes, and no mesh in their types; its equations stay as they are."""
-    inner, _ = open_jaxpr(jaxpr)
-    new = {
-        v: new_var(_without_mesh(v.aval).update(shape=tuple(shape)))
-        for v, shape in zip(inner.invars, shapes, strict=True)
-    }
-
-    def swapped(atoms: Sequence[Any]) -> list[Any]:
-        return [a if isinstance(a, Literal) else new.get(a, a) for a in atoms]
-
-    eqns = [e.replace(invars=swapped(e.invars)) for e in inner.eqns]
-    changed = inner.replace(
-        invars=list(new.values()),
-        outvars=swapped(inner.outvars),
-        eqns=eqns,
-        debug_info=inner.debug_info.with_unknown_names(),
-    )
-    return changed if jaxpr is inner else jaxpr.replace(jaxpr=changed)
-
-
 def replace_eqns(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
     """An open jaxpr with other equations and results; constants and inputs stay."""
     effects = _core.join_effects(*(e.effects for e in eqns)) if eqns else _core.no_effects
@@ -260,13 +210,6 @@ def source_of(eqn: Any, *, outside: str = "") -> str:
 def stack_of(eqn: Any) -> list[str]:
     """The lines that made an equation, as `source_of` writes them, the innermost first; JAX's own are left out."""
     return _source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize).splitlines()[::-1]
-
-
-def is_cast_outside_of_shard_map(error: Exception) -> bool:
-    """Whether JAX says by an error that `jax.lax.pcast` names an axis which no `shard_map` binds."""
-    if isinstance(error, AssertionError):
-        return str(error).startswith("ManualAxisType(")
-    return isinstance(error, ValueError) and "should be called under jax.shard_map" in str(error)
 
 
 def user_line_of(error: Exception) -> str:
@@ -363,137 +306,3 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(len, eqn.params["ft_in"].unpack())  # from 0.12
     return consts, carry
-
-
-# Inside a `shard_map` these say how values vary over the mesh, or lie on it; no value changes.
-_CASTS = frozenset({
-    "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "sharding_constraint", "reshard",
-})  # fmt: skip
-
-
-def without_mesh(jaxpr: Any) -> Any:
-    """The open body of a `shard_map`, as if its equations had been traced on one rank that knows of no mesh.
-
-    Types lose their mesh and what varies over it, contexts and parameters the mesh itself, and casts between varying
-    and invariant values go. What JAX inserted to exchange (`psum_invariant`) stays.
-    """
-    inner, _ = open_jaxpr(jaxpr)
-    env: dict[Any, Any] = {}
-
-    def new(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            # JAX's own arrays of NumPy's remember a type; a view of one does not.
-            val: Any = atom.val.view() if isinstance(atom.val, np.ndarray) else atom.val
-            return Literal(val, _without_mesh(atom.aval))
-        if atom not in env:
-            env[atom] = new_var(_without_mesh(atom.aval))
-        return env[atom]
-
-    constvars, invars = [new(v) for v in inner.constvars], [new(v) for v in inner.invars]
-    eqns = []
-    for eqn in inner.eqns:
-        if eqn.primitive.name in _CASTS:
-            env.update(zip(eqn.outvars, map(new, eqn.invars), strict=True))
-            continue
-        eqn = map_sub_jaxprs(eqn, without_mesh)
-        eqns.append(
-            eqn.replace(
-                invars=[new(a) for a in eqn.invars],
-                outvars=[new(v) for v in eqn.outvars],
-                params={name: _without_mesh(value) for name, value in eqn.params.items()},
-                ctx=_without_mesh(eqn.ctx),
-            )
-        )
-    return inner.replace(
-        constvars=constvars,
-        invars=invars,
-        outvars=[new(a) for a in inner.outvars],
-        eqns=eqns,
-        debug_info=inner.debug_info.with_unknown_names(),
-    )
-
-
-def _without_mesh(value: Any) -> Any:
-    """A type, a parameter or a context of an equation without the mesh that it speaks of."""
-    empty = jax.sharding.AbstractMesh((), ())
-    if isinstance(value, _core.ShapedArray):
-        return _core.ShapedArray(value.shape, value.dtype, value.weak_type)
-    if isinstance(value, jax.sharding.AbstractMesh):
-        return empty
-    if isinstance(value, jax.sharding.NamedSharding):
-        return None
-    if isinstance(value, _core.JaxprEqnContext):
-        with value.manager, jax.sharding.use_abstract_mesh(empty):
-            return _core.JaxprEqnContext()
-    return value
-
-
-class _Asked(BaseException):
-    """Leaves a function at its first equation: `arguments` and `parameters` of a `shard_map`, None of another one."""
-
-    def __init__(self, arguments: Any = None, parameters: Any = None) -> None:
-        self.arguments, self.parameters = arguments, parameters
-
-
-class _Asking(_core.Trace):
-    def process_shard_map(self, _primitive: Any, _function: Any, arguments: Any, /, **parameters: Any) -> Any:
-        raise _Asked(arguments, parameters)
-
-    def process_primitive(self, *_: Any, **__: Any) -> Any:
-        raise _Asked
-
-    process_call = process_custom_jvp_call = process_custom_vjp_call = process_primitive
-
-
-class _AnySpec:
-    """Equal to every spec: on axes of type `Explicit` JAX compares an argument's own with that of `in_specs`."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"`in_specs` is left out, and an argument has no `{name}` to infer it from")
-
-
-class _AnySharding:
-    mesh, spec = jax.sharding.AbstractMesh((), ()), _AnySpec()
-
-
-class _Unplaced(_core.ShapedArray):
-    """The type of an array of which only the shape is known yet."""
-
-    sharding: Any = _AnySharding()
-
-    def __new__(cls, shape: Sequence[int], dtype: Any) -> Self:
-        plain, made = _core.ShapedArray(tuple(shape), dtype), object.__new__(cls)
-        for name in ("shape", "dtype", "weak_type", "manual_axis_type", "memory_space"):
-            object.__setattr__(made, name, getattr(plain, name))
-        return made
-
-
-def first_shard_map(
-    function: Callable[..., Any], shapes: Sequence[tuple[Sequence[int], Any]]
-) -> tuple[Any, list[tuple[int | None, Any]]] | None:
-    """Returns the mesh of the `shard_map` that `function` begins with, and the spec of each argument; or None.
-
-    A value that `function` closes over has no number.
-
-    The body does not run: `shapes`, each with its element type, need only be divisible by whatever cuts them.
-
-    Raises:
-        Exception: What JAX or the function say to such arguments.
-    """
-    trace = _Asking()
-    tracers = [_core.Tracer(trace, _Unplaced(shape, dtype)) for shape, dtype in shapes]
-    try:
-        # JAX traces a `jit` before it binds its primitive, which `_Asking` would not see.
-        with jax.disable_jit(), _core.set_current_trace(trace):
-            function(*tracers)
-    except _Asked as asked:
-        place = {id(t): n for n, t in enumerate(tracers)}
-        if asked.parameters is not None:
-            pairs = zip(asked.arguments, asked.parameters["in_specs"], strict=True)
-            return asked.parameters["mesh"], [(place.get(id(a)), spec) for a, spec in pairs]
-    return None

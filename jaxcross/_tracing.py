@@ -1,0 +1,63 @@
+"""The step that this context traces, for library code that the step calls: `Mesh`, and the exchanges."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, final
+
+
+class Exchanged(NamedTuple):
+    """A leaf that an exchange returned: the leaf, the exchange's name, and the axes that it went over."""
+
+    leaf: weakref.ref[Any]
+    by: str
+    axes: frozenset[Hashable]
+
+
+@final
+class Tracing:
+    """One trace of a step.
+
+    Attributes:
+        axes: The step's axes, outermost first: JAX's own environment of axes forgets their order.
+        running: The exchanges whose `update` is being traced, the outermost first, each with its axes.
+    """
+
+    __slots__ = ("_exchanged", "axes", "running")
+
+    def __init__(self, axes: Iterable[str] = ()) -> None:
+        self.axes = tuple(axes)
+        self.running: list[tuple[str, frozenset[Hashable]]] = []
+        self._exchanged: dict[int, Exchanged] = {}  # by the identity of a leaf, as long as it lives
+
+    def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
+        """Notes that an exchange returned this array or tracer. Does not keep it alive."""
+        key, exchanged = id(leaf), self._exchanged
+        exchanged[key] = Exchanged(weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes)
+
+    def exchanged(self, leaf: Any) -> Exchanged | None:
+        """Returns what was noted of a leaf, if it came out of an exchange."""
+        found = self._exchanged.get(id(leaf))
+        return found if found is not None and found.leaf() is leaf else None
+
+
+_CURRENT: ContextVar[Tracing | None] = ContextVar("tracing", default=None)
+
+
+@contextmanager
+def tracing(axes: Iterable[str] = ()) -> Iterator[Tracing]:
+    """While a step is traced over `axes`, outermost first."""
+    trace = Tracing(axes)
+    before = _CURRENT.set(trace)
+    try:
+        yield trace
+    finally:
+        _CURRENT.reset(before)
+
+
+def current_tracing() -> Tracing | None:
+    """Returns the trace of a step that this context is in, if any."""
+    return _CURRENT.get()
