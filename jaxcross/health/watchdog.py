@@ -312,8 +312,9 @@ class Watchdog:
         """Reports and aborts, unless another rank does so or the wait ends first.
 
         One report is enough. Of two ranks, either one was asked before it began to ask, and leaves the report to the
-        other; or both asked at once, see that in each other's answers, and the lower one reports. A rank that holds
-        back reports after all if it still lives 10 s later. Local waits a rank reports itself, whichever other asks.
+        other; or both asked at once, see that in each other's answers, and the lower one reports. One that asked and
+        does not answer is reporting already. A rank that holds back reports after all if it still lives 10 s later.
+        Local waits a rank reports itself, whichever other asks.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))
@@ -322,8 +323,7 @@ class Watchdog:
             hold_back = bool(self._asked) and not wait.local
             self._asking = not hold_back
         answers = {} if hold_back else self._ask("standing", self._others)
-        lower = any(s is not None and s.asking and r < self._rank for r, s in answers.items())
-        if hold_back or (lower and not wait.local):
+        if hold_back or (self._leaves_report(answers) and not wait.local):
             deadline = time.monotonic() + _HOLD_S
             while time.monotonic() < deadline and not self._stop.wait(self._interval_s):
                 self._attend()
@@ -342,6 +342,12 @@ class Watchdog:
             self.renew(token)
             return
         self._report_stall(wait, answers, ranks)
+
+    def _leaves_report(self, answers: Mapping[int, RankStatus | None]) -> bool:
+        """Whether the answers to this rank's own question show that another rank reports."""
+        with self._lock:
+            asked = set(self._asked)  # while this rank asked: it had not been asked before
+        return any(r in asked if s is None else s.asking and r < self._rank for r, s in answers.items())
 
     def _report_stall(
         self, wait: Activity, answers: Mapping[int, RankStatus | None], ranks: Mapping[int, str] | None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxcross.health import activity, watchdog
+from jaxcross.health.activity import RankStatus
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
 from jaxcross.health.watchdog import Watchdog
@@ -79,8 +80,9 @@ def test_one_rank_reports(ranks, monkeypatch):
 
         def stuck(dog, after_s, over=over):
             threading.Event().wait(after_s)
-            dog.start()
+            # In this order: who enters a wait forgets who had asked before it.
             with dog.monitor(job="a", step=0, segment=0, what="psum"):
+                dog.start()
                 over.wait(60)
 
         threads = [threading.Thread(target=stuck, args=(dog, draw.choice((0, 0, 0.02, 0.04)))) for dog in dogs]
@@ -93,6 +95,38 @@ def test_one_rank_reports(ranks, monkeypatch):
             thread.join()
             dog.stop()
         assert len(reports) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "other", "asks", "holds_back"),
+    [
+        (1, None, True, True),  # the other asked meanwhile, and is busy with its report
+        (0, None, True, True),
+        (0, None, False, False),  # it is lost
+        (1, RankStatus(entered=1, waits=(), asking=True), True, True),
+        (0, RankStatus(entered=1, waits=(), asking=True), True, False),
+        (1, RankStatus(entered=1, waits=(), asking=False), True, False),  # its wait was over before it reported
+    ],
+)
+def test_who_leaves_the_report_to_a_rank_that_asks_too(rank, other, asks, holds_back, monkeypatch):
+    monkeypatch.setattr(watchdog, "_HOLD_S", 0)
+    monkeypatch.setattr(watchdog, "abort_everywhere", lambda *_: None)
+    dog = Watchdog(
+        Comm(rank, [SimpleQueue(), SimpleQueue()]), timeout_s=0.01, flight=FlightRecorder([this_process()] * 2, rank)
+    )
+    questions = []
+
+    def ask(question, ranks):
+        questions.append(question)
+        if asks:
+            dog._asked.add(1 - rank)
+        return {1 - rank: other}
+
+    dog._ask = ask
+    with dog.monitor(job="a", step=3, segment=0, what="psum"):
+        threading.Event().wait(0.05)
+        dog._look_at_waits()
+    assert questions.count("standing") == 1 + holds_back  # after holding back it asks again
 
 
 @pytest.mark.parametrize("awaited", [{}, {0: "its data has not given it"}, {1: "its job has not come so far"}])
