@@ -19,9 +19,9 @@ from typing import Any
 
 from workloads import parser, write_json
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "model"))  # the checker is no part of the package
-from explore import explore
-from model_case import Case, Script
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker is no part of the package
+from tests.model.explore import explore
+from tests.model.model_case import Case, Script
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted

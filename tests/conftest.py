@@ -54,13 +54,13 @@ def quick_compiler() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def on_four_devices(quick_compiler: dict[str, str]) -> Callable[..., str]:
-    """Runs a script, which may import what lies in tests/cpu, where JAX has four CPU devices: what it printed."""
+    """Runs a script, which may import `tests.support`, where JAX has four CPU devices: what it printed."""
 
     def call(script: str, *words: str, timeout: float = 240) -> str:
         env = {
             **os.environ,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {quick_compiler['XLA_FLAGS']}",
-            "PYTHONPATH": os.pathsep.join([str(TESTS / "cpu"), str(TESTS.parent)]),
+            "PYTHONPATH": str(TESTS.parent),
         }
         done = subprocess.run(
             [sys.executable, "-c", script, *words],

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from model_case import Arrival, Case, meet
-from model_rank import Move, RankModel
+from tests.model.model_case import Arrival, Case, meet
+from tests.model.model_rank import Move, RankModel
 
 from jaxcross.errors import InternalError
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from model_case import Arrival, Case, Script
-from model_spec import Spec
-from model_state import clone, name
+from tests.model.model_case import Arrival, Case, Script
+from tests.model.model_spec import Spec
+from tests.model.model_state import clone, name
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m

@@ -16,6 +16,7 @@ from jaxcross.commands.launch import find_mpirun, mpirun_command
 from jaxcross.world import xla_pool
 
 CASES = Path(__file__).parent / "cases"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def mpirun() -> Callable[..., Finished]:
 
     def call(n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
-        environ = {**os.environ, **(env or {})}
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}  # cases may import `tests.support`
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exchange_table import SHAPES, TABLE, gradients, start, step_of
+from tests.support.exchange_table import SHAPES, TABLE, gradients, start, step_of
 from mpi4py import MPI
 
 import jaxcross

@@ -13,7 +13,7 @@ import mpi4jax
 import numpy as np
 import pytest
 from jax import lax
-from loops import TABLE, own
+from tests.support.loops import TABLE, own
 from mpi4py import MPI
 
 import jaxcross

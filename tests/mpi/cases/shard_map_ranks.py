@@ -7,7 +7,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.envir
 
 import jax
 from mpi4py import MPI
-from shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
+from tests.support.shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
 
 import jaxcross
 

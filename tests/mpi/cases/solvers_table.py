@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from solvers import RTOL, STEPS, rows, weights
+from tests.support.solvers import RTOL, STEPS, rows, weights
 
 import jaxcross
 from jaxcross.testing import vmap_oracle

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
+from tests.support.tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
 
 import jaxcross
 from jaxcross import tensor

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from mpi4py import MPI
-from zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, momentum
+from tests.support.zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, momentum
 
 import jaxcross
 from jaxcross import _jax_compat as compat

@@ -1,0 +1,262 @@
+"""Every benchmark runs at toy size and writes its numbers with the question, the command and the versions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+import exchanges
+import strategies
+from convergence_show import NAMED
+
+from jaxcross.commands.launch import find_mpirun
+from jaxcross.exchange import mean
+from jaxcross.lab import available
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def smoke(tmp_path, quick_compiler):
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        subprocess.run(line, check=True, timeout=300, env={**os.environ, **quick_compiler})
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.mark.exhaustive
+def test_overhead(smoke):
+    result = smoke("overhead.py")
+    assert result["question"].startswith("What does the cut cost")
+    assert set(result["versions"]) >= {"python", "jax", "mpi4jax"}
+    for case in ("mlp", "resnet50"):
+        assert (
+            len(result[case]["jit"]["raw"])
+            == len(result[case]["jaxcross"]["raw"])
+            == len(result[case]["by_hand"]["raw"])
+            == 3
+        )
+    assert result["host_time_mlp"]["segments"] == 3
+    # A toy step's memory is exact arithmetic on XLA's figures, not a timing: the whole cut keeps little more alive.
+    assert 1 <= result["memory_transformer"]["cut_whole_over_fused"] < 1.05
+
+
+def test_wire_call(smoke):
+    assert "question" in smoke("wire_call.py")
+
+
+@pytest.mark.exhaustive
+def test_scale(smoke):
+    result = smoke("scale.py")
+    for part in ("decision_by_jobs", "decision_by_segments", "run_by_jobs", "run_by_segments"):
+        assert len(result[part]["rows"]) == 2
+        assert "slope_of_total" in result[part]
+
+
+@pytest.mark.exhaustive
+def test_leaves(smoke):
+    result = smoke("leaves.py")
+    assert [row["leaves"] for row in result["rows"]] == [4, 8]
+    assert all(len(row[how]["first_s"]["raw"]) == 1 for row in result["rows"] for how in ("jit", "jaxcross"))
+
+
+def test_model_check(smoke):
+    rows = smoke("model_check.py")["rows"]
+    assert len(rows) == 6
+    assert all(row["explored"] and row["joint_states"] > row["states"] / 2 for row in rows)
+    assert {tuple(row["ends"]) for row in rows} == {("ended",), ("ended", "stopped"), ("failed",)}
+
+
+@pytest.mark.slow
+def test_endurance(smoke, tmp_path):
+    """Counts, not times: jobs that come and go leave nothing behind but their results."""
+    if find_mpirun() is None:
+        pytest.skip("no mpirun")
+    result = smoke("endurance.py", "--png", str(tmp_path / "counts.png"))
+    assert (tmp_path / "counts.png").stat().st_size > 10_000
+    for rank in result["raw"]:
+        for part, least in (("joins", 32), ("steps", 200)):
+            first, *_, last = rank["parts"][part]["rows"]
+            done = last["done"] - first["done"]
+            assert done >= least * 0.7
+            assert last["files"] <= first["files"] + 1  # the watchdog looks into /proc now and then
+            assert last["communicators"] == first["communicators"] == 1
+            assert last["threads"] <= first["threads"] + 8  # of those that joined last, some may be about to end
+            objects = last["objects"] - first["objects"]
+            assert objects <= (64 * done if part == "joins" else 300)
+
+
+@pytest.mark.exhaustive
+def test_selection(smoke):
+    result = smoke("selection.py")
+    kinds = [(4, "normal"), (41, "normal"), (410, "normal"), (41, "layers"), (41, "misleading")]
+    assert [(row["k"], row["data"]) for row in result["rows"]] == kinds
+    for row in result["rows"]:
+        for found in row["ways"].values():
+            assert found["count_error"] == 0
+            assert found["recovered"] == pytest.approx(1, abs=1e-6)
+    largest = result["largest"]
+    assert largest["count_error"] == 0
+    ways = result["rows"][1]["ways"]
+    assert largest["over_exact"] == ways[result["rows"][1]["chosen"]]["s"]["median"] / ways["exact"]["s"]["median"]
+
+
+def test_strategies_named_in_the_picture_are_declared():
+    names = [s.name for s in (*strategies.STRATEGIES, *strategies.ROUTES, *strategies.GENTLER, *strategies.CONTROLS)]
+    assert set(names) > NAMED.keys() and len(NAMED) == len({color for color, _ in NAMED.values()}) <= 6
+
+
+@pytest.mark.exhaustive
+def test_convergence(smoke, tmp_path):
+    picture = tmp_path / "curves.png"
+    result = smoke("convergence.py", "--png", str(picture))
+    assert picture.stat().st_size > 10_000
+    rows = {row["strategy"]: row for row in result["rows"] if row["task"] == "images"}
+    received = {name: row["received_bytes"] for name, row in rows.items()}
+    elements = 10 * 16 + 145 * 32 + 129 * 64 + 65 * 10
+    assert received["mean"] == [2 * 4 * elements, 4 * 4 * elements]  # of 2 ranks, after 2 and 4 steps
+    assert received["local_sgd, every 8"] == [0, 0]
+    first, last = received["one_bit_adam"]
+    assert first > 4 * elements  # one step of Adam, then signs: a sixteenth and their scales
+    assert last - first < 2 * 4 * elements / 16
+    assert received["top_k 1%, exact"][-1] < 0.1 * received["mean"][-1]
+    for row in result["rows"]:
+        assert [len(curve) for curve in row["accuracy"]] == [2]
+    growth = result["growth"]
+    assert [(row["way"], row["ranks"]) for row in growth["rows"]] == [
+        (way, ranks) for way in ("mean", "mean, rate times ranks", "adasum") for ranks in (1, 2)
+    ]
+    # On one rank all ways are plain SGD.
+    assert len({tuple(row["loss"][0]) for row in growth["rows"] if row["ranks"] == 1}) == 1
+    assert [row["strategy"] for row in result["longer"]["rows"]] == ["mean", "top_k 1%, exact"]
+    again = smoke("convergence.py", "--resume")
+    assert again["rows"] == result["rows"]
+
+
+@pytest.mark.exhaustive
+def test_backend(smoke):
+    result = smoke("backend.py")
+    ways = {"as raced", "1x1 kernels as convolutions", "other convolutions in NCHW", "pages as the kernel gives them"}
+    assert ways <= set(result["rows"])
+    flags = {way for way in (*result["rows"], *result["unknown"]) if way.startswith("xla_")}
+    assert len(flags) == 6 and flags & set(result["rows"])
+    assert all(row["s"]["median"] > 0 for row in result["rows"].values())
+
+
+@pytest.mark.exhaustive
+def test_exchange_cost(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchange_cost.py", "--ways", "--limits", "none,64k")
+    assert result["exchanges"] > 0
+    for name in (
+        "alone",
+        "at once",
+        "beside",
+        "beside, niceness 5",
+        "alone, sums up to none",
+        "beside, sums up to 64k",
+    ):
+        row = result["exchange"][name]
+        assert row["s"]["median"] >= 0 < row["fill"]
+    assert result["tax_s"] > 0 and set(result["computation_s"]) >= {"alone"}
+
+
+@pytest.mark.exhaustive
+def test_tensor(smoke, tmp_path):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("tensor.py", "--png", str(tmp_path / "tensor.png"))
+    assert (tmp_path / "tensor.png").stat().st_size > 0
+    assert result["crossover"]["equal_to_the_bit"] is True
+    meshes = {ranks: {row["mesh"] for row in part["rows"]} for ranks, part in result["scaling"].items()}
+    assert meshes == {"4": {"1-D", "2-D"}}
+    for part in result["scaling"].values():
+        assert all(row["received_bytes"] > 0 < row["model_s"] for row in part["rows"])
+        assert part["machine"]["bytes_per_s"] > 0 < part["machine"]["operations_per_s"]
+
+
+@pytest.mark.exhaustive
+def test_unequal(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("unequal.py")
+    for row in result["ways"].values():
+        assert set(row["relative"]) == {"large", "small"}
+        assert row["progress"] == pytest.approx(sum(row["relative"].values()))
+        over = row["over_pieces"]
+        assert over["relative"]["small"] == row["relative"]["small"]
+        assert over["progress"] == pytest.approx(sum(over["relative"].values()))
+
+
+@pytest.mark.slow
+def test_crossover(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("crossover.py")
+    assert result["equal_to_the_bit"] is True
+    assert [row["exchange"] for row in result["rows"]] == [
+        "mean",
+        "sharded_optimizer",
+        "ParameterServer",
+        "choose_compression",
+    ]
+    assert all(row["bound_s"] >= max(row["c_s"], row["m_s"]) > 0 for row in result["rows"])
+    assert result["why"][0].startswith("Exchanges take ")
+    assert result["link"].startswith("real link 500mbit")
+    # At least what the all-reduces of all rivals' steps must send: 2 ranks send each gradient byte once.
+    assert result["bytes_crossed"] > 1e6
+
+
+@pytest.mark.exhaustive
+def test_exchanges(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    result = smoke("exchanges.py", "--only", "mean, b", "--only", "top_k 1%, t", "--only", "local_sgd")
+    (rows,) = result["models"].values()
+    strategies = rows["strategies"]
+    assert list(strategies) == ["mean", "mean, bfloat16", "top_k 1%, threshold", "local_sgd, every 8"]
+    for row in strategies.values():
+        assert 0 < row["wire"]["median"] < row["total"]["median"]
+    assert strategies["mean"]["bytes"] == 4 * rows["elements"]
+    assert strategies["local_sgd, every 8"]["bytes_over_mean"] == pytest.approx(1 / 8)
+    assert strategies["top_k 1%, threshold"]["bytes_over_mean"] < 0.1
+    assert [found["what"] for found in result["targets"]] == [
+        "top-k at 1%, wire", "top-k at 1%, selection and wire", "bfloat16, wire",
+    ]  # fmt: skip
+
+
+def test_a_target_is_judged_by_every_repeat():
+    """Against the mean of the same repeat: a machine that is slower for a while is slower for both."""
+
+    def judged(own, of_mean):
+        raw = {"mean": of_mean, "adasum of gradients": own}
+        rows = {name: {key: {"raw": values} for key in ("total", "wire")} for name, values in raw.items()}
+        (found,) = exchanges.judge("model", {"strategies": rows})
+        return found
+
+    assert judged([1.2, 2.5], [1.0, 2.0])["verdict"] == "met"
+    assert judged([1.4, 3.0], [1.0, 2.0])["verdict"] == "missed"
+    assert judged([1.2, 3.0], [1.0, 2.0]) == {
+        "model": "model", "what": "Adasum", "of": "adasum of gradients", "over": "mean", "ratio": 1.35,
+        "ratios": [1.2, 1.5], "target": 1.3, "verdict": "undecided",
+    }  # fmt: skip
+
+
+def test_bytes_are_those_of_a_step_as_it_is_cut():
+    """Layers too small to travel in halves on four ranks share a buffer, which does."""
+    layers = [jax.ShapeDtypeStruct((4096,), jnp.float32)] * 8
+    wide, half = (
+        strategies.received_bytes(mean("batch", wire_dtype=wire), layers, {"batch": 4}) for wire in (None, jnp.float16)
+    )
+    assert wide == 6 * 4096 * 8 == 2 * half

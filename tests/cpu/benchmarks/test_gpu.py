@@ -1,0 +1,206 @@
+"""gpu.py without an accelerator: how it reads a profile, and that everything runs on a device that stands in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.profiler import ProfileData
+
+from jaxcross.commands.launch import find_mpirun, mpirun_command
+
+ROOT = Path(__file__).parents[3]
+BENCHMARKS = ROOT / "benchmarks"
+CASE = ROOT / "tests" / "gpu" / "case.py"
+US = 1000
+
+
+@pytest.fixture(scope="module")
+def profile() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield import_module("gpu_profile")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def plane(name: str, lines: dict[str, list[tuple[str, int, int, str]]]) -> str:
+    """One plane as the profiler writes it; events are name, start and end in microseconds, and executable."""
+    names = sorted({event[0] for events in lines.values() for event in events})
+    text = "".join(f'event_metadata {{ key: {n} value {{ id: {n} name: "{x}" }} }}\n' for n, x in enumerate(names, 1))
+    text += 'stat_metadata { key: 1 value { id: 1 name: "hlo_module" } }\n'
+    for number, (line, events) in enumerate(lines.items()):
+        made = ""
+        for event, start, end, module in events:
+            stat = f'stats {{ metadata_id: 1 str_value: "{module}" }}' if module else ""
+            place = f"offset_ps: {start * 10**6} duration_ps: {(end - start) * 10**6}"
+            made += f"events {{ metadata_id: {names.index(event) + 1} {place} {stat} }}\n"
+        text += f'lines {{ id: {number} name: "{line}" timestamp_ns: 0\n{made} }}\n'
+    return f'planes {{ name: "{name}"\n{text} }}\n'
+
+
+def space(device: dict[str, list[tuple[str, int, int, str]]], *marks: tuple[int, int]) -> Any:
+    """A profile with clock marks: (microseconds in it, host's nanoseconds)."""
+    python = [(f"jaxcross-clock {host}", at, at, "") for at, host in marks]
+    return ProfileData.from_text_proto(plane("/host:CPU", {"python": python}) + plane("/device:GPU:0", device))
+
+
+STREAMS = {
+    "Stream #13(Compute)": [
+        ("fusion", 10, 20, "jit_job_0_0"),
+        ("gemm", 22, 30, "jit_job_0_0"),
+        ("fusion", 34, 60, "jit_job_1_0"),
+        ("Memset", 60, 61, ""),
+    ],
+    "Stream #14(MemcpyD2H)": [("MemcpyD2H", 28, 44, "")],
+    "Stream #15(MemcpyH2D)": [("MemcpyH2D", 55, 70, "")],
+    "XLA Modules": [("jit_job_0_0", 0, 100, "")],
+}
+
+
+def test_copies_beside_kernels(profile: ModuleType) -> None:
+    recording = profile.read(space(STREAMS, (0, 0)))
+    assert recording.window == (10 * US, 60 * US)
+    assert profile.overlap(recording) == {
+        "kernels_s": pytest.approx(44e-6),
+        "to_host_s": pytest.approx(16e-6),
+        "to_host_beside_kernels_s": pytest.approx(12e-6),  # 28 to 30, 34 to 44
+        "to_device_s": pytest.approx(15e-6),
+        "to_device_beside_kernels_s": pytest.approx(5e-6),
+    }
+
+
+def test_idle_time_is_told_apart(profile: ModuleType) -> None:
+    recording = profile.read(space(STREAMS, (0, 0)))
+    shares = profile.idleness(recording, [(33 * US, 90 * US)])
+    assert shares["idle_share"] == pytest.approx(6 / 50)
+    assert shares["idle_inside_segments_share"] == pytest.approx(2 / 50)
+    assert shares["idle_between_ready_segments_share"] == pytest.approx(1 / 50)  # 33 to 34: before, nothing was ready
+    assert shares["met"] is False
+    assert profile.idleness(recording, [(10 * US, 20 * US)])["met"] is True
+    unready = profile.idleness(recording)
+    assert unready["idle_between_ready_segments_share"] == 0 and unready["met"] is None
+
+
+def test_the_quickest_mark_tells_the_clock(profile: ModuleType) -> None:
+    data = space(STREAMS, (1, 5_000_000), (5, 5_000_000 + 5 * US))  # the first began a microsecond after its time
+    assert profile.clock_shift_ns(data) == 5_000_000
+    assert profile.read(data).window == (5_000_000 + 10 * US, 5_000_000 + 60 * US)
+
+
+def test_a_profile_without_marks_is_refused(profile: ModuleType) -> None:
+    with pytest.raises(ValueError, match="the profile has no mark"):
+        profile.read(space(STREAMS))
+
+
+def test_nothing_is_invented_on_a_cpu(profile: ModuleType) -> None:
+    assert profile.record(lambda: jnp.ones(8) + 1) is None
+
+
+def test_marks_of_a_real_profile_are_on_the_hosts_clock(profile: ModuleType, tmp_path: Path) -> None:
+    with jax.profiler.trace(str(tmp_path)):
+        before = time.monotonic_ns()
+        profile._mark()
+        profile._mark()
+        after = time.monotonic_ns()
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    data = ProfileData.from_file(str(path))
+    shift = profile.clock_shift_ns(data)
+    marks = [e for p in data.planes for line in p.lines for e in line.events if e.name.startswith(profile.MARK)]
+    assert len(marks) == 2
+    assert before <= min(m.start_ns for m in marks) + shift
+    assert max(m.start_ns for m in marks) + shift <= after
+
+
+def run(
+    *words: str, env: dict[str, str], check: bool = True, launcher: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*launcher, sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, **env},
+        check=False,
+    )
+    assert done.returncode == 0 or not check, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    out = tmp_path / "gpu.json"
+    words = ("--smoke", "--stand-in", "--cases", "split,transfers,profile", "--json", str(out))
+    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
+    result = json.loads(out.read_text())
+    assert result["question"].startswith("What do cut steps, hand-overs and crossover cost")
+    assert result["device"]["stand_in"] is True
+    assert set(result["split"]["s_per_step"]) == {"jit", "whole", "auto"}
+    for direction in ("to_host", "to_device"):
+        row = result["transfers"][direction]["1000000"]
+        assert row["bytes"] == 1_000_000
+        assert row["best"] in row["s"]
+        assert result["transfers"][direction]["leaves"]["arrays"] == 6
+    for case in ("plain_jit", "1_jobs", "2_jobs", "3_jobs"):
+        row = result["profile"][case]
+        assert row["overlap"] is None and row["idleness"] is None
+        assert row["reason"] == "the profile has no stream of an accelerator: this is a CPU"
+    assert len(result["profile"]["3_jobs"]["account"]["jobs"]) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [(), ("--no-lab",)], ids=["lab", "no lab"])
+def test_two_ranks_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str], flags: tuple[str, ...]) -> None:
+    out = tmp_path / "gpu.json"
+    words = ("--smoke", "--stand-in", "--cases", "ranks", "--json", str(out), *flags)
+    run(str(BENCHMARKS / "gpu.py"), *words, env=quick_compiler)
+    ranks = json.loads(out.read_text())["ranks"]
+    assert ranks["equal_to_the_bit"] is True
+    assert ranks["ranks"] == ranks["jobs"] == 2
+    assert not [key for key in ranks if "speedup" in key]
+    if ranks["link"].startswith("emulated"):
+        assert ranks["no_real_link"] and "processes" not in ranks["s_per_job_step"]
+        ranks = ranks["without_link"]
+        assert ranks["equal_to_the_bit"] is True
+    else:
+        assert not flags and ranks["bytes_crossed"] > 0
+    assert len(ranks["s_per_job_step"]["processes"]["raw"]) == 2
+
+
+def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is one")
+    done = run(str(BENCHMARKS / "gpu.py"), "--smoke", env={}, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("This machine has no accelerator. `--stand-in` runs")
+
+
+@pytest.mark.parametrize(
+    "name", ["step", "placement", "selection", pytest.param("crossover", marks=pytest.mark.exhaustive)]
+)
+def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None:
+    assert f"rank 0: {name} holds" in run(str(CASE), name, "--stand-in", env=quick_compiler).stdout
+
+
+@pytest.mark.exhaustive
+def test_what_two_ranks_would_run(quick_compiler: dict[str, str]) -> None:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    line, extra = mpirun_command(
+        mpirun=mpirun, ranks=2, program=["-m", "mpi4py", str(CASE), "ranks", "--stand-in"], root=os.geteuid() == 0,
+        cores=len(os.sched_getaffinity(0)), environ=os.environ,
+    )  # fmt: skip
+    at = line.index("-m")
+    output = run(*line[at:], launcher=line[:at], env={**extra, **quick_compiler}).stdout
+    assert all(f"rank {rank}: ranks holds" in output for rank in range(2))

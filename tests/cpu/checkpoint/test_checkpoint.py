@@ -1,0 +1,348 @@
+"""Jobs that end early, and go on: on one rank and several, with every kind of data, as if they had never stopped."""
+
+import itertools
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
+from tests.support.fakes import run_ranks
+
+import jaxcross
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import JobError
+from jaxcross.exchange.top_k import TopKState
+from jaxcross.interleave.instrument import SpanLog
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_jobs_go_on_as_if_they_had_not_stopped(ranks, own, tmp_path):
+    whole = train(ranks, None, own=own)
+    for after, steps in ((4, STEPS), (None, 8)):
+        # Saving at each step, all ranks have finished it when one of them fails.
+        for rank in train(ranks, tmp_path, after=after, own=own, steps=steps, every=1 if after else 3):
+            assert rank["a"][1] == (after or steps)
+    for rank, (mine, theirs) in enumerate(zip(train(ranks, tmp_path, own=own), whole, strict=True)):
+        for job in "ab":
+            same(mine[job][0], theirs[job][0])
+            assert mine[job][1] == STEPS
+            assert sorted(mine[job][2]) == list(range(9, STEPS + 1)), rank
+            assert mine[job][2] == {step: m for step, m in theirs[job][2].items() if step > 8}
+
+
+def test_a_finished_set_is_not_trained_again(tmp_path):
+    first = train(2, tmp_path)
+    for again, before in zip(train(2, tmp_path, data=lambda *_: iter(())), first, strict=True):
+        for job in "ab":
+            same(again[job][0], before[job][0])
+            assert again[job][1:3] == (STEPS, {})
+
+
+def test_so_many_are_kept(tmp_path):
+    train(2, tmp_path, keep=2, steps=11)
+    for job in "ab":
+        steps = [int(folder.name[:12]) for folder in sorted((tmp_path / job).glob("0*/"))]
+        assert steps == [9, 11]
+        assert {p.parent.name for p in (tmp_path / job).glob("*/*/part.json")} == {"rank-0000", "rank-0001"}
+    train(2, tmp_path, keep=1)
+    assert [int(folder.name[:12]) for folder in (tmp_path / "a").glob("0*/")] == [12]
+
+
+def test_equal_leaves_are_written_by_one_rank(tmp_path):
+    train(3, tmp_path, own=False)
+    assert {p.parent.name for p in tmp_path.glob("*/*/*/state")} == {"rank-0000"}
+
+
+def test_each_node_may_have_a_disk_of_its_own(tmp_path):
+    whole = train(2, None, own=True)
+    train(2, lambda rank: tmp_path / str(rank), own=True, after=7, every=1)
+    for mine, theirs in zip(train(2, lambda rank: tmp_path / str(rank), own=True), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+        assert min(mine["a"][2]) == 8
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
+def test_another_number_of_ranks_takes_over_what_was_equal(before, after, tmp_path, caplog):
+    saved = train(before, tmp_path, steps=6)
+    for rank in train(after, tmp_path, steps=6):
+        same(rank["a"][0], saved[0]["a"][0])
+    assert any(f"{after} ranks go on from {before}" in text for text in resumes(caplog))
+    assert not any("not whole" in text for text in resumes(caplog)), "of a rank that there never was"
+    assert [rank["a"][1] for rank in train(after, tmp_path)] == [STEPS] * after
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after, tmp_path, caplog):
+    """Where one rank wrote them, the states that two would begin with tell."""
+    train(before, tmp_path, own=True, names=("a",))
+
+    def work(world):
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        runner.add("a", loop, world=world, data=batches(world), own=True)
+        said = rf"cannot resume on {after} ranks? .*which {before} ranks? wrote.*`\['residual'\]`"
+        with pytest.raises(JobError, match=said):
+            runner.run()
+
+    run_ranks(after, work)
+    assert not any("not whole" in text for text in resumes(caplog))
+
+
+def test_what_one_rank_saved_serves_ranks_that_would_have_begun_with_rank_0_s_values(tmp_path):
+    saved = train(1, tmp_path, steps=6, names=("a",))
+
+    def work(world):
+        def fn(job):
+            return job.restore({"w": np.full(3, float(world.rank))}, mode="broadcast")
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        runner.run()
+        return job.state
+
+    for state in run_ranks(2, work):
+        same(state, saved[0]["a"][0])
+
+
+def test_residuals_of_an_exchange_that_one_rank_saved_are_not_copied(tmp_path):
+    """They are zero when two ranks begin: nothing tells but what they are."""
+
+    def work(world):
+        def fn(job):
+            opt = TopKState(step=jnp.zeros(()), residual={"w": np.full(3, float(job.step))})
+            step, state = make_step(world), job.restore({"w": np.zeros(3), "opt": opt})
+            for batch in job.batches(batches(world), 2):
+                state = state | step({"w": state["w"]}, batch)
+            return state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        if world.size == 1:
+            runner.run()
+        else:
+            with pytest.raises(
+                JobError, match=r"cannot resume on 2 ranks .*which 1 rank .*`\['opt'\].residual\['w'\]`"
+            ):
+                runner.run()
+        return job.step
+
+    assert run_ranks(1, work) == [2]
+    assert run_ranks(2, work) == [0, 0]
+    assert run_ranks(1, work) == [2]
+
+
+class Counting:
+    """An iterator that knows its place. `dropped` counts what was taken from it in vain."""
+
+    def __init__(self, world, state_of=lambda n: {"next": n}):
+        self.world, self.n, self.state_of, self.sets = world, 0, state_of, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n += 1
+        return float(self.n * 7 % 11 + self.world.rank)
+
+    def get_state(self):
+        return self.state_of(self.n)
+
+    def set_state(self, state):
+        self.sets.append(state)
+        self.n = state["next"] if isinstance(state, dict) else int(state)
+
+
+@pytest.mark.parametrize("state_of", [lambda n: {"next": n}, lambda n: b"%d" % n, lambda n: {"next": {n}}])
+def test_an_iterator_is_set_to_its_place(state_of, tmp_path):
+    """Behind the last batch that was trained on: two more were ready, and one was in the loop's hands."""
+    made = []
+
+    def data(world, seed):
+        made.append(Counting(world, state_of))
+        return made[-1]
+
+    def fn(job, world, data, steps):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for batch in job.batches(data, steps):
+            if job.step == 5 and steps == 6:
+                raise BrokenError
+            state = step(state, batch)
+        return state
+
+    whole = train(1, None, names="a", fn=fn, data=data, steps=STEPS)
+    assert "BrokenError" in str(train(1, tmp_path, names="a", fn=fn, data=data, steps=6)[0]["a"][3])
+    mine = train(1, tmp_path, names="a", fn=fn, data=data, steps=STEPS)
+    same(mine[0]["a"][0], whole[0]["a"][0])
+    written = state_of(5)
+    assert made[-1].sets == ([] if written == {"next": {5}} else [written])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_grain_goes_on_at_its_place(threads, tmp_path):
+    def data(world, seed):
+        numbers = grain.MapDataset.range(200).shuffle(seed=seed).map(float)
+        return numbers.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * bool(threads)))
+
+    whole = train(2, None, data=data)
+    train(2, tmp_path, data=data, steps=7)
+    for mine, theirs in zip(train(2, tmp_path, data=data), whole, strict=True):
+        same(mine["b"][0], theirs["b"][0])
+
+
+def test_a_job_that_failed_goes_on_after_its_last_committed_step(tmp_path):
+    whole = train(1, None, names="a")
+    train(1, tmp_path, names="a", after=5, every=100)
+    mine = train(1, tmp_path, names="a", every=100)
+    same(mine[0]["a"][0], whole[0]["a"][0])
+    assert min(mine[0]["a"][2]) == 6
+
+
+def test_evaluation_in_the_loop_starts_anew_each_time(tmp_path):
+    def fn(job, world, data, steps):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for batch in job.batches(data, steps):
+            state = step(state, batch)
+            if job.step % 2 == 0:
+                job.log({"evaluated": [float(x) for x in job.batches([1.0, 2.0, 3.0])]})
+                job.save(state)
+        return state
+
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    train(2, tmp_path, names="a", fn=fn, steps=5)
+    mine = train(2, tmp_path, names="a", fn=fn, steps=8)
+    same(mine[0]["a"][0], whole[0]["a"][0])
+    assert mine[0]["a"][2] == {step: m for step, m in whole[0]["a"][2].items() if step > 5}
+
+
+def test_the_plain_loop_saves_by_itself(tmp_path):
+    def work(world, steps):
+        jobs = [Job("a", make_step_with_metrics(world), init(world, own=False), batches(world), steps=steps)]
+        run(jobs, world=world, checkpoints=Checkpoints(tmp_path, every=2, keep=9))
+        return jobs[0].state, jobs[0].step
+
+    run_ranks(2, lambda world: work(world, 5))
+    assert [int(folder.name[:12]) for folder in sorted((tmp_path / "a").glob("0*/"))] == [2, 4, 5]
+    states = run_ranks(2, lambda world: work(world, 8))
+    assert [step for _, step in states] == [8, 8]
+    same(states[0][0], train(2, None, names="a", steps=8)[0]["a"][0])
+
+
+def make_step_with_metrics(world):
+    step = make_step(world)
+    return lambda state, batch: (step(state, batch), {})
+
+
+@pytest.mark.parametrize("first", [{"n": 0}, {"n": jnp.int32(0)}], ids=["number", "array"])
+def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
+    """A counter would lose its upper half, and a parameter half of its digits."""
+
+    def work(world, x64, first, *, refused=False):
+        def fn(job):
+            with jax.enable_x64(x64):
+                state = job.restore(first)
+                step = make_step(world)
+                for batch in job.batches(batches(world), 2):
+                    step(init(world, own=False), batch)
+                return {"n": state["n"] + jnp.asarray(2**40)} if x64 else state
+
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", fn)
+        if refused:
+            with pytest.raises(JobError, match=r"`\['n'\]` is int64\[\], which JAX has only with `jax_enable_x64`"):
+                runner.run()
+        else:
+            runner.run()
+        return job.state
+
+    with jax.enable_x64(True):
+        wide = {"n": jnp.int64(0)}
+    run_ranks(2, lambda world: work(world, True, wide))
+    run_ranks(2, lambda world: work(world, False, first, refused=True))
+    for state in run_ranks(2, lambda world: work(world, True, wide)):
+        assert int(state["n"]) == 2**41
+
+
+def test_a_state_that_is_changed_between_steps_is_saved_as_given(tmp_path, caplog):
+    """A step's results are not what the next one is given: when a job fails, the changed ones are lost."""
+
+    @jaxcross.crossover(axes="batch")
+    def step(state, x):
+        return {"w": state["w"] / 2 + jax.lax.pmean(x, "batch"), "average": state["average"]}, {}
+
+    def fn(job, after, tells):
+        state = job.restore({"w": jnp.zeros(2), "average": jnp.zeros(2)})
+        for x in job.batches([jnp.float32(n) for n in range(8)]):
+            if job.step == after:
+                raise BrokenError
+            state, _ = step(state, x)
+            state = {"w": state["w"], "average": state["average"] / 2 + state["w"]}
+            if tells:
+                job.state = state
+            if job.step == 3:
+                job.save(state)
+        return state
+
+    def run(folder, after, *, tells):
+        runner = Runner(jaxcross.initialize(), checkpoints=folder and Checkpoints(folder))
+        job = runner.add("a", fn, after=after, tells=tells)
+        if after is None:
+            runner.run()
+        else:
+            with pytest.raises(JobError, match="BrokenError"):
+                runner.run()
+        return {name: np.asarray(leaf) for name, leaf in job.state.items()}
+
+    whole = run(None, None, tells=False)
+    for tells, step_saved in ((True, 5), (False, 3)):
+        folder = tmp_path / str(tells)
+        run(folder, 5, tells=tells)
+        assert [int(saved.name[:12]) for saved in sorted((folder / "a").glob("0*/"))][-1] == step_saved
+        same(run(folder, None, tells=tells), whole)
+    (text,) = resumes(caplog)
+    assert "changes what its step returns before the next one" in text
+
+
+def test_spans_errors_and_reports_count_from_where_the_job_goes_on(tmp_path):
+    train(2, tmp_path, names="a", steps=5)
+
+    def work(world):
+        log = SpanLog()
+        runner = Runner(world, instruments=[log], checkpoints=Checkpoints(tmp_path))
+        job = runner.add("a", loop, world=world, data=itertools.islice(batches(world), 9), every=100)
+        report = runner.run()
+        assert job.step == 9
+        assert ("a", "status", -1, "resumes after step 5") in log.notes
+        assert ("a", "done", 9, "ended") in log.notes
+        assert [(f.steps, f.first_step, f.last_step) for f in report.jobs] == [(4, 5, 9)]
+        assert "4 (6 to 9)" in str(report)
+        return [s.step for s in log.spans if s.kind == "collective"]
+
+    assert run_ranks(2, work) == [[6, 7, 8, 9]] * 2
+
+
+def test_states_are_numpy_s_and_python_s_own(tmp_path):
+    """What a job gets back can be changed in place, and is nobody else's."""
+
+    def work(world):
+        runner = Runner(world, checkpoints=Checkpoints(tmp_path))
+
+        def fn(job):
+            state = job.restore({"w": np.zeros(2), "n": 0})
+            state["w"] += 1
+            step = make_step(world)
+            for batch in job.batches(batches(world), job.step + 1):
+                step({"w": state["w"]}, batch)
+            return {**state, "n": state["n"] + 1}
+
+        job = runner.add("a", fn)
+        runner.run()
+        return job.state
+
+    run_ranks(2, work)
+    for state in run_ranks(2, work):
+        assert state["w"].tolist() == [2, 2]
+        assert state["n"] == 2 and type(state["n"]) is int

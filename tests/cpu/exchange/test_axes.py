@@ -1,0 +1,62 @@
+"""Over two axes named together, an exchange is the one over as many ranks along one axis, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+import pytest
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE, start, step_of
+from tests.cpu.exchange.test_table import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
+
+from jaxcross import exchange
+
+NODES = {"node": 2, "local": 2}
+NAMES = tuple(NODES)
+ROWS = [row for row in TABLE if list(row.axes(4)) == ["batch"]]
+# Whose ranks are hops apart, or own a part each: they need one order of ranks.
+ORDERED = (
+    "adasum", "asynchronous", "federated_average", "gossip", "gtop_k", "lamb", "lars", "mean, ring", "mean, tree",
+    "one_bit_adam", "sharded_optimizer", "sign_sgd",
+)  # fmt: skip
+
+
+def after_two_steps(row: Row, axes: dict[str, int], name: Any) -> Any:
+    tx = row.make(name, sizes={name: 4}) if row.sized else row.make(name)
+    carry = stacked(start(tx), 4)
+    step = jax.jit(flat_ranks(step_of(tx), axes)).lower(carry, ranks_of_gradients(4, 0))
+    made = step.compile(compiler_options=QUICK)
+    for n in range(2):
+        carry, _ = made(carry, ranks_of_gradients(4, n))
+    return carry[0]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if row.name.startswith(ORDERED)])
+def test_one_axis_is_asked_for(row: Row) -> None:
+    with pytest.raises(ValueError, match="one axis"):
+        after_two_steps(row, NODES, NAMES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if not row.name.startswith(ORDERED)])
+def test_two_axes_as_one(row: Row) -> None:
+    assert_close(after_two_steps(row, NODES, NAMES), after_two_steps(row, {"batch": 4}, "batch"), row.rtol)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: exchange.mean(("a", "a")),
+        lambda: exchange.mean(["a", "b", "a"]),
+        lambda: exchange.mean(("a", "a"), pattern="hierarchical"),
+        lambda: exchange.top_k(0.1, ("a", "a"), pattern="hierarchical", local_size=2),
+        lambda: exchange.local_sgd(optax.sgd(0.1), ("a", "b", "a"), every=2),
+        lambda: exchange.adasum("a", inner_axis="a"),
+        lambda: exchange.adasum("a", inner_axis=("b", "a")),
+    ],
+)
+def test_an_axis_that_is_named_twice_is_refused_when_it_is_made(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"):
+        make()

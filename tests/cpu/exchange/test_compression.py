@@ -1,0 +1,336 @@
+"""What low rank, quantised and sign exchanges promise beyond what all do, all ranks in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
+
+from jaxcross import _jax_compat as compat
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.local_sgd import local_sgd
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.one_bit_adam import one_bit_adam
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sign_sgd import sign_sgd
+from jaxcross.testing import vmapped
+
+pytestmark = pytest.mark.exhaustive
+
+
+# PowerSGD
+
+
+def test_power_sgd_gives_a_mean_of_low_rank_as_it_is() -> None:
+    noise = normal(RANKS, 30, 20)
+    low = normal(30, 2, seed=1) @ normal(2, 20, seed=2)
+    grads = low + noise - noise.mean(0)  # each rank's has full rank, their mean has rank 2
+    for rank, exact in ((1, False), (2, True), (3, True)):
+        tx = power_sgd(rank, "batch")
+        updates, _ = on_ranks(tx)(grads, states(tx, grads))
+        error = float(jnp.linalg.norm(updates[0] - low) / jnp.linalg.norm(low))
+        assert error < 1e-4 if exact else 0.1 < error < 1
+
+
+def test_power_sgd_keeps_what_it_leaves_out_and_finds_it_later() -> None:
+    tx = power_sgd(2, "batch")
+    grads = normal(RANKS, 30, 20)
+    step, state = on_ranks(tx), states(tx, grads)
+    total = jnp.zeros((30, 20))
+    for n in range(60):
+        updates, state = step(grads, state)
+        total += updates[0]
+        rest = state.residual.mean(0)
+        np.testing.assert_allclose(total + rest, (n + 1) * grads.mean(0), rtol=1e-3, atol=1e-3 * (n + 1))
+    assert float(jnp.linalg.norm(total / 60 - grads.mean(0)) / jnp.linalg.norm(grads.mean(0))) < 0.3
+
+
+def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None:
+    tx = power_sgd(2, "batch")
+    grads = normal(RANKS, 30, 20).astype(jnp.bfloat16)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(4):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert updates.dtype == jnp.bfloat16 and state.residual.dtype == jnp.float32
+        sent = np.asarray(updates[0], np.float32)
+        error = sent + (state.residual - before).mean(0) - np.asarray(grads, np.float32).mean(0)
+        # Only the update itself is rounded, to 8 bits.
+        assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-4).all()
+
+
+def test_power_sgd_looks_for_what_is_too_large_only_where_exponents_are_short() -> None:
+    def differences(dtype: Any) -> int:
+        grads = jnp.ones((30, 20), dtype)
+        made = jax.make_jaxpr(lambda g, s: power_sgd(1, "batch").update(g, s), axis_env=[("batch", 2)])
+        jaxpr = made(grads, power_sgd(1, "batch").init(grads))
+        return str(jaxpr).count(":f32[30,20] = sub ")
+
+    assert [differences(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)] == [1, 1, 2]
+
+
+def test_power_sgd_sends_bit_by_bit_what_has_become_too_large_for_the_update() -> None:
+    tx = power_sgd(1, "batch")
+    # Of rank two: the larger part goes out first, and the rest has grown by then.
+    grads = jnp.zeros((RANKS, 20, 10), jnp.float16).at[:, 0, 0].set(40000).at[:, 1, 1].set(39000)
+    step, state = on_ranks(tx), states(tx, grads)
+    total = np.zeros((20, 10))
+    for n in range(12):
+        updates, state = step(grads if n < 6 else jnp.zeros_like(grads), state)
+        assert np.isfinite(updates).all() and np.isfinite(state.residual).all(), f"step {n}"
+        total += np.asarray(updates[0], np.float64)
+    waiting = np.asarray(state.residual, np.float64).mean(0)
+    np.testing.assert_allclose(total + waiting, 6 * np.asarray(grads[0], np.float64), atol=300)
+    updates, _ = step(grads.at[1, 0, 0].set(jnp.inf), state)
+    assert not np.isfinite(updates[0]).all()
+
+
+def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
+    tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
+    updates, state = on_ranks(tx)(grads, states(tx, grads))
+    mean_of = grads.mean(0, keepdims=True)
+    alone, after = on_ranks(tx, {"batch": 1})(mean_of, states(tx, mean_of))
+    np.testing.assert_allclose(updates[0], alone[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.residual.mean(0), after.residual[0], rtol=1e-4, atol=1e-5)
+    # With the same right factors, what comes out scales with what goes in.
+    scaled, _ = on_ranks(tx)(-3 * grads, states(tx, grads))
+    np.testing.assert_allclose(scaled, -3 * updates, rtol=1e-4, atol=1e-5)
+    square = lambda x: float(jnp.sum(x**2))  # noqa: E731
+    assert 0 < square(mean_of - alone) < square(mean_of)
+    assert square(mean_of - alone) == pytest.approx(square(mean_of) - square(alone), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: float) -> None:
+    tx = power_sgd(3, "batch")
+    one = scale * jnp.outer(jnp.arange(1.0, 31), jnp.arange(1.0, 21))
+    grads = jnp.stack([one] * RANKS)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(3):
+        updates, state = step(grads, state)
+        np.testing.assert_allclose(updates[0] / scale, one / scale, rtol=1e-3)
+    updates, state = step(jnp.zeros_like(grads), states(tx, grads))
+    assert not jnp.any(updates) and not jnp.any(state.residual)
+    updates, _ = step(grads, state)
+    np.testing.assert_allclose(updates[0] / scale, one / scale, rtol=1e-3)
+
+
+def test_power_sgd_finds_a_row_space_that_is_orthogonal_to_the_last_one() -> None:
+    tx = power_sgd(1, "batch")
+    grads = jnp.zeros((RANKS, 64, 8))
+    step, state = on_ranks(tx), states(tx, grads)
+    total = np.zeros((64, 8))
+    for n in range(6):
+        updates, state = step(grads.at[:, :, 5 if n else 0].set(1), state)
+        total += np.asarray(updates[0])
+    np.testing.assert_allclose(total[:, 5], 5, rtol=1e-5)
+
+
+def precisions(jaxpr: Any) -> list[Any]:
+    """Of all products, also in what a jaxpr calls."""
+    found = []
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        found += [eqn.params["precision"]] if eqn.primitive.name == "dot_general" else []
+        for sub in compat.sub_jaxprs(eqn):
+            found += precisions(sub)
+    return found
+
+
+def test_power_sgd_makes_all_products_in_full_float32() -> None:
+    """As GPUs do not unless they are told to."""
+    tx = power_sgd(3, "batch")
+    made = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g)), axis_env=[("batch", RANKS)])(jnp.ones((30, 20)))
+    # The four of a step, and two for each pair of columns.
+    assert precisions(made) == [(jax.lax.Precision.HIGHEST,) * 2] * (4 + 2 * 3)
+
+
+def test_power_sgd_refuses() -> None:
+    for rank in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"^`rank` of `power_sgd` is `{rank}`: it counts and must be"):
+            power_sgd(rank, "batch")  # type: ignore[arg-type]
+
+
+# QSGD
+
+
+def test_qsgd_is_unbiased_and_its_variance_is_bounded() -> None:
+    draws, size, levels = 3000, 40, 3
+    x = normal(size)
+    tx = qsgd(levels, "batch")
+
+    def draw(step: jax.Array) -> jax.Array:
+        one = jax.vmap(lambda g: tx.update(g, tx.init(x)._replace(step=step))[0], axis_name="batch")
+        return one(x[None])[0]
+
+    found = jax.jit(jax.vmap(draw))(jnp.arange(draws))
+    deviation = jnp.std(found, axis=0) / draws**0.5
+    assert bool(jnp.all(jnp.abs(found.mean(0) - x) <= 5 * deviation + 1e-6))
+    variance = float(jnp.sum(jnp.var(found, axis=0)))
+    assert 0 < variance <= min(size / levels**2, size**0.5 / levels) * float(jnp.sum(x**2))
+    assert len(np.unique(np.abs(np.asarray(found)).round(5))) <= levels + 1
+
+
+def test_qsgd_rounds_otherwise_on_each_rank_leaf_step_and_seed() -> None:
+    one = normal(50)
+    grads = [jnp.stack([one] * RANKS)] * 2
+    tx, other = qsgd(2, "batch"), qsgd(2, "batch", seed=1)
+    step, state = on_ranks(tx), states(tx, grads)
+    (a, b), after = step(grads, state)
+    assert bool(jnp.any(a != b))
+    assert bool(jnp.any(a != step(grads, after)[0][0]))
+    assert bool(jnp.any(a != on_ranks(other)(grads, state)[0][0]))
+    assert bool(jnp.all(a == step(grads, state)[0][0]))
+    alone = jax.jit(vmapped(lambda g, s: tx.update(g, s), {"batch": 1}))
+    (first, _), _ = alone([g[:1] for g in grads], jax.tree.map(lambda s: s[:1], state))
+    assert bool(jnp.any(first[0] != a[0])), "ranks that round alike do not average their rounding"
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1e25, 1e37])
+def test_qsgd_survives_any_magnitude(scale: float) -> None:
+    grads = scale * jnp.asarray([[3.0, -4.0]])
+    tx = qsgd(127, "batch")
+    updates, _ = on_ranks(tx, {"batch": 1})(grads, states(tx, grads))
+    np.testing.assert_allclose(updates / scale, [[3, -4]], atol=5 / 127)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 127])
+def test_qsgd_of_finite_gradients_is_finite(levels: int) -> None:
+    """Where the norm, or a level more than an element has, would be larger than any number."""
+    largest = float(jnp.finfo(jnp.float32).max)
+    tx = qsgd(levels, "batch")
+    step = on_ranks(tx, {"batch": 1})
+    for x in ([largest], [-largest, 1.0], [3e38, 3e38], [largest] * 1000):
+        grads = jnp.asarray([x], jnp.float32)
+        state = states(tx, grads)
+        for _ in range(5):
+            updates, state = step(grads, state)
+            assert bool(jnp.all(jnp.isfinite(updates)))
+        if len(x) < 3 and levels == 127:
+            np.testing.assert_allclose(updates / largest, grads / largest, atol=0.02)
+
+
+def test_qsgd_refuses() -> None:
+    with pytest.raises(ValueError, match="^`levels` is 128: a level and its sign travel as one byte"):
+        qsgd(128, "batch")
+    for levels in (0, 3.5, 2.0):
+        with pytest.raises(ValueError, match=f"^`levels` of `qsgd` is `{levels}`: it counts and must be"):
+            qsgd(levels, "batch")  # type: ignore[arg-type]
+
+
+# Signs
+
+
+def voted(grads: Any) -> np.ndarray:
+    grads = jnp.asarray(grads, jnp.float32)
+    updates, _ = on_ranks(sign_sgd("batch"), {"batch": len(grads)})(grads, optax.EmptyState())
+    assert bool(jnp.all(updates == updates[0]))
+    return np.asarray(updates[0])
+
+
+def test_the_majority_decides() -> None:
+    grads = np.asarray(normal(5, 33))
+    expected = np.where((grads >= 0).sum(0) >= 3, 1, -1)
+    np.testing.assert_array_equal(voted(grads), expected)
+    np.testing.assert_array_equal(voted(grads * np.array([1e-6, 1, 10, 1e5, 3])[:, None]), expected)
+
+
+def test_fewer_than_half_that_lie_change_nothing_where_the_others_agree() -> None:
+    truth = np.sign(np.asarray(normal(20)))
+    np.testing.assert_array_equal(voted([truth] * 3 + [-1000 * truth] * 2), truth)
+    np.testing.assert_array_equal(voted([truth] * 2 + [-1000 * truth] * 3), -truth)
+
+
+def test_ties_and_zeros_are_positive_and_no_vote_overflows() -> None:
+    np.testing.assert_array_equal(voted([[1, 0, -1, -1], [-1, 0, 1, -1]]), [1, 1, 1, -1])
+    np.testing.assert_array_equal(voted([[1, -1]] * 300), [1, -1])
+    np.testing.assert_array_equal(voted([[0, 0]] * 2), [0, 0])
+
+
+# 1-bit Adam
+
+
+def test_one_bit_adam_loses_nothing_on_its_two_ways() -> None:
+    tx = one_bit_adam(1, "batch", ranks=RANKS, block=8)
+    grads = normal(RANKS, 9, 5)
+    step, state = on_ranks(tx), states(tx, grads)
+    _, state = step(grads, state)
+    for n in range(4):
+        before = state
+        g = grads * (n - 1)
+        _, state = step(g, state)
+
+        def waiting(s: Any) -> jax.Array:
+            return s.worker_residual.mean(0).ravel() + s.server_residual.ravel()[:45]
+
+        brought = (0.9 * before.mu + 0.1 * g).mean(0).ravel()
+        np.testing.assert_allclose(
+            state.mu[0].ravel() + waiting(state), brought + waiting(before), rtol=1e-4, atol=1e-5
+        )
+        assert bool(jnp.all(state.nu == before.nu)) and int(state.step[0]) == n + 2
+
+
+def test_one_bit_adam_does_not_move_what_had_no_gradient() -> None:
+    tx = one_bit_adam(2, "batch", ranks=RANKS, block=8)
+    grads = normal(RANKS, 10, 10).at[:, 3].set(0)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(6):
+        updates, state = step(grads, state)
+        assert not bool(jnp.any(updates[:, 3])) and float(jnp.max(jnp.abs(updates))) < 100
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bit_adam_shows_what_is_not_finite_where_no_gradient_was(bad: float) -> None:
+    tx = one_bit_adam(1, "batch", ranks=RANKS, block=8)
+    grads = normal(RANKS, 10, 10).at[:, 3].set(0).at[:, 7].set(0)
+    step, state = on_ranks(tx), states(tx, grads)
+    _, state = step(grads, state)
+    updates, _ = step(grads.at[RANKS - 1, 3, 2].set(bad), state)
+    assert not bool(jnp.any(jnp.isfinite(updates[:, 3, 2])))
+    assert bool(jnp.all(updates[:, 7] == 0)), "a block of its own, in which nothing is wrong"
+
+
+def test_one_bit_adam_refuses() -> None:
+    for name, value in (("freeze_step", 0), ("freeze_step", 2.5), ("ranks", 0), ("ranks", 4.0), ("block", 8.0)):
+        with pytest.raises(ValueError, match=f"^`{name}` of `one_bit_adam` is `{value}`: it counts and must be"):
+            one_bit_adam(**{"freeze_step": 5, "axis_name": "batch", "ranks": 4, name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^`block` is 12: signs travel eight to a byte"):
+        one_bit_adam(5, "batch", ranks=4, block=12)
+    tx, grads = one_bit_adam(5, "batch", ranks=8), normal(RANKS, 4)
+    with pytest.raises(ValueError, match="^`ranks` of `one_bit_adam` is 8, but axis `batch` has 4"):
+        on_ranks(tx)(grads, states(tx, grads))
+
+
+# Patterns of the mean
+
+
+def test_patterns_refuse_axes_that_they_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="^`pattern` is 'star': choose one of 'auto', 'hierarchical', 'ring', 'tree'"):
+        mean("batch", pattern="star")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='^`pattern="hierarchical"` goes over two axes, the outer first, not over'):
+        mean("batch", pattern="hierarchical")
+    for pattern in ("ring", "tree"):
+        with pytest.raises(ValueError, match=f'^`axis_name` of `mean\\(pattern="{pattern}"\\)` is'):
+            mean(("node", "local"), pattern=pattern)  # type: ignore[arg-type]
+    for make in (sign_sgd, functools.partial(gtop_k, 0.1), functools.partial(one_bit_adam, 5, ranks=4)):
+        with pytest.raises(ValueError, match="needs? one axis with an order of ranks"):
+            make(("node", "local"))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    grads = normal(RANKS, 12, 10)
+    for make in (
+        lambda n: qsgd(n(7), "batch"),
+        lambda n: power_sgd(n(2), "batch"),
+        lambda n: one_bit_adam(n(1), "batch", ranks=n(RANKS), block=n(8)),
+        lambda n: local_sgd(optax.sgd(0.1), "batch", every=n(2)),
+    ):
+        tx, numpy = make(int), make(np.int64)
+        states_ = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), tx.init(grads), numpy.init(grads))
+        assert all(jax.tree.leaves(states_))

@@ -1,0 +1,124 @@
+"""Two strategies on one leaf are refused when they are traced."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE
+
+from jaxcross._tracing import current_tracing, tracing
+from jaxcross.exchange import (
+    adasum,
+    bounded_stale,
+    lars,
+    local_sgd,
+    mean,
+    qsgd,
+    sharded_optimizer,
+    top_k,
+)
+from jaxcross.testing import vmapped
+
+LEAVES = {"kernel": jnp.ones((4, 3)), "other": jnp.ones((4, 2))}
+MASK = {"kernel": True, "other": True}
+OTHER = {"kernel": False, "other": True}
+AXES = {"node": 2, "local": 2}
+
+
+def on_ranks(axes):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*axes.values(), *x.shape)), LEAVES)
+
+
+def traced(exchange, axes):
+    """One update on all ranks, traced only."""
+
+    def step(updates):
+        params = jax.tree.map(jnp.zeros_like, updates)
+        return exchange.update(updates, exchange.init(params), params)[0]
+
+    jax.eval_shape(vmapped(step, axes), on_ranks(axes))
+
+
+def test_masks_that_overlap_are_refused_with_the_leaf_and_both_names():
+    mixed = optax.chain(optax.masked(top_k(0.5, "batch"), MASK), optax.masked(mean("batch"), OTHER))
+    message = r"^`mean` is given the leaf `\['other'\]`, which `top_k` has exchanged over `batch` already\. "
+    with pytest.raises(ValueError, match=message):
+        traced(mixed, {"batch": 4})
+
+
+def test_masks_that_part_the_leaves_are_not_refused():
+    kernel = {"kernel": True, "other": False}
+    parted = optax.chain(optax.masked(top_k(0.5, "batch"), kernel), optax.masked(mean("batch"), OTHER))
+    traced(parted, {"batch": 4})
+
+
+def rows(*arithmetic: str):
+    """All rows but those with arithmetic on that side, of norms or of an optimizer."""
+    return pytest.mark.parametrize("row", [r for r in TABLE if r.name not in arithmetic], ids=lambda row: row.name)
+
+
+# `accumulate` adds gradients up before their exchange and returns what a conditional selects: arithmetic on both sides.
+CONDITIONAL = ("accumulate", "accumulate, top_k")
+
+
+@rows("lars, shared norms", "lamb, shared norms", *CONDITIONAL)
+def test_no_strategy_is_followed_by_another_over_its_axes(row: Row):
+    axes = row.axes(4)
+    with pytest.raises(ValueError, match=r"^`mean` is given the leaf .* already\. A leaf is exchanged once"):
+        traced(optax.chain(row.made(4), mean(tuple(axes))), axes)
+
+
+@rows(*(row.name for row in TABLE if row.kind == "delta"), *CONDITIONAL)
+def test_no_strategy_follows_another_over_its_axes(row: Row):
+    axes = row.axes(4)
+    with pytest.raises(ValueError, match=r"which `mean` has exchanged over .* already\. A leaf is exchanged once"):
+        traced(optax.chain(mean(tuple(axes)), row.made(4)), axes)
+
+
+def test_one_axis_after_another_norms_behind_a_mean_and_arithmetic_in_between_are_not_refused():
+    traced(optax.chain(mean("local"), top_k(0.5, "node")), AXES)
+    traced(optax.chain(mean("node"), lars("node", 0.1)), AXES)
+    traced(optax.chain(mean("node"), optax.scale(2.0), mean("node")), AXES)
+
+
+def test_the_same_gradients_may_be_exchanged_in_two_ways():
+    one, two = mean("batch"), qsgd(15, "batch")
+
+    def step(updates):
+        first, _ = one.update(updates, one.init(updates))
+        second, _ = two.update(updates, two.init(updates))
+        return first, second
+
+    jax.eval_shape(vmapped(step, {"batch": 4}), on_ranks({"batch": 4}))
+
+
+def test_nothing_is_kept():
+    with tracing() as trace:
+        out, _ = jax.vmap(mean("batch").update, axis_name="batch")(on_ranks({"batch": 4}), optax.EmptyState())
+        gc.collect()
+        assert not trace._exchanged  # of tracers, which ended with the `vmap`
+    assert current_tracing() is None and out is not None
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("mean", lambda tx: local_sgd(tx, "batch", every=1)),
+        ("top_k", lambda tx: adasum("batch", optimizer=tx)),
+        ("mean", lambda tx: bounded_stale(tx, "batch", bound=1)),
+        ("mean", lambda tx: sharded_optimizer(tx, "batch")),
+    ],
+)
+def test_one_inside_the_optimizer_of_another_is_refused(inner, outer):
+    exchange = {"mean": mean("batch"), "top_k": top_k(0.5, "batch")}[inner]
+    nested = outer(optax.chain(exchange, optax.sgd(0.1)))
+    message = rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. A leaf is exchanged once"
+    with pytest.raises(ValueError, match=message):
+        traced(nested, {"batch": 4})
+    # Nothing is left of the failure; and over different axes they go together.
+    traced(outer(optax.sgd(0.1)), {"batch": 4})
+    for axes in ("node", ("node", "local")):
+        traced(local_sgd(optax.chain(mean("local"), optax.sgd(0.1)), axes, every=1), AXES)

@@ -1,0 +1,374 @@
+"""What top-k and global top-k promise beyond what all exchanges do, all ranks in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
+from flax import linen as nn
+from flax import nnx
+
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.top_k import top_k
+from jaxcross.testing import vmapped
+
+pytestmark = pytest.mark.exhaustive
+
+
+# Top-k
+
+
+@pytest.mark.parametrize("options", [{}, {"values_dtype": jnp.bfloat16}, {"bucket": True}, {"selection": "threshold"}])
+def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
+    tx = top_k(0.1, "batch", **options)
+    grads = {"a": normal(RANKS, 12, 10), "b": normal(RANKS, 6, 5, seed=1)}
+    step, state = on_ranks(tx), states(tx, grads)
+    sent = jax.tree.map(lambda g: jnp.zeros(g[0].size), grads)
+    for n in range(4):
+        before = state.residual
+        updates, state = step(jax.tree.map(lambda g, n=n: g * (n + 1), grads), state)
+        sent = jax.tree.map(lambda s, u: s + RANKS * u[0].ravel(), sent, updates)
+        for name, g in grads.items():
+            rests = state.residual[name].sum(0) - before[name].sum(0)
+            total = RANKS * updates[name][0].ravel() + rests
+            np.testing.assert_allclose(total, (n + 1) * g.sum(0).ravel(), rtol=1e-5, atol=1e-5)
+        assert np.count_nonzero(updates["a"][0]) <= RANKS * 12 + (3 * RANKS if options.get("bucket") else 0)
+    for name, g in grads.items():  # all steps together: of 1, 2, 3 and 4 times the gradients
+        total = sent[name] + state.residual[name].sum(0)
+        np.testing.assert_allclose(total, 10 * g.sum(0).ravel(), rtol=1e-5, atol=1e-4)
+
+
+def test_what_top_k_does_not_send_of_sixteen_bits_it_keeps_in_float32() -> None:
+    tx = top_k(0.1, "batch", values_dtype=jnp.bfloat16)
+    grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(4):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert updates.dtype == jnp.bfloat16 and state.residual.dtype == jnp.float32
+        sent = RANKS * np.asarray(updates[0], np.float32).ravel()
+        error = sent + (state.residual - before).sum(0) - np.asarray(grads, np.float32).sum(0).ravel()
+        # Only the update itself is rounded, to 8 bits.
+        assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
+    tx = top_k(0.1, "batch", values_dtype=dtype)
+    most = float(jnp.finfo(dtype).max)
+    step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
+    large = zero.at[1, 3, 4].set(min(1.4 * most, float(jnp.finfo(jnp.float32).max)))
+    first, state = step(large, states(tx, zero))
+    assert first[0, 3, 4] == most / RANKS and np.isfinite(state.residual).all()
+    second, state = step(zero, state)
+    assert second[0, 3, 4] > 0
+    np.testing.assert_allclose((first + second)[0], large[1] / RANKS, rtol=2**-9)
+    # what is not finite is not hidden
+    first, _ = step(zero.at[1, 3, 4].set(jnp.inf), states(tx, zero))
+    assert first[0, 3, 4] == jnp.inf
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: top_k(0.01, "batch"), lambda: top_k(0.01, "batch", bucket=True), lambda: gtop_k(0.01, "batch"),
+        lambda: top_k(0.01, "batch", selection="threshold"), lambda: top_k(0.01, "batch", values_dtype=jnp.bfloat16),
+    ],
+    ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
+)  # fmt: skip
+def test_what_waits_until_it_is_too_large_for_the_update_is_sent_bit_by_bit(make: Any) -> None:
+    tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
+    step, state = on_ranks(tx), states(make(), zero)
+    grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of them is sent in a step
+    total = np.zeros((10, 10))
+    for n in range(8):
+        updates, state = step(grads if n < 3 else zero, state)
+        assert np.isfinite(updates).all() and np.isfinite(state.residual).all(), f"step {n}"
+        total += np.asarray(updates[0], np.float64)
+    np.testing.assert_allclose(total, 3 * np.asarray(grads[0], np.float64), rtol=2e-3)
+    updates, _ = step(zero.at[1, 3, 4].set(jnp.inf), state)
+    assert updates[0, 3, 4] == jnp.inf, "what is not finite is not hidden"
+
+
+def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
+    axes = {"node": 2, "local": 3}
+    tx = top_k(1.0, ("node", "local"), pattern="hierarchical", local_size=3)
+    grads = jnp.full((2, 3, 7, 4), 60000, jnp.float16)
+    updates, state = on_ranks(tx, axes)(grads, states(tx, grads, axes=2))
+    assert (updates == grads).all() and not state.residual.any()
+
+
+def test_a_step_that_is_not_taken_keeps_what_was_not_sent() -> None:
+    """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old state."""
+    tx = top_k(0.1, "batch")
+
+    def careful(grads: Any, state: Any) -> Any:
+        bad = jax.lax.pmax(1 - jnp.isfinite(grads).all().astype(jnp.int32), "batch")
+        updates, new = tx.update(grads, state)
+        return jax.tree.map(lambda a, b: jnp.where(bad, a, b), (jnp.zeros_like(grads), state), (updates, new))
+
+    step, grads = jax.jit(vmapped(careful, {"batch": RANKS})), normal(RANKS, 12, 10)
+    _, kept = step(grads, states(tx, grads))
+    updates, after = step(grads.at[2, 3, 4].set(jnp.inf), kept)
+    assert not updates.any()
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(kept), strict=True))
+    _, spoiled = on_ranks(tx)(grads.at[2, 3, 4].set(jnp.inf), kept)
+    assert not np.isfinite(spoiled.residual).all(), "the check above can fail"
+
+
+def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> None:
+    axes = {"node": 2, "local": 3}
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=3)
+    grads = normal(2, 3, 7, 4)  # 28 elements in shards of 10
+    step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
+    assert state.residual.shape == (2, 3, 10)
+    for _ in range(3):
+        before = state.residual
+        updates, state = step(grads, state)
+        assert np.count_nonzero(updates[0, 0]) <= 2 * 3 * 2
+        rests = (state.residual - before).sum(0).ravel()  # over nodes; local ranks hold one shard each
+        total = 6 * jnp.pad(updates[0, 0].ravel(), (0, 2)) + rests
+        np.testing.assert_allclose(total, jnp.pad(grads.sum((0, 1)).ravel(), (0, 2)), rtol=1e-5, atol=1e-5)
+
+
+def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
+    """float16 ends at 65504; a float32 leaf beside it does not, and what float16 cannot hold waits."""
+    grads = {"wide": jnp.full((2, 4, 4), 1e6), "narrow": jnp.full((2, 4, 4), 6e4, jnp.float16)}
+    for bucket in (False, True):
+        tx = top_k(1.0, "batch", bucket=bucket)
+        state = tx.init(jax.tree.map(lambda x: x[0], grads))
+        state = state._replace(residual=jax.tree.map(lambda x: x + 3e4, state.residual))
+        updates, state = jax.vmap(lambda g, s=state, tx=tx: tx.update(g, s), axis_name="batch")(grads)
+        assert (updates["wide"] == 1e6 + 3e4).all() and (updates["narrow"] == 65504).all()
+        assert not state.residual["wide"].any() and (state.residual["narrow"] == 9e4 - 65504).all()
+
+
+def test_hierarchical_top_k_of_a_bucket_in_sixteen_bits_loses_nothing_either() -> None:
+    axes = {"node": 2, "local": 2}
+    options = {"bucket": True, "values_dtype": jnp.bfloat16}
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=2, **options)
+    grads = {"a": normal(2, 2, 7, 5), "b": normal(2, 2, 4, 4, seed=1)}  # 35 elements in shards of 18, 16 of 8
+    step, state = on_ranks(tx, axes), states(tx, grads, axes=2)
+    for _ in range(3):
+        before = state.residual
+        updates, state = step(grads, state)
+        for name, g in grads.items():
+            rests = (state.residual[name] - before[name]).sum(0).ravel()
+            pad = (0, rests.size - g[0, 0].size)
+            total = 4 * jnp.pad(updates[name][0, 0].ravel(), pad) + rests
+            np.testing.assert_allclose(total, jnp.pad(g.sum((0, 1)).ravel(), pad), rtol=1e-5, atol=1e-5)
+    assert all(jnp.any(rest != 0) for rest in state.residual.values())
+
+
+@pytest.mark.parametrize("make", [top_k, gtop_k])
+def test_nothing_is_left_where_everything_is_sent(make: Any) -> None:
+    tx, grads = make(1.0, "batch"), normal(RANKS, 12, 10)
+    step, state = on_ranks(tx), states(tx, grads)
+    for _ in range(2):
+        updates, state = step(grads, state)
+        np.testing.assert_allclose(updates[0], grads.mean(0), rtol=1e-5, atol=1e-6)
+        assert not state.residual.any()
+
+
+@pytest.mark.parametrize(
+    ("density", "size", "k"), [(0.01, 1000, 10), (0.01, 49, 1), (0.05, 50, 2), (0.5, 3, 2), (0.9, 4, 4), (1, 7, 7)]
+)
+@pytest.mark.parametrize("selection", ["exact", "threshold"])
+def test_so_many_elements_are_sent(density: float, size: int, k: int, selection: Any) -> None:
+    x = normal(1, 1, size)
+    tx = top_k(density, "batch", selection=selection)
+    updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
+    assert np.count_nonzero(updates) == k
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.5])
+def test_top_k_is_a_contraction(density: float) -> None:
+    """Tight where all elements are as large."""
+    tx = top_k(density, "batch", error_feedback=False)
+    for x in (normal(1, 30, 20), normal(1, 30, 20, seed=1) ** 9, jnp.ones((1, 30, 20)), -1e-30 * jnp.ones((1, 30, 20))):
+        updates, _ = on_ranks(tx, {"batch": 1})(x, states(tx, x))
+        left, all_ = (float(np.sum(np.square(np.asarray(v, np.float64)))) for v in (x - updates, x))
+        assert left <= (1 - density) * all_ * (1 + 1e-6)
+        assert left > 0
+
+
+def opposing(tx: optax.GradientTransformation, axes: dict[str, int] | None = None, rate: float = 0.02) -> float:
+    """Distance to the optimum of the mean of squares whose centres all ranks have, plus an offset of two signs in one
+    row that cancels in the mean and outshines everything else: over the last quarter of 400 steps, or of as many as
+    lead as far by another rate."""
+    centre = np.full((8, 8), 0.1, np.float32)
+    offset = np.zeros((RANKS, 8, 8), np.float32)
+    offset[:, 0] = np.array([0.5, 0.5, -0.5, -0.5])[:, None]  # so that it cancels between nodes, too
+    tx, sizes = optax.chain(tx, optax.sgd(rate)), tuple((axes or {"batch": RANKS}).values())
+    params = jnp.zeros((*sizes, 8, 8))
+    step, state = on_ranks(tx, axes), states(tx, params, axes=len(sizes))
+    steps, far = round(8 / rate), []
+    for n in range(steps):
+        updates, state = step(params - centre - offset.reshape(params.shape), state)
+        params = optax.apply_updates(params, updates)
+        if n >= steps * 3 // 4:
+            far.append(np.linalg.norm(params.reshape(RANKS, 8, 8)[0] - centre))
+    return float(np.mean(far))
+
+
+def converges(tx: optax.GradientTransformation, axes: dict[str, int] | None = None) -> bool:
+    """Whether the distance falls with the rate, to a sixteenth with a sixteenth: what is sent late is late by steps."""
+    coarse, usual, fine = (opposing(tx, axes, rate=rate) for rate in (0.08, 0.02, 0.005))
+    return usual < 0.05 and usual < 0.4 * coarse and fine < 0.1 * coarse
+
+
+def test_top_k_converges_with_error_feedback_and_stalls_without() -> None:
+    assert opposing(mean("batch")) < 1e-3
+    assert converges(top_k(0.125, "batch"))
+    for rate in (0.02, 0.005):
+        assert opposing(top_k(0.125, "batch", error_feedback=False), rate=rate) > 0.7
+
+
+def test_so_do_hierarchical_and_global_top_k() -> None:
+    axes = {"node": 2, "local": 2}
+    hierarchical = functools.partial(top_k, 0.125, tuple(axes), pattern="hierarchical", local_size=2)
+    assert converges(hierarchical(), axes)
+    assert opposing(hierarchical(error_feedback=False), axes) > 0.45
+    tx = gtop_k(0.125, "batch")
+    forgetful = optax.GradientTransformation(tx.init, lambda g, s, p=None: (tx.update(g, tx.init(g), p)[0], s))
+    assert converges(tx)
+    assert opposing(forgetful) > 0.7
+
+
+def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
+    grads = {"bias": normal(RANKS, 10), "kernel": normal(RANKS, 10, 10)}
+    tx = top_k(0.1, "batch")
+    updates, state = on_ranks(tx)(grads, states(tx, grads))
+    np.testing.assert_allclose(updates["bias"][0], grads["bias"].mean(0), rtol=1e-6)
+    assert isinstance(state.residual["bias"], optax.MaskedNode)
+    tx = top_k(0.1, "batch", skip=lambda path, leaf: "kernel" in path)
+    updates, _ = on_ranks(tx)(grads, states(tx, grads))
+    assert np.count_nonzero(updates["bias"][0]) <= RANKS
+    np.testing.assert_allclose(updates["kernel"][0], grads["kernel"].mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [top_k, gtop_k])
+def test_biases_and_scales_of_two_dimensions_are_averaged_as_they_are(make: Any) -> None:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return nn.LayerNorm()(nn.MultiHeadDotProductAttention(num_heads=2)(x)), None
+
+    stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    shapes = jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, 3, 8)), None)
+    linear = nnx.eval_shape(lambda: nnx.LinearGeneral((2, 4), (2, 4), axis=(0, 1), rngs=nnx.Rngs(0)))
+    for tree in (shapes, nnx.state(linear)):
+        values = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
+        residual = make(0.1, "batch").init(values).residual
+        kept = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(residual)}
+        expected = {p for path, _ in jax.tree.leaves_with_path(tree) if "kernel" in (p := jax.tree_util.keystr(path))}
+        assert kept == expected and len(kept) < len(jax.tree.leaves(tree))
+    named = {"bias_of_two": jnp.ones((2, 2)), "a bias": [jnp.ones((2, 2))], "rescale": jnp.ones((2, 2))}
+    assert len(jax.tree.leaves(make(0.1, "batch").init(named).residual)) == 3
+
+
+def test_a_bucket_starves_small_gradients() -> None:
+    grads = {"large": normal(RANKS, 10, 10), "small": 1e-3 * normal(RANKS, 10, 10)}
+    for bucket in (True, False):
+        tx = top_k(0.1, "batch", bucket=bucket)
+        updates, _ = on_ranks(tx)(grads, states(tx, grads))
+        assert bool(jnp.any(updates["small"] != 0)) != bucket
+
+
+def test_density_warms_up_by_steps() -> None:
+    grads = normal(1, 10, 10)
+    tx = top_k(0.01, "batch", warm_up=[(2, 0.5), (3, 0.1)], error_feedback=False)
+    step, state = on_ranks(tx, {"batch": 1}), states(tx, grads)
+    sent = []
+    for _ in range(5):
+        updates, state = step(grads, state)
+        sent.append(np.count_nonzero(updates))
+    assert sent == [50, 50, 10, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, r"`density` is 0.0: it is the share of elements that are sent"),
+        ({"density": 1.5}, r"`density` is 1.5"),
+        ({"density": float("nan")}, r"`density` is nan"),
+        ({"warm_up": [(5, 2.0)]}, r"`warm_up` is 2.0"),
+        ({"warm_up": [(5, 0.5), (5, 0.2)]}, r"`warm_up` ends its stages at steps \[5, 5\]: they must be positive"),
+        ({"values_dtype": jnp.int8}, r"`values_dtype` is int8: values need a floating-point type"),
+        ({"pattern": "star"}, r"`pattern` is 'star': choose \"flat\" or \"hierarchical\""),
+        ({"pattern": "hierarchical"}, r"`pattern=\"hierarchical\"` with `axis_name='batch'` and `local_size=None`"),
+        (
+            {"axis_name": ("a", "b"), "pattern": "hierarchical", "local_size": 0},
+            r"`local_size` of `top_k` is `0`: it counts and must be a whole number from 1 on",
+        ),
+    ],
+)
+def test_top_k_refuses(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        top_k(**{"density": 0.1, "axis_name": "batch", **options})
+
+
+@pytest.mark.parametrize("density", [0, 1.5, float("nan")])
+def test_gtop_k_refuses(density: float) -> None:
+    with pytest.raises(ValueError, match=r"^`density` is "):
+        gtop_k(density, "batch")
+
+
+@pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
+def test_more_elements_than_int32_can_name_are_refused_before_the_first_step(bucket: bool, shape: Any) -> None:
+    """Traced only: nothing is as large as that."""
+    tx = top_k(0.1, "batch", bucket=bucket)
+    one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    step = vmapped(lambda grads: tx.update(grads, tx.init(grads)), {"batch": 1})
+    with pytest.raises(ValueError, match=f"of {1 << 31} elements were to be selected, which int32 indices cannot name"):
+        jax.eval_shape(step, [one, one])
+
+
+def test_residuals_do_not_follow_another_node_size() -> None:
+    tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=4)
+    grads = normal(2, 3, 7, 4)
+    with pytest.raises(ValueError, match="^`local_size` of `top_k` is 4, but axis `local` has 3 ranks"):
+        on_ranks(tx, {"node": 2, "local": 3})(grads, states(tx, grads, axes=2))
+
+
+# Global top-k
+
+
+def test_gtop_k_keeps_k_and_gives_back_the_rest() -> None:
+    for ranks in (2, 8):
+        tx = gtop_k(0.1, "batch")
+        grads = normal(ranks, 20, 5)
+        step, state = on_ranks(tx, {"batch": ranks}), states(tx, grads)
+        for _ in range(4):
+            before = state.residual
+            updates, state = step(grads, state)
+            assert np.count_nonzero(updates[0]) == 10
+            total = ranks * updates[0].ravel() + (state.residual - before).sum(0)
+            np.testing.assert_allclose(total, grads.sum(0).ravel(), rtol=1e-5, atol=1e-5)
+
+
+def test_gtop_k_merges_a_binary_tree_in_rank_order() -> None:
+    grads = np.asarray(normal(RANKS, 8, 8, seed=3))
+    k = 6
+
+    def largest(x: np.ndarray) -> np.ndarray:
+        return np.where(np.abs(x) >= np.sort(np.abs(x).ravel())[-k], x, 0)
+
+    a, b, c, d = map(largest, grads)
+    expected = largest(largest(a + b) + largest(c + d)) / RANKS
+    tx = gtop_k(k / 64, "batch")
+    updates, _ = on_ranks(tx)(jnp.asarray(grads), states(tx, grads))
+    np.testing.assert_allclose(updates[2], expected, rtol=1e-6)
+
+
+def test_gtop_k_needs_a_power_of_two() -> None:
+    tx, grads = gtop_k(0.1, "batch"), normal(3, 4, 4)
+    with pytest.raises(ValueError, match="^`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"):
+        on_ranks(tx, {"batch": 3})(grads, states(tx, grads))

@@ -1,0 +1,279 @@
+"""What every exchange promises, all ranks in one process, for every row of the table."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
+
+from jaxcross import exchange
+from jaxcross.errors import CutError
+from jaxcross.program.nonfinite import is_finite
+from jaxcross.program.stages import cut
+from jaxcross.program.trace import trace
+from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program, vmapped
+from jaxcross.wire.bytes import wire_bytes
+
+# Compiling is nearly all of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+WORLDS = [(row, n) for row in TABLE for n in range(1, 17) if row.worlds(n)]
+CASES = [pytest.param(row, n, id=f"{row.name} on {n}", marks=pytest.mark.exhaustive) for row, n in WORLDS]
+LOSSLESS = [pytest.param(row, n, id=f"{row.name} on {n}") for row, n in WORLDS if row.lossless]
+EVERY = pytest.mark.parametrize(("row", "ranks"), CASES)
+BAD = (np.nan, np.inf, -np.inf)
+
+
+@functools.cache
+def compiled(row: Row, ranks: int, which: str) -> tuple[Any, Any]:
+    """One step of a row for all ranks, ranks along the first axis; and the first carry."""
+    tx = row.referred(ranks) if which == "reference" else row.made(ranks, lossless=which == "lossless")
+    step = flat_ranks(step_of(tx), row.axes(ranks))
+    carry = stacked(start(tx), ranks)
+    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(compiler_options=QUICK), carry
+
+
+def flat_ranks(function: Any, axes: dict[str, int]) -> Any:
+    """`function` on all ranks, whose arrays have one first axis over all ranks."""
+    over, sizes = vmapped(function, axes), tuple(axes.values())
+
+    def call(*args: Any) -> Any:
+        grid = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), args)
+        return jax.tree.map(lambda x: x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), over(*grid))
+
+    return call
+
+
+def stacked(tree: Any, ranks: int) -> Any:
+    return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], ranks, axis=0), tree)
+
+
+def ranks_of_gradients(ranks: int, step: int) -> Any:
+    return jax.tree.map(lambda *x: np.stack(x), *[gradients(r, step) for r in range(ranks)])
+
+
+def run(
+    row: Row, ranks: int, which: str = "make", change: Any = lambda step, grads: grads, steps: int | None = None
+) -> tuple[Any, list[Any]]:
+    """All steps, or so many: the last carry, and each step's updates."""
+    step, carry = compiled(row, ranks, which)
+    told = []
+    for n in range(row.steps if steps is None else steps):
+        carry, updates = step(carry, change(n, ranks_of_gradients(ranks, n)))
+        told.append(updates)
+    return carry, told
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def assert_close(got: Any, expected: Any, rtol: float) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        scale = float(np.max(np.abs(b), initial=0))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@EVERY
+def test_identical_on_all_ranks(row: Row, ranks: int) -> None:
+    (values, state), told = run(row, ranks)
+    same = lambda parts: all(same_bits(x[r], x[0]) for x in jax.tree.leaves(parts) for r in range(ranks))  # noqa: E731
+    assert same([values] if row.kind == "parameter" else [values, *told]) == (row.identical or ranks == 1)
+    assert same(row.shared(state))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("row", "ranks"), LOSSLESS)
+def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
+    (values, _), told = run(row, ranks, "lossless")
+    if row.kind == "gradient" and isinstance(row.referred(ranks).init(params()), optax.EmptyState):
+        for n, updates in enumerate(told):
+            grads = ranks_of_gradients(ranks, n)
+            assert_close(updates, jax.tree.map(lambda g: np.broadcast_to(g.mean(0), g.shape), grads), row.rtol)
+    else:
+        (expected, _), _ = run(row, ranks, "reference")
+        assert_close(values, expected, row.rtol)
+
+
+@EVERY
+def test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row: Row, ranks: int) -> None:
+    first = run(row, ranks)
+    assert same_bits(run(row, ranks), first) or not row.deterministic
+    step, fresh = compiled(row, ranks, "make")
+    carry, told = fresh, []
+    for n in range(row.steps):
+        # Saved as plain arrays, and restored into a state made anew.
+        saved = [np.array(x) for x in jax.tree.leaves(carry)]
+        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in jax.tree.leaves(fresh)]
+        carry = jax.tree.unflatten(jax.tree.structure(fresh), saved)
+        carry, updates = step(carry, ranks_of_gradients(ranks, n))
+        told.append(updates)
+    assert same_bits((carry, told), first) or not row.deterministic
+
+
+@EVERY
+def test_no_gradient_no_update(row: Row, ranks: int) -> None:
+    _, told = run(row, ranks, change=lambda n, grads: jax.tree.map(np.zeros_like, grads))
+    for path, x in jax.tree.leaves_with_path(told):
+        assert np.max(np.abs(np.asarray(x)), initial=0) <= (0 if row.rests else 1e-6), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@EVERY
+def test_what_is_not_finite_on_one_rank_is_seen_on_all(row: Row, ranks: int, bad: float) -> None:
+    for first, leaf, at in (
+        (0, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (ranks - 1, 3, 2)), (1, "kernel", (0, 0, 5)),
+        (1, "scale", (0,)), (0, "tiny", (ranks - 1, 0, 1)), (0, "bias", (ranks // 2, 4)),
+    ):  # fmt: skip
+
+        def spoil(step: int, grads: Any, first: int = first, leaf: str = leaf, at: tuple[int, ...] = at) -> Any:
+            if first <= step < first + row.spoils:
+                grads[leaf][at] = bad
+            return grads
+
+        (values, _), _ = run(row, ranks, change=spoil, steps=first + row.spreads(ranks))
+        for r in range(ranks):
+            assert not np.all(np.isfinite(values[leaf][r])), f"rank {r}, {leaf} spoiled in step {first}"
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sign_sgd",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("top_k", "gtop_k", "power_sgd", "qsgd")),
+        pytest.param("one_bit_adam", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_is_not_finite_is_an_exchanged_float(name: str, bad: float) -> None:
+    """A job's `nonfinite` looks at what exchanges made, on some rank, and at nothing that is computed behind them."""
+    (row,) = (row for row in TABLE if row.name == name)
+    tx, axes = row.made(2), row.axes(2)
+    for first in (0, *row.later[:1]) if row.later else (0,):
+        carry, _ = run(row, 2, steps=first)
+        args = [(jax.tree.map(lambda x: x[r], carry), gradients(r, first)) for r in range(2)]  # noqa: B023
+        args[1][1]["kernel"][3, 2] = bad
+        leaves = [jax.tree.leaves(each) for each in args]
+        program = cut(decide(trace(step_of(tx), args[0], {}, axes=axes, wire=LocalRanks()), leaves[0]))
+        exchanged = {v for segment in program.segments if segment.kind == "collective" for v in segment.outputs}
+        seen = []
+
+        def compute(segment: Any, axes: Any, args: Any, exchanged: Any = exchanged, seen: Any = seen) -> Any:
+            for values in args:
+                seen.extend(x for v, x in zip(segment.inputs, values, strict=True) if v in exchanged)
+            return run_jaxpr(segment.jaxpr, axes, args)
+
+        run_program(program, leaves, compute=compute)
+        assert not all(map(is_finite, seen)), f"step {first}"
+
+
+@EVERY
+def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> None:
+    tx = row.made(ranks)
+    for n, formula in [(0, row.bytes), *([row.later] if row.later else [])]:
+        carry = jax.tree.map(lambda x: x[0], run(row, ranks, steps=n)[0])
+        args = (carry, gradients(0, n))
+        traced = trace(step_of(tx), args, {}, axes=row.axes(ranks), wire=LocalRanks())
+        program = cut(decide(traced, jax.tree.leaves(args)), bucket_bytes=0)
+        brought = sum(wire_bytes(x, row.axes(ranks)) for x in program.exchanges)
+        assert brought == formula(list(SHAPES.values()), ranks), f"step {n}"
+
+
+# Selection by threshold takes as long to compile as ten other rows.
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row, n in WORLDS if n == 4 and row.name != "top_k, threshold"]
+)
+def test_one_world(row: Row) -> None:
+    """What the usual tier has of the above: one test a row, which compiles it once."""
+    test_identical_on_all_ranks(row, 4)
+    test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row, 4)
+    test_no_gradient_no_update(row, 4)
+    for bad in BAD:
+        test_what_is_not_finite_on_one_rank_is_seen_on_all(row, 4, bad)
+    test_bytes_on_the_wire_are_those_of_the_formula(row, 4)
+
+
+TREES = {
+    "empty": {},
+    "None": {"a": None},
+    "scalar": jnp.float32(2),
+    "no element": {"a": jnp.zeros((0, 3)), "b": jnp.ones((3, 4))},
+    "bfloat16": {"a": jnp.ones((4, 6), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)},
+    "nested": [{"a": (jnp.ones((3, 4)),)}, jnp.ones(2)],
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_any_tree(row: Row, tree: str) -> None:
+    """Traced only: updates have the structure, shapes and types of the gradients, the state those it had."""
+    tx, values = row.made(4), TREES[tree]
+    args = jax.eval_shape(lambda: (values, tx.init(values)))
+    step = flat_ranks(lambda g, s, p: tx.update(g, s, p), row.axes(4))
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), args)
+    assert jax.eval_shape(step, *many, many[0]) == many
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
+    """Two steps end where those on the same numbers in float32 do, to roundings of eight bits."""
+
+    def told(dtype: Any) -> tuple[Any, Any]:
+        def typed(tree: Any, *ranks: int) -> Any:
+            as_ = lambda x: x.astype(jnp.bfloat16).astype(dtype if x.ndim > 1 + len(ranks) else jnp.float32)  # noqa: E731
+            return jax.tree.map(as_, tree) | {"none": jnp.zeros((*ranks, 0, 3), dtype)}
+
+        tx, values = row.made(4), typed(params())
+        carry = stacked((values, tx.init(values)), 4)
+        grads = [typed(ranks_of_gradients(4, n), 4) for n in range(2)]
+        step = jax.jit(flat_ranks(step_of(tx), row.axes(4))).lower(carry, grads[0])
+        step = step.compile(compiler_options=QUICK)
+        carry, _ = step(carry, grads[0])
+        (after, _), updates = step(carry, grads[1])
+        assert jax.tree.map(lambda x: x.dtype, (after, updates)) == (jax.tree.map(lambda x: x.dtype, values),) * 2
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), (after, updates))
+
+    narrow, wide = told(jnp.bfloat16), told(jnp.float32)
+    # An update that carries parameters to their mean is a difference: its last digits are theirs.
+    which = 0 if row.kind == "parameter" else 1
+    assert_close(narrow[which], wide[which], RTOL16)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.worlds(4)])
+def test_an_axis_that_is_not_bound_is_refused(row: Row) -> None:
+    tx = row.made(4)
+    with pytest.raises(
+        CutError, match=r"(?s)^`step` uses an axis that is not bound: .* of this step are `other` of 4;"
+    ):
+        trace(step_of(tx), (start(tx), gradients(0, 0)), {}, axes={"other": 4}, wire=LocalRanks())
+
+
+def test_the_table_is_whole() -> None:
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names)) == 43
+    missing = {n for n in exchange.__all__ if not any(name.split(",")[0] == n for name in names)}
+    assert missing == {"scale_by_trust_ratio"}, "which is part of an exchange"
+
+
+def test_there_is_a_row_that_differs_between_ranks() -> None:
+    """The bit comparison above can fail: gradients themselves are not the same on all ranks."""
+    identity = lambda a: optax.identity()  # noqa: E731
+    nothing = Row(name="nothing", make=identity, lossless=identity, bytes=lambda shapes, ranks: 1)
+    (values, _), _ = run(nothing, 4)
+    assert not same_bits(values["kernel"][0], values["kernel"][1])
+    with pytest.raises(AssertionError):
+        test_lossless_equals_its_reference(nothing, 4)
+    with pytest.raises(AssertionError):
+        test_what_is_not_finite_on_one_rank_is_seen_on_all(nothing, 4, np.nan)
+    with pytest.raises(AssertionError):
+        test_bytes_on_the_wire_are_those_of_the_formula(nothing, 4)

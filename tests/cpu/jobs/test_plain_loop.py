@@ -1,0 +1,78 @@
+"""`Job` and `run`, the plain loop: how it begins, and what is wrong where it is given."""
+
+from typing import Any
+
+import pytest
+from tests.support.fakes import run_ranks
+from tests.cpu.jobs.test_runner import make_step, solo
+
+from jaxcross.errors import JobError
+from jaxcross.jobs.plain_loop import Job, run
+
+
+def begun(initial: Any, state: Any) -> list[Any]:
+    """The states of a job on two ranks that makes no step; `state(rank)` is what it is given."""
+
+    def work(world: Any) -> Any:
+        job = Job("a", make_step(world), state(world.rank), [], initial=initial)
+        run([job], world=world)
+        return job.state
+
+    return run_ranks(2, work)
+
+
+def test_initial_says_what_becomes_of_each_ranks_values() -> None:
+    assert begun("local", float) == [0.0, 1.0]
+    assert begun("broadcast", float) == [0.0, 0.0]
+    assert begun("check", lambda rank: 3.0) == [3.0, 3.0]
+    with pytest.raises(Exception, match="The state differs between ranks"):
+        begun("check", float)
+
+
+def test_a_local_state_trains_on() -> None:
+    def work(world: Any) -> Any:
+        step = make_step(world)
+        job = Job("a", lambda state, batch: (step(state, batch), {}), 1.0, [1.0, 2.0], initial="local")
+        run([job], world=world)
+        return job.state
+
+    assert run_ranks(2, work) == [solo([[1.0, 2.0]] * 2, 1.0)] * 2
+
+
+def test_ranks_that_begin_unlike_are_an_error_that_says_how() -> None:
+    def work(world: Any) -> None:
+        initial: Any = "local" if world.rank else "broadcast"
+        with pytest.raises(JobError, match=r"different things on different ranks.*mode='broadcast'"):
+            run([Job("a", make_step(world), 1.0, [1.0], initial=initial)], world=world)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"initial": "own"}, ValueError,
+            "^`initial` of job `a` must be one of 'check', 'broadcast', 'local', got 'own'.$",
+        ),
+        ({"initial": ["local"]}, ValueError, "^`initial` of job `a` must be one of .*, got .'local'.*$"),
+        ({"nonfinite": True}, ValueError, "^`nonfinite` of job `a` must be one of 'ignore', 'raise', .*, got True.$"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_job_are_checked_where_they_are_given(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Job("a", lambda state, batch: (state, batch), 0.0, [1.0], **options)
+
+
+def test_a_wrong_mode_of_restore_fails_the_job_on_all_ranks() -> None:
+    def work(world: Any) -> None:
+        from jaxcross.jobs.runner import Runner
+
+        runner = Runner(world)
+        runner.add("a", lambda job: job.restore(0.0, mode="own" if world.rank else "check"))
+        with pytest.raises(JobError, match=r"on rank 1 .*`mode` of `job.restore` in job `a` must be one of 'check', "):
+            runner.run()
+
+    run_ranks(2, work)

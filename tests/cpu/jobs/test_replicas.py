@@ -1,0 +1,329 @@
+"""Replicas: which leaves are common to all ranks, what follows from the ranks' reports, and when nothing is said."""
+
+import logging
+from threading import Thread
+from typing import Any, NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.support.fakes import FakeControl, run_ranks
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxcross
+from jaxcross import exchange
+from jaxcross._pytree import digests
+from jaxcross.checkpoint.rank_local import common_leaves, rank_local_leaves
+from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.replica_checks import ReplicaChecks
+from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference, Findings, RankReport, judge
+from jaxcross.jobs.replicas import exchange as exchange_reports
+from jaxcross.jobs.runner import Runner
+from jaxcross.report import JobSummary, Report
+
+PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
+ALL = ["['bias']", "['w']"]
+
+# What is common of the parameters, and of the strategy's state the names of the fields that are.
+STRATEGIES = {
+    "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
+    "gtop_k": (lambda: exchange.gtop_k(0.1, "b"), ALL, {"step"}),
+    "power_sgd": (lambda: exchange.power_sgd(1, "b"), ALL, {"factor"}),
+    "one_bit_adam": (lambda: exchange.one_bit_adam(3, "b", ranks=2), ALL, {"step", "mu", "nu"}),
+    "asynchronous": (lambda: exchange.asynchronous(optax.adam(0.1), "b", delays=2), ALL, {"step", "inner"}),
+    "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
+    "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
+    "local_sgd": (lambda: exchange.local_sgd(optax.adam(0.1), "b", every=4), [], {"since"}),
+    "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
+    "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
+    "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
+    "adasum of deltas": (lambda: exchange.adasum("b", optax.adam(0.1)), ALL, set()),
+    "sharded_optimizer": (lambda: exchange.sharded_optimizer(optax.adam(0.1), "b", ranks=2), ALL, set()),
+    "accumulate": (lambda: exchange.accumulate(optax.adam(0.1), every=4), ALL, {"mini_step", "inner"}),
+    "MultiSteps": (
+        lambda: optax.MultiSteps(optax.adam(0.1), 4),
+        ALL,
+        {"mini_step", "gradient_step", "inner_opt_state"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "params", "fields"), STRATEGIES.values(), ids=STRATEGIES)
+def test_common_leaves_of_each_strategy(make, params, fields):
+    state = {"opt": make().init(PARAMS), "params": PARAMS, "step": jnp.int32(0)}
+    found = common_leaves(state)
+    assert [path.removeprefix("['params']") for path in found if path.startswith("['params']")] == params
+    inside = [path.removeprefix("['opt']") for path in found if path.startswith("['opt']")]
+    assert {path.lstrip("[01].").partition("[")[0].partition(".")[0] for path in inside} == fields
+    assert "['step']" in found
+    assert not set(found) & set(rank_local_leaves(state))
+
+
+def test_all_leaves_of_a_plain_optimizer_are_common():
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert common_leaves(state) == paths
+    assert common_leaves(state, ["mu", ".params['w']"]) == [
+        path for path in paths if ".mu" not in path and path != ".params['w']"
+    ]
+    assert common_leaves(state, ["para", "'w'", ".params['"]) == paths  # no part of a name
+
+
+class Progress(NamedTuple):
+    """A user's, with the names of `GossipState` and `LocalSGDState`."""
+
+    round: Any
+    since: Any = None
+    inner: Any = None
+
+
+@flax.struct.dataclass
+class Clock:
+    round: Any
+
+
+OWN = ({"round": 1}, {"since": 1}, {"inner": {"w": jnp.ones(2)}, "round": 1}, Clock(1), Progress(1), Progress(1, 2, 3))
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_names_of_a_users_leaves_mean_nothing(own):
+    state = {"params": PARAMS, "progress": own}
+    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert rank_local_leaves(state) == []
+
+
+def test_names_of_a_users_nnx_variables_mean_nothing():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.progress = nnx.List([nnx.Dict(round=nnx.Variable(jnp.ones(2)))])
+            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    model = Model()
+    state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))[1]
+    assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def test_states_of_strategies_in_one_another_and_in_nnx_are_known():
+    tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
+    state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    nnx_state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))[1]
+    pure = nnx.to_pure_dict(nnx_state)
+    for made, params in ((state, "['params']"), (nnx_state, "[0]"), (pure, "[0]")):
+        found = common_leaves(made)
+        assert found and not any(path.startswith(params) for path in found)
+        assert rank_local_leaves(made) and all("residual" in path for path in rank_local_leaves(made))
+
+
+def test_batch_statistics_of_linen_are_left_out():
+    variables = nn.BatchNorm(use_running_average=False).init(jax.random.key(0), jnp.ones((2, 3)))
+    assert common_leaves(dict(variables)) == ["['params']['bias']", "['params']['scale']"]
+
+
+def test_digests_are_of_values_and_read_every_kind_of_leaf():
+    state = {"a": jnp.arange(3), "k": jax.random.key(1), "n": np.float64(2), "p": 3}
+    paths = set(common_leaves(state))
+    found = digests(state, paths)
+    assert list(found) == ["['a']", "['k']", "['n']", "['p']"]
+    assert digests(dict(state), paths) == found
+    other = digests({**state, "k": jax.random.key(2)}, paths)
+    assert {path for path in found if found[path] != other[path]} == {"['k']"}
+
+
+def test_reports_are_gathered_only_where_they_differ():
+    one, two = RankReport(4, "", {"x": "1", "y": "2"}), RankReport(4, "", {"x": "1", "y": "3"})
+    mine = [[one, one], [one, two]]
+    heard, controls = {}, FakeControl.group(2)
+    gathers = []
+
+    def rank(control):
+        gather = control.allgather_text
+        control.allgather_text = lambda text: (gathers.append(text), gather(text))[1]
+        heard[control.rank] = exchange_reports(control, mine[control.rank])
+
+    threads = [Thread(target=rank, args=(control,)) for control in controls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard[0] == heard[1] == [[one, one], [one, two]]
+    assert len(gathers) == 2 and all('"x": "1"' in text and text.count("[4,") == 1 for text in gathers)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ([RankReport(1, "", {"x": "1"})] * 3, None),
+        ([RankReport(1, "", {"x": "1", "y": "1"}), RankReport(1, "", {"x": "1", "y": "2"})], Difference("y", (0, 1))),
+        ([*[RankReport(1, "", {"x": "1"})] * 2, RankReport(1, "", {})], Difference("x", (0, 2))),
+        ([RankReport(1, "", {"x": "1"}), RankReport(2, "", {"x": "2"})], "its ranks are at different steps, 1, 2"),
+        ([RankReport(1, "", {"x": "1"}), RankReport(1, "gone", {})], "gone"),
+        ([RankReport(1, BETWEEN, {"x": "1"})] * 2, None),
+        ([RankReport(1, BETWEEN, {"x": "1"}), RankReport(1, BETWEEN, {"x": "2"})], BETWEEN),
+        ([RankReport(1, BETWEEN, {"x": "1"}), RankReport(1, "gone", {})], "gone"),
+    ],
+)
+def test_what_follows_from_reports(said, found):
+    assert judge(said) == found
+
+
+def test_findings_keep_the_last_comparison_that_held():
+    findings = Findings("a")
+    alike, apart = [RankReport(4, "", {"x": "1"})] * 2, [RankReport(9, "", {"x": "1"}), RankReport(9, "", {"x": "2"})]
+    assert findings.add(alike, 1) is None and (findings.text, findings.held) == ("equal", 4)
+    assert findings.add(apart, 1) == Difference("x", (0, 1))
+    assert findings.text == "differ after step 9, first `x` on ranks 0 and 1; equal after step 4"
+    assert "Job `a`: its replicas differ after step 9, first in `x` on ranks 0 and 1." in findings.message()
+    findings.add([RankReport(12, "between two exchanges", {})] * 2, 1)
+    assert findings.text == "not compared: between two exchanges; equal after step 4"
+    findings.add([RankReport(12, UNCHANGED, {})] * 2, 1)
+    assert findings.text == ""
+    findings.add(alike, 3)
+    assert findings.text == "equal in 1 of 3 leaves"
+
+
+def test_findings_count_batches_where_there_are_no_steps():
+    findings = Findings("a")
+    findings.unit = "batch"
+    findings.held = 10
+    findings.add([RankReport(30, "", {"x": "1"}), RankReport(30, "", {"x": "2"})], 1)
+    assert findings.text == "differ after batch 30, first `x` on ranks 0 and 1; equal after batch 10"
+    assert "differ after batch 30" in findings.message() and "They were equal after batch 10." in findings.message()
+
+
+def test_a_state_of_a_single_array_is_named_in_words():
+    findings = Findings("a")
+    findings.add([RankReport(3, "", {"": "1"}), RankReport(3, "", {"": "2"})], 1)
+    assert findings.text.startswith("differ after step 3, first its only leaf on ranks 0 and 1")
+    assert "first in its only leaf on" in findings.message() and "``" not in findings.message()
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "3"])
+def test_a_bad_number_of_steps_is_refused(every):
+    with pytest.raises(ValueError, match=r"^`check_replicas` is .* the number of steps"):
+        CheckReplicas(every)
+
+
+def test_exceptions_are_names():
+    assert CheckReplicas(except_="metrics").except_ == ("metrics",)
+    with pytest.raises(TypeError, match=r"^`except_` is `\(1,\)`: name leaves by texts"):
+        CheckReplicas(except_=(1,))  # type: ignore[arg-type]
+
+
+def test_the_table_says_it_in_a_line_for_all_jobs_alike():
+    facts = [
+        JobSummary(name=name, steps=1, replicas=text)
+        for name, text in (("a", "equal"), ("b", "differ after step 1, first `x` on ranks 0 and 1"), ("c", "equal"))
+    ]
+    report = Report(spans=(), jobs=(*facts, JobSummary(name="d", steps=1)), wall_ns={0: (0, 1)})
+    lines = str(report).splitlines()
+    assert "a, c: replicas equal." in lines
+    assert "b: replicas differ after step 1, first `x` on ranks 0 and 1." in lines
+    assert sum("replicas" in line for line in lines) == 2
+
+
+def jobs_of_one_rank(world):
+    runner = Runner(world, check_replicas=1)
+    plain = jax.jit(lambda state, batch: state + batch)
+
+    def train(job):
+        state = job.restore(jnp.zeros(3))
+        for batch in job.batches([jnp.ones(3)] * 3):
+            state = plain(state, batch)
+        return state
+
+    runner.add("a", train)
+    report = runner.run()
+    return str(report), report.jobs[0].replicas
+
+
+def test_one_rank_is_silent(caplog):
+    with caplog.at_level(logging.WARNING, "jaxcross"):
+        ((table, text),) = run_ranks(1, jobs_of_one_rank)
+    assert text == "" and "replicas" not in table and not caplog.records
+
+
+def trains_apart(job, donate, hands_over):
+    state = job.restore({"w": jnp.zeros(3)})
+    for batch in job.batches([jnp.full(3, 1.0 + job._world.rank)] * 3):
+        state = jax.jit(lambda s, x: jax.tree.map(lambda w: w + x, s), donate_argnums=(0,) if donate else ())(
+            state, batch
+        )
+        if hands_over:
+            job.state = state
+    return state
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_job_that_never_exchanges_is_warned_of_twice(caplog, donate, hands_over):
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", trains_apart, donate=donate, hands_over=hands_over)
+        return runner.run().jobs[0].replicas
+
+    with caplog.at_level(logging.WARNING, "jaxcross"):
+        texts = run_ranks(2, work)
+    assert texts == ["differ after batch 3, first `['w']` on ranks 0 and 1; equal at the start"] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" and has not exchanged")[0] for text in said[:2]] == [
+        "Job `a` has used its first batch", "Job `a` came to its end"
+    ]  # fmt: skip
+    assert len(said) == 3 and "its replicas differ after batch 3" in said[2]
+
+
+def evaluations():
+    def nothing(job):
+        for _ in job.batches([jnp.ones(3)] * 3):
+            job.log({"loss": 0.0})
+
+    def hands_back(job):
+        state = job.restore({"w": jnp.ones(3)})
+        for _ in job.batches([jnp.ones(3)] * 3):
+            job.state = jax.tree.map(jnp.copy, state)  # the values stay
+        return state
+
+    def numbers(job):
+        return {"accuracy": 0.5, "seen": sum(1 for _ in job.batches([jnp.ones(3)] * 3))}
+
+    def without_data(job):
+        return job.restore({"w": jnp.ones(3)})
+
+    return [nothing, hands_back, numbers, without_data]
+
+
+@pytest.mark.parametrize("fn", evaluations(), ids=lambda fn: fn.__name__)
+def test_an_evaluation_is_silent(caplog, fn):
+    def work(world):
+        runner = Runner(world, check_replicas=2)
+        runner.add("a", fn)
+        return runner.run().jobs[0].replicas
+
+    with caplog.at_level(logging.WARNING, "jaxcross"):
+        texts = run_ranks(2, work)
+    assert not caplog.records, caplog.records
+    assert texts[0] in ("", "equal")
+
+
+def test_a_state_that_cannot_be_read_is_a_report_and_no_hang():
+    class Unreadable:
+        def __jax_array__(self):
+            raise RuntimeError("lost")
+
+    latest = LatestState()
+    checks = ReplicaChecks("a", rank=0, ranks=2, latest=latest, checks=CheckReplicas())
+    start = {"w": jnp.ones(3)}
+    latest.set(start, 0)
+    checks.begin(start, 0, local=False, resumed=False, together=lambda *_: None)
+    latest.set({"w": Unreadable()}, 0)
+    checks.finish("ended", 0)
+    assert checks.end is not None and checks.end.why.startswith("rank 0 cannot read its state (TypeError")
+
+
+def test_the_names_are_public():
+    assert jaxcross.CheckReplicas is CheckReplicas

@@ -1,0 +1,193 @@
+"""Loops over batches that come and go in one job: nothing of them stays, and a restart finds those that are open."""
+
+import itertools
+import threading
+
+import pytest
+from tests.support.checkpoint_jobs import batches, init, make_step, resumes, same, train
+from tests.support.fakes import run_ranks
+
+from jaxcross.errors import JobError
+from jaxcross.jobs.prefetch import Prefetcher
+from jaxcross.jobs.runner import Runner
+
+
+def known(job):
+    """How many loops each part of a run knows of, once the threads of those that are over have said their last."""
+    for thread in threading.enumerate():
+        prefetcher = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(prefetcher, Prefetcher) and prefetcher._driver is job._life.driver and prefetcher.closed:
+            thread.join(60)
+            assert not thread.is_alive()
+    interleaver = job._life.driver._interleaver
+    number = job._life.record.number
+    mine, shared = interleaver._jobs[number], interleaver.shared.jobs[number]
+    return max(map(len, (job.host.loops, mine.prepared, mine.limits, shared.streams)))
+
+
+def loops(job, n):
+    """One loop to its end, one that `steps` end, one that is left early, on rank 0 with data for more."""
+    assert list(job.batches([float(n), 1.0])) == [n, 1.0]
+    assert list(job.batches(itertools.count(1.0), 2)) == [1.0, 2.0]
+    for batch in job.batches(itertools.count(1.0)):
+        assert batch == 1.0
+        break
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_stays_of_loops_that_are_over(ranks):
+    def work(world):
+        step, runner = make_step(world), Runner(world)
+
+        def fn(job):
+            state, peak = init(world, own=False), 0
+            for n, batch in enumerate(job.batches(batches(world), 30)):
+                loops(job, n)
+                for _, inner in zip(range(2), job.batches(itertools.count(5.0)), strict=False):
+                    loops(job, n)
+                    state = step(state, batch + inner)
+                peak = max(peak, known(job))
+            return peak
+
+        job = runner.add("a", fn)
+        runner.run()
+        return job.state, job.step
+
+    for peak, steps in run_ranks(ranks, work):
+        assert steps == 60
+        assert peak < 20  # what is open, and what began since this was counted last: ten loops
+
+
+def test_the_places_of_the_loops_that_are_open_are_kept_in_their_order(tmp_path):
+    def fn(job, world, data):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        loops(job, 0)
+        places = []
+        for n, batch in enumerate(job.batches(data, 3)):
+            loops(job, n)
+            for inner in job.batches([1.0, 2.0]):
+                loops(job, n)
+                state = step(state, batch + inner)
+                places.append([position.n_batches for position in job._life.resumption._positions])
+            loops(job, n)
+            state = step(state, batch)
+            places.append([position.n_batches for position in job._life.resumption._positions])
+        job.log(places)
+        return state
+
+    for rank in train(2, tmp_path, names="a", fn=fn):
+        ((_, places),) = rank["a"][2].items()
+        assert places == [place for n in (1, 2, 3) for place in ([n, 1], [n, 2], [n])]
+
+
+def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
+    def fn(job, world, data, steps):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for n, batch in enumerate(job.batches(data, steps)):
+            loops(job, n)
+            state = step(state, batch + sum(x for _, x in zip(range(3), job.batches(batches(world, 7)), strict=False)))
+            loops(job, n)
+            job.save(state)
+        return state
+
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    for steps in (3, 5):
+        train(2, tmp_path, names="a", fn=fn, steps=steps)
+    for mine, theirs in zip(train(2, tmp_path, names="a", fn=fn, steps=8), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+        assert mine["a"][1] == theirs["a"][1] == 8
+
+
+@pytest.mark.parametrize("form", ["one after the other", "one in another"])
+def test_a_job_that_trains_in_several_loops_is_not_saved(form, tmp_path):
+    """A restart would go on with the first loop that the function begins, where the one that was open stood."""
+
+    def fn(job, world, data):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        outer = [1.0, 2.0] if form == "one after the other" else job.batches([1.0, 2.0])
+        for n, _ in enumerate(outer):
+            for batch in job.batches(data, 3):
+                state = step(state, batch)
+                if n == 1:
+                    with pytest.raises(JobError, match="cannot save this state.*trains in several loops over"):
+                        job.save(state)
+            if n == 0:
+                job.save(state)
+        return state
+
+    for ranks in train(2, tmp_path, names="a", fn=fn):
+        assert ranks["a"][1] == 6
+    assert [folder.name[:12] for folder in (tmp_path / "a").glob("0*/")] == ["000000000003"]
+
+
+def test_a_job_that_goes_on_at_the_end_of_a_loop_is_not_saved_in_the_next(tmp_path, caplog):
+    """As where a function takes the epochs that are done from `job.step`: one is lost, and not in silence."""
+
+    def fn(job, world, data, epochs=2):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for _ in range(job.step // 3, epochs):
+            for batch in job.batches(batches(world), 3):
+                state = step(state, batch)
+        return state
+
+    train(2, tmp_path, names="a", fn=fn, epochs=1)
+    assert not resumes(caplog)
+    train(2, tmp_path, names="a", fn=fn, epochs=3)
+    assert any("its last state is not saved: its function trains in several loops" in text for text in resumes(caplog))
+
+
+def goes_on_exactly(fn, folder):
+    """Three steps, and a restart up to eight, end as eight steps at once do."""
+    whole = train(2, None, names="a", fn=fn, steps=8)
+    train(2, folder, names="a", fn=fn, steps=3)
+    for mine, theirs in zip(train(2, folder, names="a", fn=fn, steps=8), whole, strict=True):
+        same(mine["a"][0], theirs["a"][0])
+
+
+def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
+    def fn(job, world, data, steps):
+        step, state = make_step(world), job.restore(init(world, own=False))
+        for batch, other in zip(job.batches(data, steps), job.batches(itertools.count(1.0)), strict=False):
+            state = step(state, batch + other)
+            job.save(state)
+        return state
+
+    goes_on_exactly(fn, tmp_path)
+    assert not resumes(caplog)  # that a batch was used, for instance, and nothing exchanged
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_training_by_a_function_whose_calls_are_no_steps_is_not_saved(evaluates_first, tmp_path):
+    """The batches that it takes are not counted, so that a restart would take them again."""
+
+    def fn(job, world, data):
+        warm_up, step = make_step(world, "warm_up"), make_step(world)
+        evaluate = make_step(world, "evaluate", result=lambda new: new["w"].sum())
+        state = job.restore(init(world, own=False))
+        if evaluates_first:
+            evaluate(state, 0.0)
+        for n, batch in enumerate(job.batches(data, 4)):
+            state = (warm_up if n < 2 else step)(state, batch)
+            if n < 2 and not evaluates_first:
+                evaluate(state, batch)
+                job.save(state)
+                continue
+            first = "evaluate" if evaluates_first else "warm_up"
+            with pytest.raises(JobError, match=f"trains, but steps are the calls of `{first}`"):
+                job.save(state)
+        return state
+
+    for ranks in train(2, tmp_path, names="a", fn=fn):
+        assert ranks["a"][3] is None
+
+
+def test_two_functions_that_train_on_one_batch_can_be_saved(tmp_path):
+    def fn(job, world, data, steps):
+        one, other = make_step(world, "one"), make_step(world, "other")
+        state = job.restore(init(world, own=False))
+        for batch in job.batches(data, steps):
+            state = other(one(state, batch), batch)
+            job.save(state)
+        return state
+
+    goes_on_exactly(fn, tmp_path)

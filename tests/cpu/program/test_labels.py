@@ -1,0 +1,382 @@
+"""Labels find exchanges that ranks trace in different orders: always, if the ranks compute the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from jax import lax
+from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
+from tests.support.random_steps import RECIPES, Op, Recipe, arguments, build
+from tests.support.zoo import ZOO
+
+from jaxcross import _jax_compat as compat
+from jaxcross.program import stages
+from jaxcross.program.flatten import UNROLLED
+from jaxcross.program.ir import Program
+from jaxcross.program.labels import labelled, order_of
+from jaxcross.program.provenance import Scope, leaf_hashes, marked
+from jaxcross.program.text import parse
+from jaxcross.program.trace import Traced, trace
+from jaxcross.step.exchange_order import order_hash
+from jaxcross.testing import LocalRanks, decide
+
+
+def of_leaves(order: Any, tree: Any) -> Any:
+    return {k: lax.pmean(tree[k], "x") for k in order}
+
+
+def of_computed(order: Any, tree: Any) -> Any:
+    """Between two products: no leaf is reached by element-wise equations."""
+    return {k: jnp.sum(lax.psum(X @ tree[k].T, "x")) for k in order}
+
+
+def of_gradients(order: Any, tree: Any) -> Any:
+    grads = jax.grad(lambda t: sum(jnp.sum(jnp.tanh(X @ t[k].T)) for k in sorted(t)))(tree)
+    return {k: tree[k] - lax.pmean(grads[k], "x") for k in order}
+
+
+def added_up(order: Any, tree: Any) -> Any:
+    """The order in which results are added up differs, too."""
+    weights = {"a": 1.0, "b": 10.0, "c": 100.0}
+    total: Any = 0.0
+    for k in order:
+        total += weights[k] * jnp.sum(lax.psum(X @ tree[k].T, "x") @ tree[k])
+    return total
+
+
+def of_constants(order: Any, tree: Any) -> Any:
+    known = {k: np.full(3, n, np.float32) for n, k in enumerate(sorted(order))}
+    return {k: lax.psum(jnp.asarray(known[k]), "x") * tree[k][0, 0] for k in order}
+
+
+def of_functions(order: Any, tree: Any) -> Any:
+    functions = {"a": jnp.tanh, "b": jnp.sin, "c": jnp.exp}
+    made = {k: lax.pmax(functions[k](tree["a"]), "x") for k in order}
+    return made["a"] - made["b"] / made["c"]
+
+
+def gathered(order: Any, tree: Any) -> Any:
+    return {k: lax.all_gather(tree[k], "x") for k in order}
+
+
+def passed_on(order: Any, tree: Any) -> Any:
+    return {k: lax.ppermute(tree[k], "x", [(0, 1), (1, 0)]) for k in order}
+
+
+def in_a_long_scan(order: Any, tree: Any) -> Any:
+    def body(carry: Any, _: Any) -> Any:
+        return {**carry, **{k: lax.pmean(carry[k], "x") for k in order}}, None
+
+    return lax.scan(body, tree, None, length=UNROLLED + 1)[0]
+
+
+def in_a_while(order: Any, tree: Any) -> Any:
+    def body(carry: Any) -> Any:
+        return {k: jax.jit(lambda v: lax.psum(v, "x"))(carry[k]) for k in order}
+
+    return lax.while_loop(lambda c: jnp.sum(lax.pmax(c["a"], "x")) < 100, body, tree)
+
+
+def in_a_scan_and_a_cond(order: Any, tree: Any) -> Any:
+    def body(carry: Any, n: Any) -> Any:
+        taken = lax.cond(n > 1, lambda c: {k: lax.psum(c[k], "x") for k in order}, lambda c: c, carry)
+        return taken, None
+
+    return lax.scan(body, tree, jnp.arange(3))[0]
+
+
+def by_data(order: Any, tree: Any) -> Any:
+    """A conditional that the host cannot decide."""
+    agreed = lax.pmax(tree["a"][0, 0], "x") > 0
+    return lax.cond(agreed, lambda t: {k: lax.psum(t[k], "x") for k in order}, lambda t: t, tree)
+
+
+def rematerialised(order: Any, tree: Any) -> Any:
+    @jax.checkpoint
+    def layer(t: Any) -> Any:
+        return sum(jnp.sum(lax.psum(X @ t[k].T, "x") ** 2) for k in order)
+
+    return jax.grad(layer)(tree)
+
+
+def of_rows(order: Any, tree: Any) -> Any:
+    """Parts of one leaf, for parts of one result."""
+    out, n = jnp.zeros((3, 3)), {k: n for n, k in enumerate(sorted(order))}
+    for k in order:
+        out = out.at[n[k]].set(lax.pmean(tree["a"][n[k]], "x"))
+    return out
+
+
+def of_scaled_rows(order: Any, tree: Any) -> Any:
+    n = {k: n for n, k in enumerate(sorted(order))}
+    return sum((n[k] + 1) * lax.pmean(tree["a"][n[k]], "x") for k in order)
+
+
+def of_stacked_layers(order: Any, tree: Any) -> Any:
+    layers, n = jnp.stack([tree[k] for k in sorted(order)]), {k: n for n, k in enumerate(sorted(order))}
+    grads = jax.grad(lambda p: jnp.sum(jnp.tanh(X @ p[0].T @ p[1]) @ p[2].T))(layers)
+    for k in order:
+        layers = layers.at[n[k]].add(-0.1 * lax.pmean(grads[n[k]], "x"))
+    return layers
+
+
+def of_sliced_rows(order: Any, tree: Any) -> Any:
+    """By `dynamic_slice` and `dynamic_update_slice`."""
+    out, n = tree["b"], {k: n for n, k in enumerate(sorted(order))}
+    for k in order:
+        row = lax.pmean(lax.dynamic_slice_in_dim(tree["a"], n[k], 1), "x")
+        out = lax.dynamic_update_slice(out, row, (n[k], 0))
+    return out
+
+
+def of_split_rows(order: Any, tree: Any) -> Any:
+    parts = dict(zip(sorted(order), jnp.split(tree["a"][:3], 3), strict=True))
+    means = {k: lax.pmean(parts[k], "x") for k in order}
+    return jnp.concatenate([means[k] for k in sorted(order)])
+
+
+SWAPPED = [
+    of_rows, of_scaled_rows, of_stacked_layers, of_sliced_rows, of_split_rows, of_leaves, of_computed, of_gradients,
+    added_up, of_constants, of_functions, gathered, passed_on, in_a_long_scan, in_a_while, in_a_scan_and_a_cond,
+    by_data, rematerialised,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("step", SWAPPED)
+def test_swapped_exchanges_are_an_error(step: Any, bucket_bytes: int) -> None:
+    assert both(step, TREE, bucket_bytes=bucket_bytes).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in d")
+
+
+@pytest.mark.parametrize("step", SWAPPED)
+def test_equal_orders_are_no_error(step: Any) -> None:
+    assert both(step, TREE, orders=[ORDERS[1]] * 3) == ""
+
+
+def test_swapped_gradients_of_different_losses() -> None:
+    """The leaves that exchanges reach are the same, whatever comes before."""
+
+    def step(rank: Any, tree: Any) -> Any:
+        loss = (lambda y: jnp.sum(y**2), lambda y: jnp.linalg.norm(jnp.cumsum(y)))[rank]
+        grads = jax.grad(lambda t: loss(sum(X @ t[k].T for k in sorted(t))))(tree)
+        mean = {k: lax.pmean(grads[k], "x") for k in ORDERS[rank]}
+        return {k: tree[k] - 0.1 * mean[k] for k in tree}
+
+    assert both(step, TREE, orders=(0, 1)).startswith("ranks 0 and 1 make the exchanges of `<lambda>` in different or")
+
+
+@pytest.mark.parametrize("cut", [3, "auto"])
+def test_swapped_exchanges_of_a_finer_cut(cut: Any) -> None:
+    """Pieces follow readiness, and within one the order of tracing."""
+    assert both(of_leaves, TREE, cut=cut, bucket_bytes=0)
+    assert both(of_leaves, TREE, cut=cut, bucket_bytes=0, orders=[ORDERS[1]] * 2) == ""
+
+
+def test_finer_cut_may_make_orders_equal() -> None:
+    """Exchanges travel when they are ready: what matters is their order on the wire, not that of tracing."""
+
+    def chain(order: Any, tree: Any) -> Any:
+        deep = {"a": jnp.sin(X @ tree["a"].T), "b": jnp.cumsum(jnp.sin(X @ tree["b"].T) @ X, 0) @ X.T}
+        return {k: lax.psum(deep[k], "x") for k in order}
+
+    orders = ("a", "b"), ("b", "a")
+    assert both(chain, TREE, orders=orders)
+    assert both(chain, TREE, orders=orders, cut=2, bucket_bytes=0) == ""
+
+
+def test_swapped_exchanges_in_a_shard_map() -> None:
+    spec, mesh = jax.sharding.PartitionSpec, jax.sharding.AbstractMesh((2,), ("x",))
+
+    def step(order: Any, tree: Any) -> Any:
+        body = lambda t: {k: lax.psum(jnp.sum(t[k], 0), "x") for k in order}  # noqa: E731
+        return jax.shard_map(body, mesh=mesh, in_specs=spec("x"), out_specs=spec())(tree)
+
+    assert both(step, TREE) and both(step, TREE, orders=[ORDERS[0]] * 2) == ""
+
+
+def test_message_names_ranks_numbers_leaves_and_lines() -> None:
+    def step(order: Any, tree: Any) -> Any:
+        return {k: lax.pmean(tree[k], "x") for k in order}  # the user's line
+
+    line = f"{__file__}:{step.__code__.co_firstlineno + 1}"
+    first, *lines, remedy = both(step, {"a": X, "b": X}, orders=(("a", "b"), ("b", "a")), bucket_bytes=0).splitlines()
+    assert first == "ranks 0 and 1 make the exchanges of `<lambda>` in different orders, which would mix their values:"
+    a, b = "`psum` of `args[0]['a']` for `result['a']`", "`psum` of `args[0]['b']` for `result['b']`"
+    assert [text.partition(", at ")[0].strip() for text in lines] == [
+        "rank 0:", f"exchange 1: {a}", f"exchange 2: {b}", "rank 1:", f"exchange 1: {b}", f"exchange 2: {a}",
+    ]  # fmt: skip
+    assert sum(line in text for text in lines) == 4
+    assert "sort the names" in remedy
+    assert "part 2 of exchange 1: `psum` of `args[0]['a']`" in both(step, {"a": X, "b": X}, orders=("ab", "ba"))
+
+
+def test_one_rank_of_four_is_found() -> None:
+    programs = [program_of(lambda t, o=ORDERS[rank == 2]: of_leaves(o, t), TREE, axes={"x": 4}) for rank in range(4)]
+    assert verdict(programs).startswith("ranks 0 and 2 make the exchanges of `<lambda>` in different orders")
+
+
+# The same step, its equations written in another order.
+
+
+def reordered(traced: Traced, rng: random.Random) -> Traced:
+    """The step with its equations in a random order, each behind those that it reads."""
+    inner, _ = compat.open_jaxpr(traced.jaxpr)
+    left, known = list(inner.eqns), {*inner.invars}
+    eqns = []
+    while left:
+        ready = [e for e in left if all(isinstance(a, compat.Literal) or a in known for a in e.invars)]
+        eqns.append(rng.choice(ready))
+        left.remove(eqns[-1])
+        known.update(eqns[-1].outvars)
+    jaxpr = compat.make_jaxpr_of(inner.invars, inner.outvars, eqns, traced.jaxpr)
+    return dataclasses.replace(traced, jaxpr=jaxpr, _own={})
+
+
+def travelling(program: Program) -> list[Any]:
+    """The results of the exchanges in the order in which they travel, and which of several of one equation."""
+    eqns = program.traced.jaxpr.jaxpr.eqns
+    made = {
+        id(x): (tuple(map(id, eqns[i].outvars)), n)
+        for i, several in labelled(program.traced).items()
+        for n, x in enumerate(several)
+    }
+    return [made[id(member.labelled)] for member in order_of(program)]
+
+
+def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) -> bool:
+    """Whether the two orders of equations make the exchanges travel in two orders, which then must be found."""
+    one, other = (stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng)))
+    ranks = math.prod(traced.axes.values())
+    assert verdict([one] * ranks) == ""
+    if one.exchange_signature() != other.exchange_signature():
+        return False
+    moved = travelling(one) != travelling(other)
+    assert bool(verdict([one, *[other] * (ranks - 1)])) == moved, f"{one}\n{other}"
+    return moved
+
+
+FUZZ = settings(
+    deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), max_examples=120
+)
+KINDS = ("psum", "psum", "psum", "psum", "pmean", "psum_tree", "tanh", "scale", "matmul", "sub")
+ALIKE = st.builds(
+    Recipe, st.just(0), st.just(((2, 0),) * 3),
+    st.lists(st.builds(Op, st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), min_size=6, max_size=14)
+    .map(tuple),
+    st.lists(st.integers(0, 12), min_size=6, max_size=12).map(tuple), st.just(1),
+)  # fmt: skip
+"""Steps whose exchanges are alike: of one shape, over one axis."""
+
+
+def test_random_steps_in_another_order() -> None:
+    moved = []
+
+    @seed(1)
+    @FUZZ
+    @given(
+        st.one_of(ALIKE, ALIKE, RECIPES),
+        st.integers(0, 10**6),
+        st.sampled_from([0, 1 << 20]),
+        st.sampled_from(["whole", 3]),
+    )
+    def search(recipe: Recipe, order: int, bucket_bytes: int, cut: Any) -> None:
+        leaves = arguments(recipe, 0)
+        traced = decide(trace(build(recipe), leaves, axes=recipe.sizes, wire=LocalRanks()), leaves)
+        moved.append(compared(traced, random.Random(order), cut, bucket_bytes))
+
+    search()
+    assert sum(moved) >= 15, f"only {sum(moved)} of {len(moved)} steps had exchanges that moved"
+
+
+@pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
+def test_zoo_in_another_order(row: Any) -> None:
+    step, state = row.build(2)
+    args = state, row.batch(0, 0)
+    traced = decide(trace(step, args, axes=row.axes(2), wire=LocalRanks()), jax.tree.leaves((args, {})))
+    for n in range(2):
+        compared(traced, random.Random(n), "whole", 0)
+
+
+# What labels are made of.
+
+
+def test_leaves_are_known_by_their_paths() -> None:
+    def leaves(tree: Any) -> list[int]:
+        return leaf_hashes(jax.tree.structure(tree))
+
+    assert leaves({"a": 1, "b": 2})[1] == leaves({"b": 2})[0] != leaves({"a": 1})[0]
+    assert len(set(leaves(([1, (2, 3)], {"a": 4}, 5)))) == 5
+    assert leaves((1, None)) != leaves((1,)) and leaves((1, None))[0] == leaves((1, 2))[0]
+    assert leaves((1, 2))[1] not in leaves((1, 2, 3))
+
+
+HASHED = """
+from tests.support.label_ranks import TREE, program_of
+from jax import lax
+from jaxcross.step.exchange_order import order_hash
+print(order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE)))
+"""
+
+
+def test_labels_are_the_same_in_every_process() -> None:
+    """Python salts its hashes of texts in each process."""
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", HASHED], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == order_hash(program_of(lambda t: lax.pmean(t, "x"), TREE))
+
+
+def test_program_read_from_text_has_no_labels() -> None:
+    program = program_of(lambda t: lax.pmean(t, "x"), TREE)
+    assert order_of(parse(program.text())) == [] and len(order_of(program)) == 3
+
+
+def wide(leaves: int) -> Traced:
+    """Updates of many leaves by one scalar that all of them make, and a long chain of sums of leaves."""
+
+    def step(params: Any, x: Any) -> Any:
+        grads = lax.pmean(jax.grad(lambda p: sum(jnp.sum(jnp.tanh(w * x)) for w in p))(params), "x")
+        scale, total = lax.pmax(sum(g[0] for g in grads), "x"), x
+        for w in params:
+            total = total + w
+        return [w - scale * g for w, g in zip(params, grads, strict=True)], lax.psum(total, "x")
+
+    args = [jnp.ones(3)] * leaves, jnp.ones(3)
+    return trace(step, args, axes={"x": 2}, wire=LocalRanks())
+
+
+def test_cost_is_linear_in_the_number_of_leaves() -> None:
+    """Counted in calls of functions, each of which handles a bounded number of leaves."""
+
+    def calls(leaves: int) -> int:
+        traced, count = wide(leaves), 0
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(profile)
+        try:
+            labelled(traced)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few, many = calls(40), calls(160)
+    assert many < 4.2 * few
+    scope: Scope = marked(wide(160))
+    marks = [*scope.origins.values(), *scope.uses.values()]
+    assert max(len(m.leaves) + len(m.others) for m in marks) <= 64

@@ -1,0 +1,119 @@
+"""What a bare function means, and what the same function means as the body of a `jax.shard_map`: JAX's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxcross.errors import CutError
+from jaxcross.program import stages
+from jaxcross.program.trace import trace
+from jaxcross.testing import LocalRanks, run_program, vmap_oracle
+
+RANKS = 4
+AXES = {"batch": RANKS}
+W = np.linspace(0.5, 1.5, 3, dtype=np.float32)
+X = np.random.default_rng(0).normal(size=(RANKS, 3)).astype(np.float32)
+
+
+def gradient(w: Any, x: Any) -> Any:
+    """Of a loss that is summed over ranks, in what all hold alike."""
+    return jax.grad(lambda w: lax.psum(jnp.sum(jnp.sin(w * x)), "batch"))(w)
+
+
+def body(cast: bool) -> Callable[..., Any]:
+    """The same, as `shard_map` maps it over rows; it may say by itself that the weights go on differently."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            own = lax.pcast(w, "batch", to="varying") if cast else w
+            return lax.psum(jnp.sum(jnp.sin(own * x)), "batch")
+
+        return jax.grad(loss)(w)
+
+    return step
+
+
+def mapped(step: Callable[..., Any], check_vma: bool, **mesh: Any) -> Any:
+    spec = PartitionSpec("batch")
+    out = PartitionSpec() if check_vma else spec
+    return jax.shard_map(step, in_specs=(PartitionSpec(), spec), out_specs=out, check_vma=check_vma, **mesh)
+
+
+def on_ranks(step: Callable[..., Any], rows: Any) -> list[np.ndarray]:
+    args = [(W, row) for row in rows]
+    program = stages.cut(trace(step, args[0], axes=AXES, wire=LocalRanks()))
+    return [np.asarray(out) for (out,) in run_program(program, args)]
+
+
+def true_gradient() -> np.ndarray:
+    return np.sum(X * np.cos(W * X), 0)
+
+
+def test_a_bare_function_has_the_semantics_of_pmap_and_vmap() -> None:
+    """`psum` transposes to `psum`: each rank has its own part, times the ranks."""
+    for rank, (got, want) in enumerate(
+        zip(on_ranks(gradient, X), vmap_oracle(gradient, AXES, [(W, x) for x in X]), strict=True)
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        np.testing.assert_allclose(got, RANKS * X[rank] * np.cos(W * X[rank]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_the_body_of_a_shard_map_has_the_semantics_of_its_check_vma(check_vma: bool, cast: bool) -> None:
+    """`pcast` changes nothing then: JAX inserts it where it is left out, and knows no varying types without check."""
+    step = mapped(body(cast), check_vma, mesh=AbstractMesh((RANKS,), ("batch",)))
+    got = on_ranks(step, X[:, None])
+    want = [true_gradient()] * RANKS if check_vma else on_ranks(gradient, X)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine.reshape(3), theirs, rtol=1e-5)
+
+
+ON_DEVICES = """
+import jax, numpy as np
+from tests.cpu.program.test_semantics import RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
+
+devices = jax.make_mesh((RANKS,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+bare = np.stack(on_ranks(gradient, X))
+for cast in (False, True):
+    for check_vma in (False, True):
+        got = jax.jit(mapped(body(cast), check_vma, mesh=devices))(W, X)
+        np.testing.assert_allclose(got.reshape(-1, 3), true_gradient()[None] if check_vma else bare, rtol=1e-5)
+    np.testing.assert_allclose(jax.pmap(body(cast), "batch", in_axes=(None, 0))(W, X), bare, rtol=1e-5)
+print("as on devices")
+"""
+
+
+def test_so_they_are_on_devices(on_four_devices: Callable[..., str]) -> None:
+    assert "as on devices" in on_four_devices(ON_DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "to"),
+    [
+        (lambda f: f, "varying"),
+        (lambda f: f, "reduced"),
+        (jax.jit, "varying"),
+        (jax.checkpoint, "varying"),
+        (jax.vmap, "varying"),
+    ],
+    ids=["bare", "reduced", "jit", "remat", "vmap"],
+)
+def test_pcast_in_a_bare_function_is_refused_with_its_line(wrap: Callable[..., Any], to: Any) -> None:
+    """JAX's `vmap` over ranks refuses it, too. `pmap` ignores it, and gives the gradients of a bare function."""
+
+    def train_step(w: Any, x: Any) -> Any:
+        cast = wrap(lambda w: lax.pcast(w, "batch", to=to))
+        return jax.grad(lambda w: lax.psum(jnp.sum(cast(w) * x), "batch"))(w)
+
+    with pytest.raises(CutError, match=r"`train_step` calls `jax.lax.pcast` at .*test_semantics.py:\d+") as told:
+        trace(train_step, (W, X[0]), axes=AXES, wire=LocalRanks())
+    assert "`jax.shard_map(step, in_specs=..., out_specs=...)`" in str(told.value)

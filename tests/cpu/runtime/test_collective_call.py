@@ -1,0 +1,94 @@
+"""What ranks do together: where one fails, or talks less often than the others, all of them hear it, and none waits."""
+
+import numpy as np
+import pytest
+from tests.support.fakes import run_ranks
+
+from jaxcross.errors import JobError
+from jaxcross.runtime.collective_call import run_collectively
+
+
+def told(ranks, work):
+    """What each rank's `work(control, rank)` came to."""
+
+    def rank_work(world):
+        try:
+            return run_collectively(lambda control: work(control, world.rank), world.control)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            # All are at the same place again: else this would hang, or mix up texts.
+            assert world.control.allgather_text(str(world.rank)) == [str(n) for n in range(ranks)]
+
+    return run_ranks(ranks, rank_work)
+
+
+def talks(control, times=1):
+    return [control.allgather_text(str(n))[-1] for n in range(times)]
+
+
+def test_ranks_talk_as_often_as_they_like():
+    def work(control, rank):
+        low = control.allreduce_min(np.array([rank, -rank]))
+        return [*talks(control, 3), *map(int, low)]
+
+    assert told(3, work) == [["0", "1", "2", 0, -2]] * 3
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_failure_of_one_rank_is_one_of_all(after):
+    def work(control, rank):
+        talks(control, after)
+        if rank == 1:
+            raise ZeroDivisionError("here")
+        talks(control, 2)
+
+    first, second, third = told(3, work)
+    assert second == "ZeroDivisionError: here"
+    assert first == third
+    assert "JobError: Ranks did something together, in which rank 1 failed: ZeroDivisionError: here" in first
+
+
+def test_a_failure_is_heard_by_ranks_that_are_done():
+    def work(control, rank):
+        if rank == 1:
+            raise OSError("disk")
+        return "done"
+
+    assert "rank 1 failed: OSError: disk" in told(2, work)[0]
+
+
+def test_failures_of_all_ranks_are_their_own():
+    def work(control, rank):
+        raise ValueError(rank)
+
+    assert told(3, work) == ["ValueError: 0", "ValueError: 1", "ValueError: 2"]
+
+
+def test_ranks_that_talk_unequally_often_are_told_so():
+    first, second = told(2, lambda control, rank: talks(control, 1 + rank))
+    assert "rank 0 is done" in first and "rank 1 gathers texts" in second
+
+
+def test_ranks_that_talk_otherwise_are_told_so():
+    first, second = told(2, lambda control, rank: control.allreduce_min(np.zeros(1 + rank)))
+    assert "rank 0 reduces 1 values" in first and "rank 1 reduces 2 values" in second
+
+
+@pytest.mark.parametrize("says", [lambda c: c.allreduce_min(np.array("x")), lambda c: c.allgather_text(3)])
+def test_what_cannot_be_said_is_a_failure(says):
+    first, second = told(2, lambda control, rank: says(control) if rank else talks(control, 2))
+    assert "rank 1 failed: " in first and second.split(":")[0] in ("ValueError", "TypeError")
+
+
+def test_work_that_catches_what_it_is_told_cannot_go_on():
+    def work(control, rank):
+        if rank == 1:
+            raise ValueError("no")
+        for _ in range(3):
+            with pytest.raises(JobError):
+                talks(control)
+        return "all is well"
+
+    first, second = told(2, work)
+    assert "rank 1 failed: ValueError: no" in first and second == "ValueError: no"

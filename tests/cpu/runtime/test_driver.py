@@ -1,0 +1,359 @@
+"""The driver's lanes: spans, watching, the emulated link, what happens when a lane itself breaks."""
+
+import threading
+import time
+from collections import deque
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import ExchangeError, InternalError, JobError
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
+from jaxcross.interleave.policy import RoundRobin, Sequential
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.runner import Runner
+from jaxcross.jobs.step_registry import step_graph_of
+from jaxcross.jobs.thread import JobThread
+from jaxcross.runtime.driver import Driver
+from jaxcross.runtime.emulated_link import Link
+from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.runtime.job_record import JobRecord
+from jaxcross.runtime.lanes import LaneThread, backoff_s
+
+
+def runner_of(world, *, steps=2, program=None, compiled=None, **options):
+    """A runner of one job that calls a step a few times."""
+    compiled = compiled or FakeCompiled(program or plain_program(shape=(2, 3)), world, lambda i, values: sum(values))
+
+    def fn(job):
+        state = 0.0
+        for _ in range(steps):
+            state = current_job().host.run(compiled, [state, 1.0])
+        return state
+
+    runner = Runner(world, **options)
+    runner.add("a", fn)
+    return runner
+
+
+def test_spans_name_what_was_done():
+    def work(world):
+        log, begin_ns = SpanLog(), time.monotonic_ns()
+        runner_of(world, instruments=[log]).run()
+        return begin_ns, log.spans
+
+    for rank, (begin_ns, spans) in enumerate(run_ranks(2, work)):
+        spans = sorted(spans, key=lambda s: s.start_ns)
+        # Each lane tells of its own, and neither waits for the other: a busy machine notes the end of a segment late.
+        in_order = sorted(spans, key=lambda s: (s.step, s.segment))
+        lanes = [(s.kind, s.job, s.step, s.segment, s.nbytes) for s in in_order if s.kind != "vote"]
+        assert lanes == [
+            ("compute", "a", 1, 0, 0), ("collective", "a", 1, 1, 24), ("compute", "a", 1, 2, 0),
+            ("compute", "a", 2, 0, 0), ("collective", "a", 2, 1, 24), ("compute", "a", 2, 2, 0),
+        ]  # fmt: skip
+        assert all(s.rank == rank and begin_ns <= s.ready_ns <= s.start_ns <= s.end_ns for s in spans)
+        compute = [s for s in spans if s.kind == "compute"]
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(compute))
+        exchange = [s for s in spans if s.kind in ("collective", "vote")]
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(exchange))
+
+
+def test_every_wait_for_other_ranks_is_watched():
+    def work(world):
+        runner_of(world).run()
+        return world.watched
+
+    for watched in run_ranks(2, work):
+        exchanges = [w for w in watched if w[3] == "exchange"]
+        assert exchanges == [("a", 1, 1, "exchange"), ("a", 2, 1, "exchange")]
+        # One vote admits and one commits each step, one ends the job; a rank that comes late costs further ones.
+        assert len([w for w in watched if w[3] == "vote"]) >= 5
+
+
+def test_an_emulated_link_holds_exchanges_and_says_so():
+    def work(world):
+        log = SpanLog()
+        link = Link(rate_bytes_per_s=24e3, latency_s=0.001)
+        report = runner_of(world, instruments=[log], link=link).run()
+        assert "emulated link" in str(report)
+        return [s for s in log.spans if s.kind == "collective"]
+
+    (spans,) = run_ranks(1, work)
+    assert [s.label for s in spans] == ["emulated"] * 2
+    assert all(s.end_ns - s.start_ns >= 2e6 for s in spans)  # 1 ms latency and 24 bytes at 24 kB/s
+
+
+def test_links_parse():
+    assert Link.parse("500mbit") == Link(rate_bytes_per_s=62.5e6)
+    assert str(Link.parse("0.5gbit")) == "emulated link 500mbit"
+    assert Link.parse("none") is None
+    with pytest.raises(ValueError, match=r"^`fast` is not a link rate\."):
+        Link.parse("fast")
+    with pytest.raises(ValueError, match=r"^a link needs a rate above 0"):
+        Link(rate_bytes_per_s=0)
+
+
+class BrokenExchange(FakeExecution):
+    """An exchange that raises by itself, not because of its inputs."""
+
+    def run(self, index):
+        if index == 1:
+            raise OSError("network unreachable")
+        super().run(index)
+
+
+class Broken(FakeCompiled):
+    def execution(self, inputs):
+        return BrokenExchange(self, inputs)
+
+
+def test_an_exchange_that_breaks_ends_the_run():
+    def work(world):
+        with pytest.raises(OSError, match="network unreachable"):
+            runner_of(world, compiled=Broken(plain_program(), world, lambda i, values: sum(values))).run()
+
+    run_ranks(1, work)
+
+
+class BreaksIn(Instrument):
+    """Breaks the lane that tells it of a span."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def span(self, span):
+        if span.kind == self.kind:
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("kind", ["vote", "collective", "compute"])
+def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
+    """Those that never began have no thread that would tell."""
+
+    def work(world):
+        runner = runner_of(
+            world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
+        )
+        second = runner.add("b", runner.jobs[0]._function)
+        with pytest.raises(OSError, match="no space left"):
+            runner.run()
+        assert all(job.done.wait(60) for job in runner.jobs)
+        assert second.status == "failed"
+        assert str(second.error) == "Job `b` cannot go on: the run broke."
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            runner._session._writer.submit(lambda: None)
+
+    run_ranks(1, work)
+
+
+def test_who_waits_for_a_job_that_joins_is_told_when_a_lane_breaks():
+    """The job that adds it waits for it: nobody else can tell that one."""
+
+    def work(world):
+        heard = []
+
+        class BreaksWhileOneJoins(Instrument):
+            def span(self, span):
+                if span.kind == "vote" and runner._driver._joining:
+                    raise OSError("no space left")
+
+        def adds(job):
+            new = runner.add("new", lambda job: None)
+            heard.append((new.done.wait(60), new.status))
+
+        runner = Runner(world, instruments=[BreaksWhileOneJoins()])
+        parent = runner.add("a", adds)
+        with pytest.raises(OSError, match="no space left"):
+            runner.run()
+        assert parent.done.wait(60)
+        return heard
+
+    assert run_ranks(1, work) == [[(True, "failed")]]
+
+
+def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
+    """A job is added just as the run begins, and asked to stop while the driver hands over what came too early."""
+    found = []
+
+    def steps_once_it_is_asked(job):
+        found[1].join()
+        return Overtaken.runner.jobs[0]._function(job)
+
+    class Overtaken(Driver):
+        def run(self, held):
+            found.append(self.runner.add("x", steps_once_it_is_asked))
+            return super().run(held)
+
+        def post(self, event):
+            if isinstance(event, m.RunStarted):
+                found.append(threading.Thread(target=found[0].stop))
+                found[1].start()
+                found[1].join(0.2)  # it cannot come through before all is handed over
+            super().post(event)
+
+    monkeypatch.setattr("jaxcross.jobs.runner.Driver", Overtaken)
+
+    def work(world):
+        Overtaken.runner = runner = runner_of(world)
+        runner.run()
+        found[1].join()
+        return [(job.name, job.status) for job in runner.jobs]
+
+    assert run_ranks(1, work) == [[("a", "ended"), ("x", "stopped")]]
+
+
+class PoisonedInputs(FakeExecution):
+    """What the device reports only when it is waited for."""
+
+    def wait_inputs(self, index):
+        raise FloatingPointError("device ran out of memory")
+
+
+class Poisoned(FakeCompiled):
+    def execution(self, inputs):
+        return (PoisonedInputs if self.world.rank == 0 else FakeExecution)(self, inputs)
+
+
+def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
+    def work(world):
+        runner = runner_of(world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values)))
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 in step 1, segment 1 \(collective\): Floating"):
+            runner.run()
+        return [j.step for j in runner.jobs]
+
+    assert run_ranks(2, work) == [[0], [0]]
+
+
+def test_a_finished_job_may_end_before_its_event_is_set(monkeypatch):
+    class SlowEvent(threading.Event):
+        """Its `set` comes back late: the job's thread has all the time to end."""
+
+        def set(self):
+            super().set()
+            job_threads = [thread for thread in threading.enumerate() if isinstance(thread, JobThread)]
+            for thread in job_threads:
+                thread.join(0.3)
+
+    def slow_record(*args):
+        record = JobRecord(*args)
+        record.done = SlowEvent()
+        return record
+
+    monkeypatch.setattr("jaxcross.runtime.driver.JobRecord", slow_record)
+
+    def work(world):
+        runner = runner_of(world)
+        runner.run()
+        return [(job.status, job.step) for job in runner.jobs]
+
+    assert run_ranks(1, work) == [[("ended", 2)]]
+
+
+def test_an_internal_error_reaches_the_caller():
+    def work(world):
+        driver = Driver(
+            world=world, jobs=[("a", lambda: LaneThread("a", lambda: driver.post(None), set()))], policy=RoundRobin()
+        )
+        with pytest.raises(InternalError, match="the interleaver does not know the event None"):
+            driver.run(deque())
+
+    run_ranks(1, work)
+
+
+def test_hooks_that_nobody_overrides_are_not_called():
+    class Quiet(Instrument):
+        pass
+
+    listeners = Listeners([Quiet(), SpanLog()])
+    assert len(listeners._span) == len(listeners._note) == 1
+
+
+def test_step_graphs_follow_the_program():
+    graph = step_graph_of(plain_program(exchanges=2, shape=(4,)))
+    assert graph.kinds == ("compute", "collective", "compute", "collective", "compute")
+    assert graph.needs == ((), (0,), (1,), (2,), (3,))
+    assert graph.after_commit == {4}
+    assert graph.nbytes == (0, 16, 0, 16, 0)
+    assert graph.signature == step_graph_of(plain_program("other", exchanges=2, shape=(4,))).signature
+    assert graph.signature != step_graph_of(plain_program(exchanges=1, shape=(4,))).signature
+    alone = step_graph_of(plain_program(exchanges=0))
+    assert alone.collectives == () and not alone.is_step
+    assert graph.is_step and not graph.local_step
+
+
+def test_patience_is_bounded():
+    assert backoff_s(0) == 0.002
+    assert all(a <= b for a, b in zip(map(backoff_s, range(16)), map(backoff_s, range(1, 17)), strict=True))
+    assert backoff_s(16) == 0.05
+
+
+def test_explanations():
+    error = ValueError("boom")
+    error.add_note("here")
+    assert describe(error) == "ValueError: boom (here)"
+    both = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: Y"])
+    assert str(both).startswith(
+        "Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves"
+    )
+    alike = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: X"])
+    assert str(alike).startswith("Job `a` failed on ranks 0, 2 after step 3: X. Every rank leaves")
+    apart = explain("a", 3, ["failed\nafter step 3: ExchangeError: X"] * 2)
+    assert (type(apart), str(apart)) == (ExchangeError, "Job `a`, step 4: X")
+    assert isinstance(explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""]), JobError)
+    mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
+    assert str(mixed).startswith(
+        "Job `a` does different things on different ranks after step 1: "
+        "rank 0 asked for batch 2 of data 1; rank 1 restore; rank 2 was busy."
+    )
+
+
+def test_the_explanation_of_equal_exchanges_at_different_calls():
+    error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
+    assert isinstance(error, ExchangeError)
+    assert str(error).startswith(
+        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. Its predicate"
+    )
+    unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
+    assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
+
+
+def test_the_explanation_of_shapes_that_change_on_one_rank_only():
+    error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
+    assert str(error).startswith(
+        "Job `a` does different things on different ranks after step 3: rank 0 first call of `step`; "
+        "rank 1 called step 4."
+    )
+    assert "Or did shapes or types of a step's arguments change on some ranks only" in str(error)
+    assert "shapes" not in str(explain("a", 3, ["end\nended", "step\ncalled step 4"]))
+
+
+def test_a_manual_clock():
+    clock = ManualClock(5)
+    clock.advance(1e-6)
+    assert clock() == 1005
+
+
+def test_any_exception_can_be_told_of_in_few_words():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
+    text = describe(ValueError("x" * 10**6))
+    assert len(text) < 5000 and text.endswith("(1000000 characters)")
+
+
+def test_an_interrupt_says_nothing_of_jobs_that_have_left():
+    noted: list[str] = []
+    jobs = {0: SimpleNamespace(name="a", status="stopped"), 1: SimpleNamespace(name="b", status=None)}
+    driver: Any = SimpleNamespace(
+        terminated=False, interrupt=None, _jobs=jobs, post=lambda event: None,
+        listeners=SimpleNamespace(note=lambda job, **_: noted.append(job)),
+    )  # fmt: skip
+    Driver._interrupted(driver, KeyboardInterrupt())
+    assert noted == ["b"]

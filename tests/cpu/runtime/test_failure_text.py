@@ -1,0 +1,91 @@
+"""Messages that several ranks share: whatever their own errors say, one sentence follows the other."""
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from tests.support.fakes import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcross.errors import JobError
+from jaxcross.health.abort import _short
+from jaxcross.jobs.outcome import raise_errors
+from jaxcross.jobs.runner import Runner
+from jaxcross.runtime.collective_call import run_collectively
+from jaxcross.runtime.failure_text import describe, explain
+from jaxcross.step.timed_trial import gather_failures
+
+TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")
+ends = st.sampled_from(["", ".", ". ", ".\n", ".\n\n", " .", "...", ". ."])
+says = st.tuples(st.sampled_from(["disk full", "no file `a.b`", "see (this)"]), ends).map("".join)
+errors = st.tuples(says, st.lists(says, max_size=2))
+
+
+def made(text: str, notes: list[str]) -> Exception:
+    error = OSError(text)
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+@given(st.lists(st.none() | errors, min_size=1, max_size=4).filter(any))
+def test_no_message_has_two_full_stops_in_a_row(given_by_rank: list[Any]) -> None:
+    texts = ["" if each is None else describe(made(*each)) for each in given_by_rank]
+    job = explain("a", 2, [f"failed\n{text}" if text else "step\ncalled `step`" for text in texts])
+    assert not TWO_STOPS.search(str(job)), job
+    nested = explain("b", 2, [f"failed\n{describe(job)}", "failed\nof its own."])
+    assert not TWO_STOPS.search(str(nested)), nested
+    for each in filter(None, given_by_rank):
+        assert not TWO_STOPS.search(f"{_short(OSError, made(*each))}, in job `a`.")
+
+
+def test_meetings_and_trials_join_errors_likewise() -> None:
+    def work(world: Any) -> tuple[str, str]:
+        def fails(control: Any) -> None:
+            raise OSError(f"disk {world.rank} is full. ")
+
+        with pytest.raises(OSError, match=r"^disk \d is full"):
+            run_collectively(fails, world.control)
+        return gather_failures(world.control, describe(OSError("no space.\n"))), describe(OSError("(a.)"))
+
+    joined = "rank 0 failed: OSError: no space; rank 1 failed: OSError: no space"
+    assert run_ranks(2, work) == [(joined, "OSError: (a.)")] * 2
+
+
+def test_a_long_error_closes_its_brackets() -> None:
+    text = describe(ValueError("f(" + "[1, 2], " * 1000 + ")"))
+    assert re.fullmatch(r"ValueError: f\(.*, ?\[1, 2.* \.\.\.\]?\) \(8003 characters\)", text)
+
+
+def test_jobs_that_failed_are_joined_as_sentences() -> None:
+    def work(world: Any) -> None:
+        def fn(job: Any) -> None:
+            raise ValueError(f"no data for {job.name}. ")
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        runner.add("b", fn)
+        with pytest.raises(JobError) as caught:
+            runner.run()
+        for text in (str(caught.value), *caught.value.__notes__):
+            assert not TWO_STOPS.search(text), text
+        with pytest.raises(JobError, match=r"ValueError: no data for a\. Every rank leaves the job after step 0"):
+            raise_errors(runner.jobs, None)
+
+    run_ranks(2, work)
+
+
+def test_an_error_without_text_is_its_class() -> None:
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_notes_on_jaxs_own_frames_are_left_out() -> None:
+    def step(x: Any) -> Any:
+        return x.wrong
+
+    with pytest.raises(AttributeError) as failed:
+        jax.jit(step)({"x": 1.0})
+    failed.value.add_note("of the user")
+    assert describe(failed.value) == "AttributeError: 'dict' object has no attribute 'wrong' (of the user)"

@@ -1,0 +1,63 @@
+"""How long a search for a cut may take: the same on ranks that know unlike things and whose clocks go unlike."""
+
+import itertools
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.fakes import run_ranks
+from tests.cpu.jobs.test_runner import make_step
+
+from jaxcross.jobs.runner import Runner
+from jaxcross.step import cut_budget
+from jaxcross.step.cut_budget import SHARE, Budget
+from jaxcross.step.cut_tuner import gather_hint
+
+
+def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest rank's times count, and the fewest steps; a rank that knows none agrees."""
+    speed = {"rank-0": 1.0, "rank-1": 7.0, "rank-2": 3.0}
+    clocks = {name: itertools.count(0.0, seconds) for name, seconds in speed.items()}
+    clock = SimpleNamespace(perf_counter=lambda: next(clocks[threading.current_thread().name]))
+    monkeypatch.setattr(cut_budget, "time", clock)
+
+    def work(world: Any) -> tuple[int | None, list[bool]]:
+        def together(_: str, work: Any) -> Any:
+            return work(world.control)
+
+        steps = gather_hint("key", rank=world.rank, together=together, steps=(200, 120, None)[world.rank]).steps
+        budget = Budget(steps, together)
+        assert math.isinf(budget.limit_s)
+        budget.set(1.0)
+        return steps, [budget.allows_another() for _ in range(6)]
+
+    # 30 s for tries of 7 s: the first three are through after 21 s, the fourth would be after 28, the fifth after 35.
+    assert SHARE * 120 == 30
+    assert run_ranks(3, work) == [(120, [True] * 4 + [False] * 2)] * 3
+
+
+def test_a_run_of_unknown_length_has_no_limit() -> None:
+    budget = Budget(None, lambda *_: pytest.fail("nothing to agree on"))
+    budget.set(1e-6)
+    assert budget.allows_another()
+
+
+def test_a_job_knows_how_many_steps_its_loops_have() -> None:
+    def work(world: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def fn(job: Any, step: Any) -> None:
+            seen.append(job.host.steps_left)
+            for batch in job.batches([1.0] * 5, 3):
+                seen.append(job.host.steps_left)
+                step(0.0, batch)
+            seen.extend(job.host.steps_left for _ in job.batches([1.0]))
+
+        runner = Runner(world)
+        runner.add("a", fn, step=make_step(world))
+        runner.run()
+        return seen
+
+    assert run_ranks(2, work) == [[None, 3, 2, 1, None]] * 2

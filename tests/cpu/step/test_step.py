@@ -1,0 +1,223 @@
+"""A step called alone, in a world of one rank: what it takes for the same call, and what it says of wrong ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.support.script_text import RAISED
+
+from jaxcross._jax_compat import trace_context
+from jaxcross.errors import JobError
+from jaxcross.step.crossover import crossover, positions
+from jaxcross.world.exchange_owner import ExchangeOwner
+
+CHECKS = (
+    RAISED
+    + """
+import threading, warnings
+import jax, jax.numpy as jnp, numpy as np
+import jaxcross
+from jax import lax
+
+warnings.simplefilter("ignore")
+jaxcross.initialize()
+
+
+def crossed(function, **options):
+    return jaxcross.crossover(function, axes="batch", **options)
+
+
+def step(x, k):
+    kind = 2 if isinstance(k, bool) else 3 if isinstance(k, int) else 5
+    return lax.psum(x, "batch") * kind
+
+
+# static arguments of unlike types
+typed = crossed(step, static_argnums=1)
+for _ in range(2):
+    assert [float(typed(jnp.ones(()), k)) for k in (1, True, 1.0)] == [3, 2, 5]
+
+# negative numbers
+assert crossed(step, static_argnums=-1)(jnp.ones(()), 2) == 3
+assert crossed(lambda k, s, x: s + lax.psum(x, "batch") * k, static_argnums=(0, -1)).trace(2, 0.5, 3).in_avals == (
+    jax.typeof(0.5),
+)
+given = jnp.ones(3)
+late = crossed(lambda k, s: s + lax.psum(s.sum(), "batch"), static_argnums=0, donate_argnums=-1)
+assert late("a", given).sum() == 12
+assert given.is_deleted()
+print(raised(lambda: crossed(step, donate_argnums=-3)(jnp.ones(()), 2)))
+print(raised(lambda: crossed(step, donate_argnums=-1, static_argnums=1)(jnp.ones(()), 2)))
+
+# arguments that cannot be
+print(raised(lambda: typed(jnp.ones(()), (1, [2]))))
+class Model: pass
+leaf = crossed(lambda state, x: lax.psum(x, "batch"))
+print(raised(lambda: leaf({"name": "abc"}, jnp.ones(1))))
+print(raised(lambda: leaf(1.0, Model())))
+fold = crossed(lambda s: {"key": jax.random.fold_in(s["key"], 1), "p": lax.psum(s["p"], "batch")}, donate_argnums=0)
+state = {"key": jax.random.key(0), "p": jnp.ones(1)}
+new = fold(state)
+print(raised(lambda: fold({"key": state["key"], "p": new["p"]})))
+with jax.disable_jit():
+    print(raised(lambda: leaf(1.0, jnp.ones(1))))
+
+
+def logarithm(x):
+    return lax.psum(jnp.log(x), "batch")
+
+
+jax.config.update("jax_debug_nans", True)
+print(raised(lambda: crossed(logarithm)(-jnp.ones(3))))
+jax.config.update("jax_debug_nans", False)
+
+# JAX's configuration
+double = crossed(lambda x: lax.psum(x, "batch") + jnp.linspace(0.0, 1.0, 3).sum())
+constant = crossed(lambda x: (lax.psum(x, "batch"), np.arange(3) * 0.5))
+for call in (lambda: double(jnp.ones((), jnp.float32)), lambda: constant(jnp.float32(1))[1]):
+    assert call().dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert call().dtype == jnp.float64
+    assert call().dtype == jnp.float32
+
+wide = crossed(lambda p, x, rate: p - rate * lax.psum(x, "batch"))
+
+
+def in_a_job(job):
+    with jax.enable_x64(True):
+        return wide(jnp.zeros(3), np.ones(3), 0.25)
+
+
+runner = jaxcross.Runner()
+job = runner.add("wide", in_a_job)
+runner.run()
+assert job.state.dtype == jnp.float64 and (job.state == -0.25).all()
+
+# nobody to exchange with: any thread may call
+threads = [threading.Thread(target=lambda: [leaf(1.0, jnp.ones(4)) for _ in range(50)]) for _ in range(3)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print("end")
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    pytest.importorskip("mpi4jax")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS], capture_output=True, text=True, timeout=200, env=env, check=False
+    )
+    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "ValueError: donate_argnums of `step` names argument -3, but it was called with 2 positional arguments",
+        "ValueError: donate_argnums of `step` names argument -1, but it was called with 2 positional arguments",
+        "ValueError: static argument 1 of `step` cannot be hashed: it is or holds a `tuple` (unhashable type: 'list').",
+        "CutError: argument `args[0]['name']` of `<lambda>` holds a `str`, which is not an array. Register the class",
+        "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is not an array.",
+        "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
+        "CutError: `<lambda>` was called under `jax.disable_jit()`: a crossover step exists as executables only",
+        "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value (nan) on this rank.",
+    ],
+)
+def test_first_sentences(lines: list[str], sentence: str) -> None:
+    assert any(line.startswith(sentence) for line in lines), "\n".join(lines)
+
+
+def test_the_rest_holds(lines: list[str]) -> None:
+    assert lines[-1] == "end"
+
+
+def test_a_second_thread_is_refused_until_the_first_is_through() -> None:
+    owner, refused = ExchangeOwner(), []
+
+    def other() -> None:
+        try:
+            with owner.step("second"):
+                refused.append("no")
+        except JobError as error:
+            refused.append(str(error))
+
+    def run() -> None:
+        thread = threading.Thread(target=other, name="mine")
+        thread.start()
+        thread.join()
+
+    with owner.step("first"):
+        run()
+    with contextlib.suppress(KeyError), owner.step("first"):
+        raise KeyError
+    run()
+    name = threading.current_thread().name
+    assert refused[0].startswith(f"`second` was called from thread `mine` while thread `{name}` is in `first`. Ranks")
+    assert refused[1] == "no", "an error gives the turn back"
+
+
+AXES = 'it is one name, such as "batch", for an axis over all ranks, or a mapping of names to sizes, such as'
+NUMBERS = "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, 1)."
+CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, not '
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"axes": ("batch",)}, TypeError, f"`axes` is `('batch',)`: {AXES}"),
+        ({"axes": ["batch"]}, TypeError, f"`axes` is `['batch']`: {AXES}"),
+        ({"axes": None}, TypeError, f"`axes` is `None`: {AXES}"),
+        ({"axes": {}}, ValueError, "A mesh needs at least one axis."),
+        ({"axes": {"a": 2.0}}, ValueError, "Axis 'a' has size 2.0: a size is 1 or more, or -1 for what is left."),
+        ({"axes": {"a": True, "b": -1}}, ValueError, "Axis 'a' has size True: a size is 1 or more, or -1 for what"),
+        ({"axes": {"a": "2"}}, ValueError, "Axis 'a' has size '2': a size is 1 or more, or -1 for what is left."),
+        ({"axes": {"a": -1, "b": -1}}, ValueError, "Only one axis may be -1, but 'a', 'b' are."),
+        ({"cut": "half"}, ValueError, f"{CUT}'half'"),
+        ({"cut": np.int64(0)}, ValueError, f"{CUT}np.int64(0)"),
+        ({"bucket_bytes": None}, ValueError, "`bucket_bytes` is `None`: it counts bytes and must be a whole number"),
+        ({"bucket_bytes": "1MB"}, ValueError, "`bucket_bytes` is `'1MB'`: it counts bytes and must be a whole number"),
+        ({"bucket_bytes": -1}, ValueError, "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0"),
+        ({"donate_argnums": None}, TypeError, f"`donate_argnums` is `None`: {NUMBERS}"),
+        ({"donate_argnums": True}, TypeError, f"`donate_argnums` is `True`: {NUMBERS}"),
+        ({"static_argnums": None}, TypeError, f"`static_argnums` is `None`: {NUMBERS}"),
+        ({"static_argnums": "x"}, TypeError, f"`static_argnums` is `'x'`: {NUMBERS}"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_given(options, error, sentence) -> None:
+    with pytest.raises(error, match="^" + re.escape(sentence)):
+        crossover(lambda x: x, **{"axes": "batch", **options})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    two = np.int64(2)
+    numbers = {"cut": two, "bucket_bytes": two, "donate_argnums": two, "static_argnums": np.arange(2)}
+    step = crossover(lambda x: x, axes={"a": two, "b": -1}, **numbers)
+    found = (step.axes, step.cut, step.bucket_bytes, step.donate, step.static)
+    assert repr(found) == "({'a': 2, 'b': -1}, 2, 2, (2,), (0, 1))"
+    assert crossover(lambda x: x, axes="batch", bucket_bytes=0).bucket_bytes == 0
+
+
+def test_positions_count_from_the_end() -> None:
+    assert positions((-1, 0, -2), 3) == (2, 0, 1)
+
+
+def test_configuration_is_part_of_what_a_step_is_compiled_for() -> None:
+    before = trace_context()
+    with jax.enable_x64(True):
+        assert trace_context() != before
+        assert jnp.ones(()).dtype == jnp.float64
+    assert trace_context() == before
+    assert hash(trace_context()) == hash(before)

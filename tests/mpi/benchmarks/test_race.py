@@ -1,0 +1,124 @@
+"""The race runs at toy size, every byte over a real link; teams that fail say why and leave nothing behind."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcross.lab import Lab, available
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from rivals.teams import Stage, TeamError
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ENDS = ("", ", memory as it comes")
+REASON = available()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@pytest.fixture
+def smoke(quick_compiler):
+    def run(name: str, out: Path, *options: str) -> dict:
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        env = {**os.environ, **quick_compiler}
+        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=900, env=env)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.mark.exhaustive
+def test_race(smoke, tmp_path):
+    out = tmp_path / "race.json"
+    result = smoke("race.py", out, "--png", str(tmp_path), "--patience", "600")
+    assert result["question"].startswith("Who is fastest")
+    left_out = {} if importlib.util.find_spec("torch") else {"two/ddp": "PyTorch is not installed"}
+    assert result["left_out"] == left_out
+    rows = {row["rival"]: row for row in result["rows"]}
+    assert {"fused", "fused-k", "gloo", "gloo-k", "sequential", "crossover", "crossover-bf16"} <= set(rows)
+    for row in rows.values():
+        assert row["case"] == "two" and row["rate"] == "balanced"
+        assert 0 < row["bound_s"] <= row["bound_with_tax_s"]
+        assert row["cpu_s"] > 0 and row["peak_rss_bytes"] > 1e8
+        assert 0 <= row["hidden_share"] <= 1
+        assert len(row["raw"]) == 1
+    # counted by the link: 79,832 float32 gradients, sent by each of two ranks; half of that as bfloat16
+    assert 2 * 4 * 79832 <= rows["crossover"]["wire_bytes"] < 1.5 * 2 * 4 * 79832
+    assert 2 * 2 * 79832 <= rows["crossover-bf16"]["wire_bytes"] < 2 * 4 * 79832
+    # two processes hold more than the larger of two that take turns
+    assert rows["fused-k"]["peak_rss_bytes"] > 1.5 * rows["fused"]["peak_rss_bytes"]
+    assert (tmp_path / "race-two.png").stat().st_size > 10_000
+    again = smoke("race.py", out, "--resume")
+    assert again["rows"] == result["rows"]
+
+
+@pytest.mark.exhaustive
+def test_race_of_one_job(smoke, tmp_path):
+    out = tmp_path / "race.json"
+    result = smoke("race.py", out, "--cases", "one", "--rivals", "fused,uncut,wait-free", "--patience", "600")
+    rows = {row["rival"]: row for row in result["rows"]}
+    assert set(rows) == {"fused", "uncut", "wait-free"}
+    (link,) = result["links"]
+    facts = link["wait_free"]
+    assert facts["pieces"] >= 1 and facts["c_s"] == rows["wait-free"]["c_s"][0]
+    assert facts["first_bucket_s"] > 0 and 0 < facts["last_bucket_s"] < facts["m_s"]
+    assert facts["best_s"] == max(facts["first_bucket_s"] + facts["m_s"], facts["c_s"] + facts["last_bucket_s"])
+    (calibration,) = link["calibration"]
+    assert len(calibration["first"]) == 2, "of each rank"
+
+
+@pytest.mark.exhaustive
+def test_race_of_unlike_jobs(smoke, tmp_path):
+    names = ["crossover", "crossover-cut", "crossover-shares", "crossover-shares-bf16"]
+    words = ("--cases", "mixed", "--rivals", ",".join(names), "--patience", "600")
+    result = smoke("race.py", tmp_path / "race.json", *words)
+    assert [row["rival"] for row in result["rows"]] == names
+    for row in result["rows"]:
+        (raw,) = row["raw"]
+        jobs = raw["account"]["jobs"]
+        assert [job["steps"] for job in jobs] == [4, 4]
+        large, small = (job["bytes_per_step"] for job in jobs)  # of all gradients and the loss, in whatever pieces
+        width = 2 if row["rival"].endswith("bf16") else 4
+        assert (large, small) == (width * 79832 + 4, width * 84160 + 4)
+
+
+@pytest.mark.exhaustive
+def test_memory(smoke, tmp_path):
+    rows = smoke("memory.py", tmp_path / "memory.json")["rows"]
+    by = {(row["jobs"], row["way"]): row for row in rows}
+    assert by[2, "one process"]["peak_rss_bytes"] < by[2, "k processes"]["peak_rss_bytes"]
+    assert set(by) == {(k, way) for k in (1, 2) for way in ("one process", *(f"k processes{end}" for end in ENDS))}
+    # like jobs compile once in one process
+    assert by[2, "one process"]["compilations"] == by[1, "one process"]["compilations"]
+    assert by[2, "k processes"]["compilations"] == 2 * by[1, "k processes"]["compilations"]
+
+
+def test_a_team_that_cannot_start_is_quoted(tmp_path):
+    with Lab() as lab, Stage(lab, tmp_path, patience_s=60) as stage:
+        with pytest.raises(TeamError, match="team `nobody/0`: a process ended before its rank said hello") as caught:
+            stage.start("nobody", "two", job=0, smoke=True)
+        assert "can't open file" in str(caught.value)
+        processes = stage.teams["nobody/0"].processes
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rate", "200mbit"), "Mbit/s over the real link 200mbit"),
+        (("--rate", "2mbit"), "Mbit/s over the real link 2mbit"),
+        (("--hosts", "1"), "lab: one host has no link to measure"),
+    ],
+)
+def test_the_lab_command_says_how_fast_the_link_is(options, said):
+    line = [sys.executable, str(BENCHMARKS / "lab.py"), *options, "--", "sh", "-c", "exit 3"]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 3, done.stderr
+    assert said in done.stderr
+    assert "lab: 0.0 MB crossed the link" in done.stderr

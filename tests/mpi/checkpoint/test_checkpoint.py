@@ -1,0 +1,79 @@
+"""Training that is killed at a random moment, started again until it is through, ends in the same bits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks/kill_resume.py"
+
+
+def killed(tmp_path, *options, timeout):
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, str(BENCHMARK), "--json", str(out), *options], check=True, timeout=timeout)
+    return json.loads(out.read_text())
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on(mpirun, tmp_path):
+    result = killed(tmp_path, "--smoke", "--ranks", "2", "--seed", "14", timeout=900)
+    (trial,) = result["rows"]
+    assert [kill["at"] for kill in trial["kills"]] == ["write"]
+    assert trial["equal"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_many_killed_runs_go_on(mpirun, ranks, tmp_path):
+    result = killed(tmp_path, "--trials", "10", "--seed", "100", "--ranks", str(ranks), timeout=3000)
+    assert result["trials"] == result["survived"] == 10
+
+
+RESIDUALS = """
+import sys
+import jax.numpy as jnp, optax, jaxcross
+from jaxcross import exchange
+
+world = jaxcross.initialize(stall_timeout_s=60)
+
+
+def train(job, tx):
+    def step(state, x):
+        w, opt = state
+        updates, opt = tx.update(w - x, opt, w)
+        return optax.apply_updates(w, jnp.float32(-0.1) * updates), opt
+
+    w = jnp.arange(16.0).reshape(4, 4)
+    state, step = job.restore((w, tx.init(w))), jaxcross.crossover(step, axes="batch")
+    for x in job.batches([jnp.full((4, 4), 3.0 * n + 7 * world.rank) for n in range(3)]):
+        state = step(state, x)
+    return state
+
+
+runner = jaxcross.Runner(world, checkpoints=jaxcross.Checkpoints(sys.argv[1]))
+runner.add("top_k", train, tx=exchange.top_k(0.25, "batch"))
+runner.add("one_bit_adam", train, tx=exchange.one_bit_adam(1, "batch", ranks=world.size, block=8))
+runner.add("gtop_k", train, tx=exchange.gtop_k(0.25, "batch"))
+runner.add("power_sgd", train, tx=exchange.power_sgd(1, "batch"))
+runner.add("asynchronous", train, tx=exchange.asynchronous(optax.sgd(0.1), "batch", delays=2))
+try:
+    runner.run()
+except jaxcross.JobError:
+    pass
+for job in runner.jobs:
+    print(f"rank {world.rank}: {job.name} step {job.step} {job.error}", flush=True)
+"""
+
+
+def test_residuals_of_two_ranks_are_refused_on_three(mpirun, tmp_path, quick_compiler):
+    """Of real exchanges: each rank has an error, of every job, before its first step."""
+    kept = {"top_k": "residual", "one_bit_adam": "worker_residual", "gtop_k": "residual", "power_sgd": "residual"}
+    kept["asynchronous"] = "queue"
+    done = mpirun(2, RESIDUALS, str(tmp_path), env=quick_compiler).check()
+    assert done.stdout.count("step 3 None") == 2 * len(kept), done.stdout
+    done = mpirun(3, RESIDUALS, str(tmp_path), env=quick_compiler).check()
+    for rank in range(3):
+        for name, residual in kept.items():
+            (line,) = [x for x in done.stdout.splitlines() if x.startswith(f"rank {rank}: {name} step 0 ")]
+            assert "cannot resume on 3 ranks from" in line and "which 2 ranks wrote" in line and residual in line, line

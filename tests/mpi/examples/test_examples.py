@@ -1,0 +1,76 @@
+"""Each example as a user runs it on two ranks or four, at toy size."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxcross.data import synthesise
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_mnist_sweep(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
+    pytest.importorskip("sklearn")
+    words = ("--steps", "40", "--lr", "0.1", "0.2", "--accuracy", "0.85")
+    done = mpirun(2, str(EXAMPLES / "mnist_sweep.py"), *words, env=quick_compiler).check()
+    assert done.stdout.count("in crossover and alone the same bits") == 2
+
+
+def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
+    words = ("--steps", "50", "--hidden", "16")
+    done = mpirun(2, str(EXAMPLES / "nnx_mlp.py"), *words, env=quick_compiler).check()
+    assert done.stdout.count("in both idioms") == 1
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
+def test_basin(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
+    """Calls of mpi4jax that differ by rank, next to a training job, in chaos mode."""
+    env = {**quick_compiler, "JAXCROSS_CHAOS": "1"}
+    done = mpirun(ranks, str(EXAMPLES / "basin.py"), "--size", "24", "--steps", "40", env=env).check()
+    assert done.stdout.count("next to another job: the same bits") == 1
+
+
+@pytest.mark.parametrize("staleness", [("0", "2"), pytest.param(("inf", "inf"), marks=pytest.mark.exhaustive)])
+def test_parameter_servers(
+    mpirun: Callable[..., Any], quick_compiler: dict[str, str], staleness: tuple[str, ...]
+) -> None:
+    words = ("--steps", "60", "--hidden", "16", "--staleness", *staleness)
+    done = mpirun(2, str(EXAMPLES / "parameter_servers.py"), *words, env=quick_compiler).check()
+    assert [done.stdout.count(f"staleness {s}: test accuracy") for s in staleness] == [
+        staleness.count(s) for s in staleness
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "1d"), pytest.param(4, "2d", marks=pytest.mark.exhaustive)])
+def test_gpt(mpirun: Callable[..., Any], quick_compiler: dict[str, str], tmp_path: Path, ranks: int, mesh: str) -> None:
+    (tmp_path / "own.txt").write_text("The network waits while one job computes. " * 50)
+    words = ["--data", str(tmp_path / "own.txt")] if ranks == 4 else []  # else the documentation
+    words += ["--steps", "40", "--features", "24", "--layers", "1", "--length", "16", "--lr", "0.003", "0.01"]
+    words += ["--letters", "20", "--loss", "3.5"]
+    script = str(EXAMPLES / "gpt.py")
+    done = mpirun(ranks, script, "--mesh", mesh, *words, timeout=900, env=quick_compiler).check()
+    assert done.stdout.count("in crossover and alone the same bits") == 2
+
+
+def test_imagenet_resnet(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
+    options = {
+        "--data-dir": tmp_path / "data",
+        "--model": "resnet8",
+        "--image-size": 24,
+        "--batch-size": 8,
+        "--steps": 20,
+        "--policy": "compare",
+        "--json": tmp_path / "result.json",
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    words += ["--job", "lr=0.1,seed=0", "--job", "lr=0.2,seed=1"]
+    done = mpirun(2, str(EXAMPLES / "imagenet_resnet.py"), *words, timeout=900, env=quick_compiler).check()
+    assert done.stdout.count("all final states are equal, bit for bit") == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    for run in ("sequential", "crossover", "sequential-2", "crossover-2"):  # each way in two turns
+        assert [job["steps"] for job in result["runs"][run]["jobs"]] == [10, 10]
+    assert all(score["accuracy"] > 0.5 for score in result["evaluation"].values())

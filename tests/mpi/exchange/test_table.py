@@ -1,0 +1,68 @@
+"""The table of exchanges over MPI: one `mpirun` a world size runs every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+
+# A sum in 16 bits, a selection and dot products over two axes; state and two phases, of a sum and of bits.
+QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarchical", "one_bit_adam")
+
+REFUSED = """
+import jax.numpy as jnp, optax, jaxcross
+from jaxcross import exchange
+world = jaxcross.initialize(stall_timeout_s=60)
+params = {"w": jnp.full((4, 4), float(world.rank))}
+for tx, words in (
+    (exchange.gtop_k(0.5, "batch"), "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two"),
+    (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
+    (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
+    (exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3), "change places at every"),
+    (exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2), "`sharded_optimizer` is 2, but the axis has 3"),
+    (exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]), "are 2, but the axis has 3 ranks"),
+    (exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]), "are for 2 ranks, but the axis has 3"),
+    (exchange.one_bit_adam(2, "batch", ranks=2), "`ranks` of `one_bit_adam` is 2, but axis `batch` has 3"),
+    (optax.chain(exchange.top_k(0.5, "batch"), exchange.mean("batch")), "`mean` is given the leaf `['w']`, which"),
+):
+    try:
+        jaxcross.crossover(tx.update, axes="batch")(params, tx.init(params), params)
+    except (ValueError, jaxcross.CutError) as error:
+        assert words in str(error), error
+        print(f"rank {world.rank} refused", flush=True)
+mean = exchange.mean("batch")
+(w,) = jaxcross.crossover(mean.update, axes="batch")(params, mean.init(params))[0].values()
+assert (w == 1).all(), "the world works on"
+"""
+
+
+def test_worlds_that_an_exchange_cannot_serve_are_refused_on_every_rank(mpirun: Any) -> None:
+    done = mpirun(3, REFUSED).check()
+    assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [9] * 3, done.stdout
+
+
+def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
+    done = mpirun(ranks, "exchanges.py", *names, timeout=900, env=env).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
+
+
+def test_one_exchange_of_each_kind_on_two_nodes_of_two(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    check(mpirun, 4, *QUICK, env=quick_compiler)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_exchanges_equal_vmap_and_their_formulas_and_crossover_is_solo(
+    mpirun: Any, ranks: int, quick_compiler: dict[str, str]
+) -> None:
+    check(mpirun, ranks, env=quick_compiler)
+
+
+@pytest.mark.exhaustive
+def test_so_it_is_at_full_optimisation(mpirun: Any) -> None:
+    """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in another program."""
+    check(mpirun, 3, env={"XLA_FLAGS": ""})

@@ -1,0 +1,13 @@
+"""Solvers whose operator exchanges, over MPI."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_solvers_that_exchange_equal_vmap(mpirun: Any, ranks: int) -> None:
+    done = mpirun(ranks, "solvers_table.py").check()
+    assert done.stdout.count("solved") == ranks

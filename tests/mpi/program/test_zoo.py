@@ -1,0 +1,37 @@
+"""The zoo over MPI: one `mpirun` a world size runs the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICK = (
+    "linen pmap-style", "batch norm, synchronised", "cond by data", "scan", "while", "all collectives", "two axes",
+    "gradient through collectives", "an index", "groups", "nnx in place",
+)  # fmt: skip
+
+
+def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
+    done = mpirun(ranks, "zoo_table.py", *names, timeout=900, env=env).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: zoo done" in done.stdout, done.stdout + done.stderr
+
+
+def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    """One of each kind: linen, statistics that others depend on, NNX in place, branches, several axes."""
+    check(mpirun, 2, *QUICK, env=quick_compiler)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick_compiler: dict[str, str]) -> None:
+    # Compiling is nearly all of the time. Two ranks see what users get; more of them, other exchanges of those steps.
+    check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
+
+
+def test_mpi4jax_steps_are_cut_in_the_order_they_are_written(mpirun: Any) -> None:
+    """Point-to-point calls that differ by rank keep their order, whatever depends on what."""
+    done = mpirun(2, "zoo_mpi4jax.py").check()
+    assert done.stdout.count("mpi4jax done") == 2, done.stdout + done.stderr

@@ -1,0 +1,21 @@
+"""Tensor parallelism over MPI: one `mpirun` on four ranks, one on eight, train a model on every mesh of so many."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.exhaustive  # the usual run has examples/gpt.py on two ranks
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_mesh_equals_the_serial_model_and_crossover_equals_solo(
+    mpirun: Any, quick_compiler: dict[str, str], ranks: int
+) -> None:
+    done = mpirun(ranks, "tensor_table.py", timeout=900, env=quick_compiler).check()
+    for rank in range(ranks):
+        assert f"rank {rank}: tensor done" in done.stdout, done.stdout + done.stderr

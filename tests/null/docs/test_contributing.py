@@ -1,0 +1,42 @@
+"""CONTRIBUTING.md and its picture name folders and files that exist."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "jaxcross"
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py") if not path.parent.name.startswith("_")}
+# `lower/case.py`, with or without the folder that it is in.
+FILES = sorted(set(re.findall(r"[`(]((?:\.?[a-z_]+/)+[a-z_0-9]+(?:\.[a-z]+)?)[`)]", PAGE)))
+
+
+def test_picture_shows_every_folder(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "pictures")
+    assert set(runpy.run_path(str(ROOT / "docs/pictures/streets.py"))["FOLDERS"]) == FOLDERS
+
+
+def test_table_lists_every_folder():
+    assert set(re.findall(r"^\| `([a-z]+)/` \|", PAGE, flags=re.M)) == FOLDERS
+
+
+def test_page_names_enough_files():
+    assert len(FILES) > 30
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_named_file_exists(file):
+    assert (ROOT / file).exists() or (PACKAGE / file).exists()
+
+
+def test_every_folder_says_what_its_files_hold():
+    missing = [
+        path.relative_to(PACKAGE)
+        for folder in FOLDERS - {"commands", "data", "exchange", "lab", "tensor"}
+        for path in (PACKAGE / folder).glob("*.py")
+        if path.stem != "__init__" and path.stem not in (PACKAGE / folder / "__init__.py").read_text()
+    ]
+    assert missing == []

@@ -1,0 +1,22 @@
+"""The page of errors quotes messages as they are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text()
+QUOTED = [row.split(" | ")[0].removeprefix("| ") for row in PAGE.splitlines() if re.match(r"\| (?!Words|---)", row)]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "jaxcross").rglob("*.py"))
+    return [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+
+
+@pytest.mark.parametrize("words", QUOTED)
+def test_quoted_words_are_in_a_message(words, texts):
+    assert any(isinstance(text, str) and words in text for text in texts)

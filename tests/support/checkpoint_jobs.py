@@ -1,0 +1,96 @@
+"""Jobs on ranks that are threads, whose whole arithmetic is exact: what a checkpoint brings back can be compared."""
+
+import logging
+
+import numpy as np
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import JobError
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.runner import Runner
+
+STEPS = 12
+
+
+class BrokenError(Exception):
+    """Raised by data, to end a job early."""
+
+
+def init(world, *, own):
+    """`w` is equal on all ranks; each rank has its own `residual`, if asked for."""
+    return {"w": np.arange(3.0), **({"residual": np.full(2, float(world.rank))} if own else {})}
+
+
+def make_step(world, name="step", result=lambda new: new):
+    def compute(segment, values):
+        state, x = values
+        if segment == 0:
+            return x * (1.0 + state["w"].sum() / 1024)
+        new = {"w": state["w"] / 2 + x}
+        return result(new | ({"residual": state["residual"] / 2 + world.rank} if "residual" in state else {}))
+
+    compiled = FakeCompiled(plain_program(name), world, compute)
+    return lambda state, batch: current_job().host.run(compiled, [state, batch])
+
+
+def batches(world, seed=0):
+    rng = np.random.default_rng((seed, world.rank))
+    while True:
+        yield float(rng.integers(1024))
+
+
+def ending(data, after):
+    """`data`, until it raises."""
+    for n, batch in enumerate(data):
+        if n == after:
+            raise BrokenError
+        yield batch
+
+
+def loop(job, world, data, *, own=False, every=3, steps=STEPS):
+    step, state = make_step(world, job.name), job.restore(init(world, own=own), mode="local" if own else "check")
+    for batch in job.batches(data, steps):
+        state = step(state, batch)
+        job.state = state
+        job.log({"loss": float(state["w"].sum())})
+        if job.step % every == 0:
+            job.save(state)
+    return state
+
+
+def train(ranks, directory, *, after=None, names=("a", "b"), keep=2, fn=loop, data=batches, **kwargs):
+    """Runs the jobs on so many ranks. By rank: name -> (state, step, history, error).
+
+    Args:
+        after: Each job's data raises behind so many batches.
+        directory: None for no checkpoints, or rank -> folder.
+    """
+
+    def work(world):
+        folder = directory(world.rank) if callable(directory) else directory
+        checkpoints = None if folder is None else Checkpoints(folder, keep=keep)
+        runner = Runner(world, checkpoints=checkpoints)
+        for n, name in enumerate(names):
+            mine = data(world, n)
+            runner.add(name, fn, world=world, data=mine if after is None else ending(mine, after), **kwargs)
+        try:
+            runner.run()
+        except JobError as error:
+            if "BrokenError" not in str(error):
+                raise
+        return {job.name: (job.state, job.step, dict(job.history), job.error) for job in runner.jobs}
+
+    return run_ranks(ranks, work)
+
+
+def same(one, other):
+    """The states are equal, bit for bit."""
+    assert one.keys() == other.keys()
+    for key in one:
+        assert one[key].tobytes() == other[key].tobytes(), key
+
+
+def resumes(caplog):
+    """What was said about checkpoints that could not be used."""
+    return [r.getMessage() for r in caplog.records if r.name == "jaxcross" and r.levelno == logging.WARNING]
