@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from jaxcross.errors import InternalError
 from tests.model.model_case import Arrival, Case, meet
 from tests.model.model_rank import Move, RankModel
-
-from jaxcross.errors import InternalError
 
 _SHOWN = 40  # moves of a rank that an error tells
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tests.model.model_case import Arrival, Case, Script
-from tests.model.model_spec import Spec
-from tests.model.model_state import clone, name
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.vote import JobRequest, Verdict
+from tests.model.model_case import Arrival, Case, Script
+from tests.model.model_spec import Spec
+from tests.model.model_state import clone, name
 
 Move = tuple[Any, ...]
 

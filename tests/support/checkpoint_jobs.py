@@ -3,12 +3,12 @@
 import logging
 
 import numpy as np
-from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 STEPS = 12
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import optax
-from tests.support.exchange_row import Formula, Row, Shapes, all_gather, all_reduce, blocks, node_and_local
 
 from jaxcross.exchange import mean, parallel_norms
 from jaxcross.exchange.accumulate import accumulate
@@ -17,6 +16,7 @@ from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.exchange.sharded_optimizer import sharded_optimizer
 from jaxcross.exchange.staleness import asynchronous, bounded_stale
+from tests.support.exchange_row import Formula, Row, Shapes, all_gather, all_reduce, blocks, node_and_local
 
 SGD = optax.sgd(0.1)
 

@@ -6,11 +6,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tests.support import exchange_rows_b
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from jaxcross.exchange.accumulate import accumulate
+from jaxcross.exchange.gtop_k import gtop_k
+from jaxcross.exchange.mean import mean
+from jaxcross.exchange.one_bit_adam import one_bit_adam
+from jaxcross.exchange.power_sgd import power_sgd
+from jaxcross.exchange.qsgd import qsgd
+from jaxcross.exchange.sign_sgd import sign_sgd
+from jaxcross.exchange.sparse import slots
+from jaxcross.exchange.top_k import top_k
+from tests.support import exchange_rows_b
 from tests.support.exchange_row import (
     Formula,
     Row,
@@ -24,16 +34,6 @@ from tests.support.exchange_row import (
     padded,
     permute,
 )
-
-from jaxcross.exchange.accumulate import accumulate
-from jaxcross.exchange.gtop_k import gtop_k
-from jaxcross.exchange.mean import mean
-from jaxcross.exchange.one_bit_adam import one_bit_adam
-from jaxcross.exchange.power_sgd import power_sgd
-from jaxcross.exchange.qsgd import qsgd
-from jaxcross.exchange.sign_sgd import sign_sgd
-from jaxcross.exchange.sparse import slots
-from jaxcross.exchange.top_k import top_k
 
 # A kernel, a convolution, a matrix smaller than most worlds, a bias and a scalar.
 SHAPES = {"bias": (5,), "conv": (2, 2, 3, 4), "kernel": (8, 6), "scale": (), "tiny": (1, 2)}

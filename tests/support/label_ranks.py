@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tests.support.fakes import run_ranks
 
 from jaxcross.errors import ExchangeError
 from jaxcross.program import stages
@@ -15,6 +14,7 @@ from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
 from jaxcross.step.exchange_order import agree_on_order, order_hash
 from jaxcross.testing import LocalRanks, decide
+from tests.support.fakes import run_ranks
 
 X = jnp.arange(12.0).reshape(4, 3)
 TREE = {"a": X, "b": X + 1, "c": X * 2}

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tests.support.fakes import run_ranks
 
 from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
+from tests.support.fakes import run_ranks
 
 SHAPES = {"w": (5, 3), "b": (3,), "s": (), "e": (0,)}
 

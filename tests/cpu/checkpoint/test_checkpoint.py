@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
-from tests.support.fakes import run_ranks
 
 import jaxcross
 from jaxcross.checkpoint import Checkpoints
@@ -17,6 +15,8 @@ from jaxcross.exchange.top_k import TopKState
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
+from tests.support.checkpoint_jobs import STEPS, BrokenError, batches, init, loop, make_step, resumes, same, train
+from tests.support.fakes import run_ranks
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["equal", "own"])

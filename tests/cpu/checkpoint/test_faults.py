@@ -9,8 +9,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.support.checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same, train
-from tests.support.fakes import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import Part, SavedLeaf, UnknownFormatError, UnusableError, parse, to_text
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
+from tests.support.checkpoint_jobs import STEPS, batches, init, loop, make_step, resumes, same, train
+from tests.support.fakes import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.checkpoint_jobs import batches, loop, make_step, resumes, same
-from tests.support.checkpoint_jobs import train as train_jobs
-from tests.support.fakes import run_ranks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +17,9 @@ from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.checkpoint.part import UnusableError
 from jaxcross.errors import JobError
 from jaxcross.jobs.runner import Runner
+from tests.support.checkpoint_jobs import batches, loop, make_step, resumes, same
+from tests.support.checkpoint_jobs import train as train_jobs
+from tests.support.fakes import run_ranks
 
 STEPS = 30
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import optax
 import pytest
-from tests.support.exchange_row import Row
-from tests.support.exchange_table import TABLE, start, step_of
-from tests.cpu.exchange.test_table import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
 
 from jaxcross import exchange
+from tests.cpu.exchange.test_table import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE, start, step_of
 
 NODES = {"node": 2, "local": 2}
 NAMES = tuple(NODES)

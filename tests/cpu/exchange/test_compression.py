@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 from jaxcross import _jax_compat as compat
 from jaxcross.exchange.gtop_k import gtop_k
@@ -21,6 +20,7 @@ from jaxcross.exchange.power_sgd import power_sgd
 from jaxcross.exchange.qsgd import qsgd
 from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.testing import vmapped
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 pytestmark = pytest.mark.exhaustive
 

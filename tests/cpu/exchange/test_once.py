@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.support.exchange_row import Row
-from tests.support.exchange_table import TABLE
 
 from jaxcross._tracing import current_tracing, tracing
 from jaxcross.exchange import (
@@ -21,6 +19,8 @@ from jaxcross.exchange import (
     top_k,
 )
 from jaxcross.testing import vmapped
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE
 
 LEAVES = {"kernel": jnp.ones((4, 3)), "other": jnp.ones((4, 2))}
 MASK = {"kernel": True, "other": True}

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 from jaxcross.exchange import bits
 from jaxcross.exchange.one_bit_adam import _counts, _encode, one_bit_adam
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 STEPS = 15  # of signs, after one of Adam
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 from jaxcross.exchange.qsgd import qsgd
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 NORMS = jnp.asarray([1.0, 10.0, 100.0, 1000.0])
 GRADS = {"a": normal(RANKS, 7, 5) * NORMS[:, None, None], "b": normal(RANKS, 40, seed=1) * NORMS[::-1, None]}

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.exchange_row import Row
-from tests.support.exchange_table import TABLE, params
 
 from jaxcross import _jax_compat as compat
 from jaxcross.exchange import collectives
 from jaxcross.exchange.federated_average import federated_average
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE, params
 
 # The plain mean sends what it rounds and does not read it again.
 ROWS = [row for row in TABLE if "bfloat16" in row.name and row.name != "mean, bfloat16"]

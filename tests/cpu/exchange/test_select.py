@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.exchange_ranks import normal
 
 from jaxcross.exchange import select as selection
 from jaxcross.exchange.select import select
 from jaxcross.exchange.top_k import top_k
+from tests.support.exchange_ranks import normal
 
 pytestmark = pytest.mark.exhaustive
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.support.exchange_row import Row
-from tests.support.exchange_table import TABLE, gradients, start, step_of
 from jax.sharding import PartitionSpec
 
 from jaxcross.exchange import sharded_optimizer
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import TABLE, gradients, start, step_of
 
 ON_DEVICES = """
 import jax, numpy as np

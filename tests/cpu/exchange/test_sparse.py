@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 from flax import linen as nn
 from flax import nnx
 
@@ -18,6 +17,7 @@ from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.mean import mean
 from jaxcross.exchange.top_k import top_k
 from jaxcross.testing import vmapped
+from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
 pytestmark = pytest.mark.exhaustive
 

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.exchange_row import Row
-from tests.support.exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
 
 from jaxcross import exchange
 from jaxcross.errors import CutError
@@ -21,6 +19,8 @@ from jaxcross.program.stages import cut
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program, vmapped
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.exchange_row import Row
+from tests.support.exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
 
 # Compiling is nearly all of the time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.fakes import run_ranks
 from jax import lax
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
@@ -16,6 +15,7 @@ from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
 from jaxcross.world.replicas import broadcast
+from tests.support.fakes import run_ranks
 
 
 def in_a_thread(work: Any) -> Any:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 import jaxcross
 from jaxcross.errors import JobError
@@ -22,6 +21,7 @@ from jaxcross.jobs.context import current_job
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
+from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
 
 
 def make_step(world, name="step", *, exchanges=1, compute=lambda index, values: sum(values)):

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from tests.support.fakes import run_ranks
-from tests.cpu.jobs.test_runner import make_step, solo
 
 from jaxcross.errors import JobError
 from jaxcross.jobs.plain_loop import Job, run
+from tests.cpu.jobs.test_runner import make_step, solo
+from tests.support.fakes import run_ranks
 
 
 def begun(initial: Any, state: Any) -> list[Any]:

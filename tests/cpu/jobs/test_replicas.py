@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.fakes import FakeControl, run_ranks
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -25,6 +24,7 @@ from jaxcross.jobs.replicas import BETWEEN, UNCHANGED, CheckReplicas, Difference
 from jaxcross.jobs.replicas import exchange as exchange_reports
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import JobSummary, Report
+from tests.support.fakes import FakeControl, run_ranks
 
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 from rich.console import Console
 
 from jaxcross.errors import ExchangeError, JobError
@@ -27,6 +26,7 @@ from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import LiveView
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 
 def add(segment, values):

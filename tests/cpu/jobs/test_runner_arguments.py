@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.fakes import run_ranks
 
 import jaxcross
 from jaxcross.interleave.instrument import SpanLog
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.emulated_link import Link
+from tests.support.fakes import run_ranks
 
 POLICIES = r"`jaxcross.Sequential\(\)`, `jaxcross.RoundRobin\(\)` or `jaxcross.Weighted\(shares\)`"
 INSTRUMENTS = r"an iterable of objects of classes derived from `Instrument`, such as `\[log\]`"

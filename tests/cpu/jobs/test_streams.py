@@ -4,12 +4,12 @@ import itertools
 import threading
 
 import pytest
-from tests.support.checkpoint_jobs import batches, init, make_step, resumes, same, train
-from tests.support.fakes import run_ranks
 
 from jaxcross.errors import JobError
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.runner import Runner
+from tests.support.checkpoint_jobs import batches, init, make_step, resumes, same, train
+from tests.support.fakes import run_ranks
 
 
 def known(job):

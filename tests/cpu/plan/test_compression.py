@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.support.exchange_table import TABLE, params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross import exchange
 from jaxcross.plan import JobCost, choose_compression
 from jaxcross.plan.compression import CANDIDATES, _least_compression, _total, received_bytes
+from tests.support.exchange_table import TABLE, params
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "bias": jax.ShapeDtypeStruct((1024,), jnp.float32)}
 

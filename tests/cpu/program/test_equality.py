@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.support.loops import cut, loops, own, votes
 
 from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.testing import over_ranks, run_program
+from tests.support.loops import cut, loops, own, votes
 
 X = jnp.ones(3)
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from tests.support.random_steps import RECIPES, Recipe, arguments, build
 
 from jaxcross.program import stages
 from jaxcross.program.digest import program_digest
@@ -18,6 +17,7 @@ from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
+from tests.support.random_steps import RECIPES, Recipe, arguments, build
 
 CUTS = ("whole", 1, 2, 3, 5, "auto")
 # Shrinking recompiles for minutes: set JAXCROSS_SHRINK=1 to have a failing recipe made small.
@@ -111,9 +111,8 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
 
 def test_results_are_those_of_vmap() -> None:
     """The fake wire itself against JAX: all collectives on integers, where sums are exact."""
-    from tests.support.random_steps import EXCHANGES, Op
-
     from jaxcross.testing import vmap_oracle
+    from tests.support.random_steps import EXCHANGES, Op
 
     for axes in range(3):
         for kind in dict.fromkeys(EXCHANGES):

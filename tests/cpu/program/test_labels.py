@@ -18,9 +18,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from jax import lax
-from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
-from tests.support.random_steps import RECIPES, Op, Recipe, arguments, build
-from tests.support.zoo import ZOO
 
 from jaxcross import _jax_compat as compat
 from jaxcross.program import stages
@@ -32,6 +29,9 @@ from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.exchange_order import order_hash
 from jaxcross.testing import LocalRanks, decide
+from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
+from tests.support.random_steps import RECIPES, Op, Recipe, arguments, build
+from tests.support.zoo import ZOO
 
 
 def of_leaves(order: Any, tree: Any) -> Any:

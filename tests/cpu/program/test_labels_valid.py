@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.support.exchange_table import SHAPES, TABLE, start
 from jax import lax
-from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
-from tests.support.zoo import ZOO
 
 from jaxcross.program.ir import Program
+from tests.support.exchange_table import SHAPES, TABLE, start
+from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
+from tests.support.zoo import ZOO
 
 
 def averaged(order: Any, tree: Any) -> Any:

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
-from tests.support.loops import TABLE, cut, loops, number, own, votes
 
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.program import lockstep
@@ -21,6 +20,7 @@ from jaxcross.program.lockstep import FROZEN
 from jaxcross.program.text import parse
 from jaxcross.step.advice import advise
 from jaxcross.testing import over_ranks, run_program
+from tests.support.loops import TABLE, cut, loops, number, own, votes
 
 X = jnp.ones(3)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tests.support.zoo import assert_close
 
 from jaxcross import tensor
 from jaxcross.program import stages
@@ -21,6 +20,7 @@ from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, over_ranks, run_program
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.zoo import assert_close
 
 MESH, AXES = Mesh(tensor=2), {"batch": 2}
 X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)

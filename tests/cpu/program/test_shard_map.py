@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tests.support.shard_map_table import AXES, ROWS, mapped, parts
 
 from jaxcross import _jax_compat as compat
 from jaxcross.errors import CutError
@@ -20,6 +19,7 @@ from jaxcross.program import stages
 from jaxcross.program.stages import cut
 from jaxcross.program.trace import Traced, trace
 from jaxcross.testing import LocalRanks, run_program
+from tests.support.shard_map_table import AXES, ROWS, mapped, parts
 
 KINDS = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit  # which is JAX's default depends on its version
 MESHES = [jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * 2) for kind in KINDS]

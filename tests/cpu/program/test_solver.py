@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.support.solvers import RTOL, STEPS, rows, weights
 
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
+from tests.support.solvers import RTOL, STEPS, rows, weights
 
 RANKS = 2
 AXES = {"batch": RANKS}

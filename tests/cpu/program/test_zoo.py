@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.support.zoo import ZOO, Row, assert_close
 
 import jaxcross
 from jaxcross.errors import InternalError
@@ -18,6 +17,7 @@ from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
+from tests.support.zoo import ZOO, Row, assert_close
 
 RANKS = 4
 # Whose likes are in the usual run. All rows are traced, cut and printed there.

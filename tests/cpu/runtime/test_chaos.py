@@ -4,12 +4,12 @@ import threading
 from queue import Empty, SimpleQueue
 
 import pytest
-from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.chaos import Chaos, LateQueue, chaos_of
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
 
 
 def trained(world, **options):

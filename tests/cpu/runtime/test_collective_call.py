@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tests.support.fakes import run_ranks
 
 from jaxcross.errors import JobError
 from jaxcross.runtime.collective_call import run_collectively
+from tests.support.fakes import run_ranks
 
 
 def told(ranks, work):

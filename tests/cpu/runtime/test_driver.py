@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
@@ -24,6 +23,7 @@ from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.job_record import JobRecord
 from jaxcross.runtime.lanes import LaneThread, backoff_s
+from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
 
 
 def runner_of(world, *, steps=2, program=None, compiled=None, **options):

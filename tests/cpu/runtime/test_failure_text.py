@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import pytest
-from tests.support.fakes import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from jaxcross.jobs.runner import Runner
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.step.timed_trial import gather_failures
+from tests.support.fakes import run_ranks
 
 TWO_STOPS = re.compile(r"(?<!\.)\.\s*\.(?!\.)|\.[;,]|\.\s+[;,]")
 ends = st.sampled_from(["", ".", ". ", ".\n", ".\n\n", " .", "...", ". ."])

@@ -6,14 +6,14 @@ import re
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.support.fakes import run_ranks
-from tests.support.server_jobs import assert_close, gradient, parameters, synchronous, train
 
 from jaxcross.errors import ExchangeError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 from jaxcross.server.shard import Shard
+from tests.support.fakes import run_ranks
+from tests.support.server_jobs import assert_close, gradient, parameters, synchronous, train
 
 
 def failing(ranks, start):

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.support.server_jobs import parameters
 
 from jaxcross.server.clocks import Clocks
 from jaxcross.server.lane import Lane
 from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
+from tests.support.server_jobs import parameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

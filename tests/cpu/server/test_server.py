@@ -7,12 +7,12 @@ from collections import Counter
 import jax
 import optax
 import pytest
-from tests.support.fakes import FakeMailbox, run_ranks
-from tests.support.server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
 
 from jaxcross.jobs.runner import Runner
 from jaxcross.server import ParameterServer
 from jaxcross.server.clocks import Clocks
+from tests.support.fakes import FakeMailbox, run_ranks
+from tests.support.server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

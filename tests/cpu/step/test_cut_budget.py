@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.fakes import run_ranks
-from tests.cpu.jobs.test_runner import make_step
 
 from jaxcross.jobs.runner import Runner
 from jaxcross.step import cut_budget
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.cut_tuner import gather_hint
+from tests.cpu.jobs.test_runner import make_step
+from tests.support.fakes import run_ranks
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

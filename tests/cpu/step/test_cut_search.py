@@ -18,8 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.support.fakes import FakeControl, run_ranks
-from tests.support.layers import step
 
 from jaxcross.jobs.step_registry import StepRegistry
 from jaxcross.program import stages
@@ -34,6 +32,8 @@ from jaxcross.step.prepare import prepare
 from jaxcross.step.step_record import ChosenCut, StepRecord
 from jaxcross.step.variant import Variant
 from jaxcross.testing import LocalRanks
+from tests.support.fakes import FakeControl, run_ranks
+from tests.support.layers import step
 
 Search = Callable[..., int]
 

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.support.fakes import run_ranks
-from tests.support.layers import step
 
 from jaxcross._jax_compat import compilation_cache_dir
 from jaxcross.program import stages
@@ -30,6 +28,8 @@ from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.step import cut_tuner, timed_trial
 from jaxcross.step.cut_tuner import CutHint, CutSearch, gather_hint
 from jaxcross.testing import LocalRanks
+from tests.support.fakes import run_ranks
+from tests.support.layers import step
 
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
 LEAVES = jax.tree.leaves(ARGUMENTS)

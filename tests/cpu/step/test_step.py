@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.script_text import RAISED
 
 from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.step.crossover import crossover, positions
 from jaxcross.world.exchange_owner import ExchangeOwner
+from tests.support.script_text import RAISED
 
 CHECKS = (
     RAISED

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.tensor_case import close
 
 import jaxcross
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
 from jaxcross.testing import over_ranks
+from tests.support.tensor_case import close
 
 VOCABULARY, FEATURES, LENGTH, BATCH = 12, 8, 3, 24
 

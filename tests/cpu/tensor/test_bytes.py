@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.tensor_case import BATCH, GRIDS, LENGTH, LINES, Training, batch
 
 from jaxcross import tensor
 from jaxcross.program.digest import segment_key
@@ -19,6 +18,7 @@ from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.tensor_case import BATCH, GRIDS, LENGTH, LINES, Training, batch
 
 B, S, H = BATCH, 6, 24
 

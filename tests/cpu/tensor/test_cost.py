@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, batch, transformer
 
 from jaxcross import tensor
 from jaxcross.program.ir import Exchange
@@ -18,6 +17,7 @@ from jaxcross.program.trace import trace
 from jaxcross.tensor import Machine, Mesh
 from jaxcross.testing import LocalRanks
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.tensor_case import BATCH, LENGTH, MESHES, QUICK, Training, batch, transformer
 
 
 def held(training: Training) -> Any:

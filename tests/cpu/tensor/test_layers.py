@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+from jaxcross import tensor
+from jaxcross.tensor import Mesh
 from tests.support.tensor_case import (
     GRIDS,
     HEADS,
@@ -24,9 +27,6 @@ from tests.support.tensor_case import (
     serial_params,
     transformer,
 )
-
-from jaxcross import tensor
-from jaxcross.tensor import Mesh
 
 EVERY = over(MESHES)
 ROWS, FEATURES = 12, 24

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tests.support.tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transformer
 
 from jaxcross import tensor
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, over_ranks
 from jaxcross.wire.rank_grid import make_rank_grid
+from tests.support.tensor_case import BATCH, LENGTH, MESHES, Training, batch, on_ranks, transformer
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.support.tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
 
 from jaxcross import tensor
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, run_program
+from tests.support.tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
 
 STEPS = 10
 EVERY = pytest.mark.parametrize(

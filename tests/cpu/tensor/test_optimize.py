@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tests.support.tensor_case import MESHES, close, on_ranks, over
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
 from jaxcross.tensor.mesh import Role
+from tests.support.tensor_case import MESHES, close, on_ranks, over
 
 SHAPES = {"column": (12, 24), "row": (24, 12), "table": (24, 12), "positions": (5, 12), "inner": (24,), "hidden": (12,)}
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.tensor_case import GRIDS, on_ranks
 
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
+from tests.support.tensor_case import GRIDS, on_ranks
 
 M, K, N = 24, 12, 18
 GRID = pytest.mark.parametrize("mesh", GRIDS.values(), ids=GRIDS)

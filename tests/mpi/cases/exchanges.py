@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tests.support.exchange_table import SHAPES, TABLE, gradients, start, step_of
 from mpi4py import MPI
 
 import jaxcross
 from jaxcross.program import stages
 from jaxcross.testing import decide, over_ranks
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.exchange_table import SHAPES, TABLE, gradients, start, step_of
 
 world = jaxcross.initialize(stall_timeout_s=60)
 size, rank = world.size, world.rank

@@ -13,12 +13,12 @@ import mpi4jax
 import numpy as np
 import pytest
 from jax import lax
-from tests.support.loops import TABLE, own
 from mpi4py import MPI
 
 import jaxcross
 from jaxcross.program import lockstep
 from jaxcross.testing import over_ranks
+from tests.support.loops import TABLE, own
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size

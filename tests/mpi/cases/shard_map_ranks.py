@@ -7,9 +7,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.envir
 
 import jax
 from mpi4py import MPI
-from tests.support.shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
 
 import jaxcross
+from tests.support.shard_map_table import AXES, assert_part, cases, mapped, parts, wanted
 
 world = jaxcross.initialize(stall_timeout_s=60)
 rows = cases(sys.argv[1:])

@@ -2,10 +2,10 @@
 
 import jax
 import numpy as np
-from tests.support.solvers import RTOL, STEPS, rows, weights
 
 import jaxcross
 from jaxcross.testing import vmap_oracle
+from tests.support.solvers import RTOL, STEPS, rows, weights
 
 world = jaxcross.initialize()
 args = [(weights(), rows(rank)) for rank in range(world.size)]

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tests.support.tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
 
 import jaxcross
 from jaxcross import tensor
 from jaxcross.program import stages
 from jaxcross.tensor import Mesh
 from jaxcross.wire.bytes import wire_bytes
+from tests.support.tensor_case import BATCH, HEADS, LENGTH, Training, batch, close, on_ranks
 
 STEPS = 2
 world = jaxcross.initialize(stall_timeout_s=60)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from mpi4py import MPI
-from tests.support.zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, momentum
 
 import jaxcross
 from jaxcross import _jax_compat as compat
 from jaxcross.program.compile import bind_axis_index
 from jaxcross.testing import decide, over_ranks
+from tests.support.zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, momentum
 
 world = jaxcross.initialize(stall_timeout_s=60)
 size, rank = world.size, world.rank

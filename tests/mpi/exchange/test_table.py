@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-
 
 # A sum in 16 bits, a selection and dot products over two axes; state and two phases, of a sum and of bits.
 QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarchical", "one_bit_adam")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.support.shard_map_table import ROWS, cases
 
 ROOT = Path(__file__).parents[3]

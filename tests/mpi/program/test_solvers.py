@@ -1,10 +1,8 @@
 """Solvers whose operator exchanges, over MPI."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

@@ -4,10 +4,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.model.explore import explore
-from tests.model.model_case import Case
-from tests.model.model_rank import RankModel
-from tests.model.model_state import clone, name
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
@@ -17,6 +13,10 @@ from jaxcross.interleave.shared_state import SharedState, Slot
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
+from tests.model.explore import explore
+from tests.model.model_case import Case
+from tests.model.model_rank import RankModel
+from tests.model.model_state import clone, name
 
 PLAIN = StepGraph(
     kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), signature=1,

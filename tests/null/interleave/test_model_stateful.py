@@ -5,14 +5,14 @@ from collections import defaultdict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.model.model_case import Case, meet
-from tests.model.model_rank import RankModel
 
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
+from tests.model.model_case import Case, meet
+from tests.model.model_rank import RankModel
 
 SIGNATURES = iter(range(1, 10**9))
 
