@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.errors import ExchangeError, InternalError, JobError
+from jaxcross.errors import InternalError, JobError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.instrument import Instrument, Listeners, SpanLog
 from jaxcross.interleave.policy import RoundRobin, Sequential
@@ -20,7 +20,6 @@ from jaxcross.jobs.step_registry import step_graph_of
 from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.failure_text import describe, explain
 from jaxcross.runtime.job_record import JobRecord
 from jaxcross.runtime.lanes import LaneThread, backoff_s
 from tests.support.fakes import FakeCompiled, FakeExecution, ManualClock, plain_program, run_ranks
@@ -292,60 +291,10 @@ def test_patience_is_bounded():
     assert backoff_s(16) == 0.05
 
 
-def test_explanations():
-    error = ValueError("boom")
-    error.add_note("here")
-    assert describe(error) == "ValueError: boom (here)"
-    both = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: Y"])
-    assert str(both).startswith(
-        "Job `a` failed on rank 0 after step 3: X; on rank 2 after step 3: Y. Every rank leaves"
-    )
-    alike = explain("a", 3, ["failed\nafter step 3: X", "", "failed\nafter step 3: X"])
-    assert str(alike).startswith("Job `a` failed on ranks 0, 2 after step 3: X. Every rank leaves")
-    apart = explain("a", 3, ["failed\nafter step 3: ExchangeError: X"] * 2)
-    assert (type(apart), str(apart)) == (ExchangeError, "Job `a`, step 4: X")
-    assert isinstance(explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""]), JobError)
-    mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
-    assert str(mixed).startswith(
-        "Job `a` does different things on different ranks after step 1: "
-        "rank 0 asked for batch 2 of data 1; rank 1 restore; rank 2 was busy."
-    )
-
-
-def test_the_explanation_of_equal_exchanges_at_different_calls():
-    error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
-    assert isinstance(error, ExchangeError)
-    assert str(error).startswith(
-        "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in step 5. Its predicate"
-    )
-    unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
-    assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
-
-
-def test_the_explanation_of_shapes_that_change_on_one_rank_only():
-    error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
-    assert str(error).startswith(
-        "Job `a` does different things on different ranks after step 3: rank 0 first call of `step`; "
-        "rank 1 called step 4."
-    )
-    assert "Or did shapes or types of a step's arguments change on some ranks only" in str(error)
-    assert "shapes" not in str(explain("a", 3, ["end\nended", "step\ncalled step 4"]))
-
-
 def test_a_manual_clock():
     clock = ManualClock(5)
     clock.advance(1e-6)
     assert clock() == 1005
-
-
-def test_any_exception_can_be_told_of_in_few_words():
-    class MuteError(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
-    text = describe(ValueError("x" * 10**6))
-    assert len(text) < 5000 and text.endswith("(1000000 characters)")
 
 
 def test_an_interrupt_says_nothing_of_jobs_that_have_left():
