@@ -6,8 +6,8 @@ import pytest
 
 from jaxcross.errors import JobError
 from jaxcross.jobs.plain_loop import Job, run
-from tests.cpu.jobs.test_runner import make_step, solo
 from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import make_step, solo
 
 
 def begun(initial: Any, state: Any) -> list[Any]:

@@ -12,8 +12,8 @@ from jaxcross.jobs.runner import Runner
 from jaxcross.step import cut_budget
 from jaxcross.step.cut_budget import SHARE, Budget
 from jaxcross.step.cut_tuner import gather_hint
-from tests.cpu.jobs.test_runner import make_step
 from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import make_step
 
 
 def test_all_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,203 @@
+"""A job that fails or is interrupted ends at the same step on every rank, with one error, and other jobs go on."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave import messages as m
+from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
+from jaxcross.jobs.runner import Runner
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
+from tests.support.runner_jobs import add, failing_loop_results, loop, make_step, solo
+
+
+@pytest.mark.parametrize(
+    ("segment", "what"), [(0, "compute"), (2, "compute"), (4, "compute, after the commit: this rank lacks state 2")]
+)
+def test_a_failed_segment_ends_its_job_on_every_rank(segment, what):
+    """Segment 0 fails before anything is exchanged, 2 between exchanges, 4 after the commit."""
+
+    def start(world):
+        calls = []
+
+        def compute(index, values):
+            calls.append(index)
+            if world.rank == 1 and index == segment and calls.count(index) == 2:
+                raise FloatingPointError("boom")
+            return sum(values)
+
+        return loop, {"step": make_step(world, "bad", exchanges=2, compute=compute), "data": [1.0, 1.0, 1.0]}
+
+    results = failing_loop_results(2, 1, start)
+    for rank, (error, _) in enumerate(results):
+        assert str(error).startswith(
+            f"Job `bad` failed on rank 1 in step 2, segment {segment} ({what}): FloatingPointError: boom."
+        )
+        assert isinstance(error.__cause__, FloatingPointError) == (rank == 1)
+    # Before the commit nothing of step 2 came through anywhere; after it, the other rank has state 2.
+    assert [bad.step for _, bad in results] == ([2, 1] if segment == 4 else [1, 1])
+    assert (results[0][1].state == results[1][1].state) == (segment != 4)
+
+
+def test_an_exception_in_a_job_ends_it_on_every_rank():
+    def start(world):
+        def fn(job, step):
+            state = 0.0
+            for n in range(4):
+                if n == 2 and world.rank == 0:
+                    raise KeyError("lost")
+                state = step(state, 1.0)
+                job.save(state)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for rank, (error, bad) in enumerate(failing_loop_results(2, 0, start)):
+        assert str(error).startswith("Job `bad` failed on rank 0 after step 2: KeyError: 'lost'.")
+        assert isinstance(error.__cause__, KeyError) == (rank == 0)
+        assert bad.step == 2
+
+
+def test_data_that_raises_on_one_rank_ends_the_job_on_every_rank():
+    def start(world):
+        def data():
+            yield 1.0
+            if world.rank == 1:
+                raise OSError("disk gone")
+            yield from [1.0, 1.0]
+
+        return loop, {"step": make_step(world, "bad"), "data": data()}
+
+    for error, bad in failing_loop_results(2, 1, start):
+        assert str(error).startswith("Job `bad` failed on rank 1 after")
+        assert "OSError: disk gone (raised by the data given to job.batches)" in str(error)
+        assert bad.step == 1
+
+
+def test_different_step_counts_are_an_error_on_every_rank():
+    def start(world):
+        def fn(job, step):
+            for _ in range(3 if world.rank == 0 else 2):
+                step(0.0, 1.0)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for error, bad in failing_loop_results(2, 0, start):
+        assert str(error).startswith(
+            "Job `bad` does different things on different ranks after step 2: rank 0 called step 3; rank 1 ended."
+        )
+        assert bad.step == 2
+
+
+def test_different_exchanges_are_an_error_that_names_the_line():
+    def start(world):
+        return loop, {"step": make_step(world, "bad", shape=(world.rank,)), "data": [1.0]}
+
+    for error, _ in failing_loop_results(2, 0, start):
+        assert isinstance(error, ExchangeError)
+        assert str(error).startswith(
+            "Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is"
+        )
+        assert "rank 0: psum batch float32[0]" in str(error)
+        assert "rank 1: psum batch float32[1]" in str(error)
+
+
+def test_different_initial_states_are_an_error_unless_broadcast():
+    def start(world):
+        return loop, {"step": make_step(world, "bad"), "data": [1.0], "state": float(world.rank)}
+
+    for error, _ in failing_loop_results(2, 0, start):
+        assert "The state differs between ranks" in str(error)
+
+    def work(world):
+        runner = Runner(world)
+        job = runner.add("a", lambda job: job.restore(float(world.rank), mode="broadcast"))
+        runner.run()
+        return job.state
+
+    assert run_ranks(2, work) == [0.0, 0.0]
+
+
+def test_several_failures_are_raised_as_one_with_notes():
+    def fail(job):
+        raise RuntimeError(job.name)
+
+    def work(world):
+        runner = Runner(world)
+        runner.add("a", fail)
+        runner.add("b", fail)
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: RuntimeError: a\.") as raised:
+            runner.run()
+        return raised.value.__notes__
+
+    (notes,) = run_ranks(1, work)
+    assert notes[0].startswith("Also: Job `b` failed on rank 0 after step 0: RuntimeError: b.")
+
+
+def test_of_many_jobs_that_fail_the_first_are_told():
+    def work(world):
+        runner = Runner(world)
+
+        def fails(job):
+            raise RuntimeError(job.name)
+
+        for n in range(MAX_ERRORS_SHOWN + 3):
+            runner.add(f"job-{n:02d}", fails)
+        with pytest.raises(JobError, match="^Job `job-00` failed") as raised:
+            runner.run()
+        return raised.value.__notes__
+
+    (notes,) = run_ranks(1, work)
+    assert len(notes) == MAX_ERRORS_SHOWN and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
+
+
+def test_an_interrupt_stops_all_ranks_at_the_same_step():
+    def work(world):
+        runner = Runner(world)
+
+        def endless(job, step):
+            state = 0.0
+            for batch in job.batches(iter(lambda: 1.0, None)):
+                if world.rank == 0 and job.step == 3 and job.name == "a":
+                    job._life.driver.post(m.StopRequested())  # what the main thread does on Ctrl-C
+                state = step(state, batch)
+                job.save(state)
+
+        for name in "ab":
+            runner.add(name, endless, step=make_step(world, name))
+        with pytest.raises(KeyboardInterrupt):
+            runner.run()
+        return [(job.step, job.state, job.error) for job in runner.jobs]
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[0][0] >= 3
+
+
+def test_ranks_that_exchange_at_different_calls_are_told():
+    """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began apart."""
+
+    def work(world):
+        exchanges = make_step(world)
+        local = replace(plain_program(exchanges=0), traced=SimpleNamespace(choices=(0,)))
+        compiled = FakeCompiled(local, world, add)
+
+        def fn(job):
+            state = 0.0
+            for n in range(world.rank, world.rank + 6):
+                state = exchanges(state, 1.0) if n % 3 == 2 else job.host.run(compiled, [state, 1.0])
+
+        runner = Runner(world)
+        bad = runner.add("bad", fn)
+        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0])
+        with pytest.raises(
+            ExchangeError, match=r"^Job `bad` takes a branch with exchanges at different calls: rank 0 in step 3, rank "
+        ) as error:
+            runner.run()
+        return str(error.value), bad.status, good.status, good.state
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert "rank 1 in step 2. Its predicate must be the same on every rank: look at counters" in first[0]
+    assert first[1:] == ("failed", "ended", solo([[1.0, 2.0]] * 2))

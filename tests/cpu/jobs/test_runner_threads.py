@@ -1,0 +1,158 @@
+"""Only a job's own thread may use its step, data and state, and a process has one run at a time."""
+
+import queue
+import re
+import threading
+
+import pytest
+
+from jaxcross.errors import JobError
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.runner import Runner
+from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import failing_loop_results, make_step, solo
+
+
+def test_a_run_in_a_run_is_refused_and_possible_afterwards():
+    def work(world):
+        inner = Runner(world)
+        inner.add("inner", lambda job: 7.0)
+
+        def fn(job, step):
+            state = step(0.0, 1.0)
+            with pytest.raises(JobError, match=r"^A run is in progress in this process, and two at once would mix up"):
+                inner.run()
+            with pytest.raises(JobError, match=r"^A run is in progress in this process"):
+                run([Job("b", step, 0.0, [1.0])], world=world)
+            return step(state, 1.0)
+
+        outer = Runner(world)
+        job = outer.add("outer", fn, step=make_step(world))
+        outer.run()
+        inner.run()
+        return job.state, inner.jobs[0].state
+
+    assert run_ranks(2, work) == [(solo([[1.0, 1.0]] * 2), 7.0)] * 2
+
+
+@pytest.mark.parametrize("at", ["the first word", "the last words"])
+def test_a_run_is_refused_in_another_thread_also_where_one_has_no_lanes(at):
+    def work(world):
+        meet, begun, go_on = world.control.meet, threading.Event(), threading.Event()
+        runners = [Runner(world) for _ in range(2)]
+        jobs = [runner.add("a", lambda job: 7.0) for runner in runners]
+
+        def late(what, value):
+            if not world.exchange_owner.lane_threads and (at == "the first word") == (jobs[0].status is None):
+                begun.set()
+                assert go_on.wait(60)
+            return meet(what, value)
+
+        world.control.meet = late
+        thread = threading.Thread(target=runners[0].run)
+        thread.start()
+        assert begun.wait(60)
+        for runner in runners:
+            with pytest.raises(JobError, match=r"^A run is in progress in this process"):
+                runner.run()
+        go_on.set()
+        thread.join(60)
+        assert runners[0].report is not None
+        runners[1].run()
+        return [job.state for job in jobs]
+
+    assert run_ranks(2, work) == [[7.0, 7.0]] * 2
+
+
+def in_a_thread(batches):
+    """Batches by way of a thread that dies, should they raise, without a word to whoever waits for them."""
+    ready = queue.Queue(2)
+
+    def fill():
+        for batch in batches():
+            ready.put(batch)
+        ready.put(None)
+
+    threading.Thread(target=fill, name="mine", daemon=True).start()
+    while (batch := ready.get()) is not None:
+        yield batch
+
+
+@pytest.mark.parametrize("opened_there", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_that_another_thread_asks_for_end_their_job_alone(ranks, opened_there):
+    def start(world):
+        def fn(job, step):
+            step(0.0, 1.0)
+            batches = job.batches([1.0] * 9) if not opened_there else None
+            for batch in in_a_thread(lambda: batches or job.batches([1.0] * 9)):
+                step(0.0, batch)
+
+        return fn, {"step": make_step(world, "bad")}
+
+    for error, bad in failing_loop_results(ranks, 0, start):
+        assert re.match(
+            r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: `job\.batches` of job `bad` was iterated in"
+            r" thread `mine`, not in the job's own: two threads would take each other's answers from the other ranks\.",
+            str(error),
+        )
+        assert bad.step == 1
+
+
+def test_what_waits_for_other_ranks_is_refused_in_another_thread():
+    def work(world):
+        caught = []
+
+        def ask(job):
+            for wait in (job.restore, lambda _: list(job.batches([])), lambda _: list(job.batches([]))):
+                try:
+                    wait(0.0)
+                except JobError as error:
+                    caught.append(str(error))
+
+        def fn(job, step):
+            thread = threading.Thread(target=ask, args=(job,), name="mine")
+            thread.start()
+            thread.join()
+            with pytest.raises(JobError, match=r"^`job\.batches` of job `a` was iterated in thread `mine`"):
+                step(0.0, 1.0)
+
+        runner = Runner(world)
+        runner.add("a", fn, step=make_step(world))
+        with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 after step 0: JobError: `job\.batches` of job"):
+            runner.run()
+        return [text.partition(" of job `a` was ")[::2] for text in caught]
+
+    (((what, how), (loop_, _)),) = run_ranks(1, work)
+    assert (what, loop_) == ("`job.run_on_all_ranks` or `job.restore`", "`job.batches`")
+    assert how.startswith("called in thread `mine`, not in the job's own: two threads would")
+
+
+def test_a_step_in_a_thread_that_is_no_job_is_refused():
+    def work(world):
+        caught, owner = [], world.exchange_owner
+        assert not owner.in_run
+        owner.check_not_stray("step")  # no run, no complaint
+
+        def stray():
+            assert owner.in_run
+            try:
+                owner.check_not_stray("train_step")
+            except JobError as error:
+                caught.append(str(error))
+
+        def fn(job):
+            assert current_job() is job
+            owner.check_not_stray("train_step")
+            thread = threading.Thread(target=stray, name="mine")
+            thread.start()
+            thread.join()
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        runner.run()
+        assert not owner.in_run
+        return caught[0].startswith("`train_step` was called from thread `mine`, which is not a job of the runner")
+
+    assert run_ranks(1, work) == [True]

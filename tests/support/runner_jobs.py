@@ -1,0 +1,55 @@
+"""Jobs of a runner on ranks that are threads: steps without a compiler, and the loop that trains with them."""
+
+import pytest
+
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.runner import Runner
+from tests.support.fakes import FakeCompiled, plain_program, run_ranks
+
+
+def add(segment, values):
+    """Compute: first segment state + batch, last one state + what was exchanged."""
+    return sum(values)
+
+
+def make_step(world, name="step", *, exchanges=1, compute=add, shape=()):
+    """A step as `crossover` would hand it to the job: `step(state, batch) -> state`."""
+    compiled = FakeCompiled(plain_program(name, exchanges=exchanges, shape=shape), world, compute)
+
+    def step(state, batch):
+        return current_job().host.run(compiled, [state, batch])
+
+    return step
+
+
+def loop(job, step, data, state=0.0, steps=None):
+    state = job.restore(state)
+    for batch in job.batches(data, steps):
+        state = step(state, batch)
+        job.save(state)
+        job.log({"loss": float(job.step)})
+    return state
+
+
+def solo(data_by_rank, state=0.0):
+    """What a data-parallel loop of `make_step` computes."""
+    for batches in zip(*data_by_rank, strict=False):
+        state = state + sum(state + batch for batch in batches)
+    return state
+
+
+def failing_loop_results(ranks, guilty, start):
+    """Job `bad` is made by `start(world)`; job `good` must not notice."""
+
+    def work(world):
+        runner = Runner(world)
+        bad = runner.add("bad", *start(world)[:1], **start(world)[1])
+        good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0, 3.0, 4.0])
+        with pytest.raises((JobError, ExchangeError)) as raised:
+            runner.run()
+        assert runner.report is not None
+        assert good.state == solo([[1.0, 2.0, 3.0, 4.0]] * ranks)
+        return raised.value, bad
+
+    return run_ranks(ranks, work)
