@@ -1,0 +1,289 @@
+"""Jobs that are added, submitted, stopped or paused while others run: every rank sees the same."""
+
+import threading
+
+import pytest
+
+from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import Instrument
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.jobs.runner import Runner
+from tests.support.fakes import run_ranks
+from tests.support.membership_jobs import endless, loop, solo, until
+from tests.support.runner_jobs import make_step
+
+
+class Order(Instrument):
+    """Exchanges and notes as they came, both from the exchange lane."""
+
+    def __init__(self):
+        self.seen = []
+
+    def span(self, span):
+        if span.kind == "collective":
+            self.seen.append((span.job, span.step))
+
+    def note(self, *, job, kind, step=-1, value=None):
+        if kind == "status":
+            self.seen.append((job, value))
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), Weighted((1, 2)), Sequential()])
+def test_jobs_join_that_ranks_add_in_other_orders(policy):
+    def work(world):
+        runner, batches = Runner(world, policy), [1.0, 2.0, 3.0, 4.0]
+
+        def parent(job, step):
+            state = 0.0
+            for n, batch in enumerate(batches):
+                if n == 2:
+                    for name in ("c", "d") if world.rank else ("d", "c"):
+                        runner.add(name, loop, step=make_step(world, name), data=[5.0, 6.0])
+                state = step(state, batch)
+            return state
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        runner.add("b", loop, step=make_step(world, "b"), data=batches)
+        report = runner.run()
+        assert report is runner.report
+        return [(job.name, job.state, job.step, job.status) for job in runner.jobs], [job.name for job in report.jobs]
+
+    long, short = solo(2, [1.0, 2.0, 3.0, 4.0]), solo(2, [5.0, 6.0])
+    for jobs, names in run_ranks(2, work):
+        assert jobs == [("a", long, 4, "ended"), ("b", long, 4, "ended")] + [
+            (name, short, 2, "ended")
+            for name in "dc"  # as rank 0 says
+        ]
+        assert names == ["a", "b", "d", "c"]
+
+
+def test_a_control_thread_adds_a_job_and_waits_for_its_end():
+    def work(world):
+        runner, got = Runner(world), []
+        begun = threading.Event()
+
+        def control():
+            begun.wait(60)
+            job = runner.add("b", loop, step=make_step(world, "b"), data=[1.0])
+            assert job.done.wait(60)
+            got.append((job.state, job.status))
+
+        def parent(job, step):
+            begun.set()
+            until(job, step, lambda: bool(got))
+
+        thread = threading.Thread(target=control)
+        thread.start()
+        runner.add("a", parent, step=make_step(world, "a"))
+        runner.run()
+        thread.join()
+        return got
+
+    assert run_ranks(2, work) == [[(2.0, "ended")]] * 2
+
+
+def test_a_job_that_some_rank_does_not_add_is_an_error_on_all():
+    def work(world):
+        runner = Runner(world)
+
+        def parent(job, step):
+            step(0.0, 1.0)
+            if world.rank == 1:
+                runner.add("b", loop, step=make_step(world, "b"), data=[1.0])
+            step(0.0, 1.0)
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        with pytest.raises(
+            JobError, match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of"
+        ):
+            runner.run()
+        assert [job.name for job in runner.report.jobs] == ["a"]
+        return [(job.name, job.status, job.done.is_set(), job.error is not None) for job in runner.jobs]
+
+    first, second = run_ranks(2, work)
+    assert first == [("a", "ended", True, False)]
+    assert second == [*first, ("b", "left out", True, True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_rank_stops_a_job_and_the_others_go_on(ranks):
+    def work(world):
+        runner = Runner(world)
+        batches = [1.0, 2.0, 3.0]
+
+        def parent(job, step):
+            state = 0.0
+            for batch in batches:
+                state = step(state, batch)
+            if world.rank == world.size - 1:
+                other.stop()
+            until(job, make_step(world, "beat"), other.done.is_set)
+            return state
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        other = runner.add("b", endless, step=make_step(world, "b"))
+        report = runner.run()
+        other.stop()  # of no consequence, once it has left
+        assert report.jobs[1].how == other.status == "stopped"
+        assert other.error is None
+        assert runner.jobs[0].state == solo(ranks, batches)
+        assert other.state == solo(ranks, [1e-3] * other.step)
+        return other.step
+
+    steps = run_ranks(ranks, work)
+    assert len(set(steps)) == 1
+
+
+def test_a_paused_job_takes_no_turn_until_it_goes_on():
+    def work(world):
+        order = Order()
+        runner = Runner(world, instruments=[order])
+
+        def parent(job, step):
+            step(0.0, 1.0)
+            if world.rank == 1:
+                other.pause()
+            until(job, step, lambda: other.paused)
+            for _ in range(6):
+                step(0.0, 1.0)
+            if world.rank == 0:
+                other.resume()
+            until(job, step, lambda: not other.paused)
+            if world.rank == 0:
+                other.stop()
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        other = runner.add("b", endless, step=make_step(world, "b", exchanges=2))
+        runner.run()
+        assert other.state == solo(4, [1e-3] * other.step)  # two exchanges, each over two ranks
+        return order.seen, other.step
+
+    (seen, steps), (theirs, their_steps) = run_ranks(2, work)
+    assert (seen, steps) == (theirs, their_steps)
+    rest = seen[seen.index(("b", "paused")) : seen.index(("b", "goes on"))]
+    assert len({step for job, step in rest if job == "b" and step != "paused"}) <= 1  # of the step that had begun
+    assert sum(job == "a" for job, _ in rest) >= 6
+
+
+def test_wishes_come_too_early_before_the_run():
+    def work(world):
+        job = Runner(world).add("a", endless, step=None)
+        with pytest.raises(JobError, match=r"^Job `a` is not running: it can be stopped or paused during"):
+            job.stop()
+
+    run_ranks(1, work)
+
+
+def test_rank_0_submits_a_job_by_name():
+    def work(world):
+        runner = Runner(world)
+        runner.register("double", lambda job, start: loop(job, make_step(world, job.name), [start]))
+
+        def parent(job, step):
+            step(0.0, 1.0)
+            if world.rank == 0:
+                runner.submit("double", job="late", start=3.0)
+                with pytest.raises(ValueError, match=r"^There is a job `late` already"):
+                    runner.submit("double", job="late", start=3.0)
+            # Nothing waits for it here: it is the last job's last act.
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        runner.run()
+        return [(job.name, job.state, job.status) for job in runner.jobs]
+
+    assert run_ranks(3, work) == [[("a", None, "ended"), ("late", 9.0, "ended")]] * 3
+
+
+def test_what_cannot_be_submitted_is_refused_where_it_is_called():
+    def work(world):
+        runner, refused = Runner(world), []
+        runner.register("f", lambda job, **_: None)
+
+        def attempt(*args, **kwargs):
+            with pytest.raises((ValueError, TypeError, JobError)) as raised:
+                runner.submit(*args, **kwargs)
+            refused.append(str(raised.value))
+
+        def parent(job):
+            attempt("g", job="x")
+            attempt("f", job="x", data=b"code")
+            attempt("f", job="x", data=float("nan"))
+            attempt("f", job="x", data={1: 2})
+            attempt("f", job="x", data="x" * 70_000)
+            attempt("f", job="")
+            attempt("f", job="a")
+
+        runner.add("a", parent)
+        attempt("f", job="x")
+        runner.run()
+        attempt("f", job="x")
+        with pytest.raises(ValueError, match=r"^`f` is registered already"):
+            runner.register("f", print)
+        with pytest.raises(TypeError, match=r"^`h` must be a function"):
+            runner.register("h", 3)  # type: ignore[arg-type]
+        return refused
+
+    (refused,) = run_ranks(1, work)
+    beginnings = [
+        "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
+        "Job `x`: no function is registered as `g`; there are: `f`.",
+        "Job `x`: its arguments cannot be sent as JSON: Object of type bytes",
+        "Job `x`: its arguments do not survive JSON: {'data': nan}.",
+        "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
+        "Job `x`: its submission has 700",
+        "the name of a job must be a text that is not empty, got ''",
+        "There is a job `a` already.",
+        "Job `x` cannot be submitted: jobs are, while `runner.run()` runs.",
+    ]
+    assert len(refused) == len(beginnings)
+    for text, beginning in zip(refused, beginnings, strict=True):
+        assert text.startswith(beginning)
+
+
+def test_only_rank_0_submits_and_a_rank_without_the_function_ends_the_job():
+    def work(world):
+        runner = Runner(world)
+        if world.rank == 0:
+            runner.register("f", lambda job: None)
+
+        def parent(job, step):
+            if world.rank == 0:
+                runner.submit("f", job="x")
+            else:
+                with pytest.raises(JobError, match=r"^Job `x` was submitted on rank 1\. Submit on rank 0"):
+                    runner.submit("f", job="x")
+            step(0.0, 1.0)
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        with pytest.raises(
+            JobError, match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`"
+        ):
+            runner.run()
+        return runner.jobs[0].status
+
+    assert run_ranks(2, work) == ["ended", "ended"]
+
+
+def test_many_jobs_come_and_go_and_nothing_of_them_stays():
+    def work(world):
+        runner, peak = Runner(world), []
+
+        def child(job, step):
+            return step(0.0, 1.0)
+
+        def parent(job, step):
+            driver = job._life.driver
+            for n in range(60):
+                one = runner.add(f"j{n}", child, step=make_step(world, f"j{n}"))
+                until(job, step, one.done.is_set)
+                peak.append((len(driver._jobs), driver._interleaver.shared.rows, len(driver._threads)))
+
+        runner.add("a", parent, step=make_step(world, "a"))
+        runner.run()
+        assert [job.state for job in runner.jobs[1:]] == [2.0] * 60
+        return [max(numbers) for numbers in zip(*peak, strict=True)]
+
+    for seats, rows, threads in run_ranks(2, work):
+        assert seats <= 3
+        assert rows == 2
+        assert threads <= 4

@@ -1,0 +1,168 @@
+"""What becomes of a job that exchanges values that are not finite, for each policy, on every rank alike."""
+
+import numpy as np
+import pytest
+
+from jaxcross.errors import JobError
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.plain_loop import Job
+from jaxcross.jobs.runner import Runner
+from jaxcross.report import Report
+from tests.support.fakes import FakeCompiled, FakeExecution, plain_program, run_ranks
+from tests.support.membership_jobs import loop, solo
+from tests.support.runner_jobs import make_step
+
+
+def nonfinite_run(world, policy, **options):
+    """Job `bad` exchanges a NaN in its third step, on the last rank; job `good` must not notice."""
+    runner = Runner(world)
+    data = [1.0, 2.0, np.nan if world.rank == world.size - 1 else 3.0, 4.0]
+
+    def train(job, step):
+        job.nonfinite = policy
+        return loop(job, step, data)
+
+    bad = runner.add("bad", train, step=make_step(world, "bad", **options))
+    good = runner.add("good", loop, step=make_step(world, "good"), data=[1.0, 2.0, 3.0, 4.0])
+    try:
+        runner.run()
+    except JobError as error:
+        return runner.report, bad, good, error
+    return runner.report, bad, good, None
+
+
+@pytest.mark.parametrize("exchanges", [1, 2])
+@pytest.mark.parametrize("policy", ["ignore", "raise", "eject", "skip"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_not_finite(ranks, policy, exchanges):
+    def work(world):
+        report, bad, good, error = nonfinite_run(world, policy, exchanges=exchanges)
+        assert good.state == solo(ranks, [1.0, 2.0, 3.0, 4.0])
+        facts = report.jobs[0]
+        assert (facts.how, facts.steps, facts.skipped) == (bad.status, bad.step, bad.skipped)
+        assert facts.why == ("" if bad.error is None else str(bad.error))
+        return bad.status, bad.step, bad.skipped, repr(bad.state), str(bad.error), error is not None
+
+    def alone(batches):
+        state = 0.0
+        for batch in batches:
+            value = ranks * (state + batch)
+            for _ in range(exchanges - 1):
+                value *= ranks
+            state += value
+        return repr(state)
+
+    results = run_ranks(ranks, work)
+    assert len({str(result) for result in results}) == 1
+    how, steps, skipped, state, text, raised = results[0]
+    if policy == "ignore":
+        assert (how, steps, skipped, state, raised) == ("ended", 4, 0, "nan", False)
+    elif policy == "skip":
+        assert (how, steps, skipped, state, raised) == ("ended", 4, 1, alone([1.0, 2.0, 4.0]), False)
+    else:
+        assert (how, steps, state) == ("failed" if policy == "raise" else "ejected", 2, alone([1.0, 2.0]))
+        assert raised == (policy == "raise")
+        verb = "failed" if policy == "raise" else "was ejected"
+        assert text.startswith(
+            f"Job `bad` {verb} on {'ranks 0, 1' if ranks == 2 else 'rank 0'} in step 3, segment 1 (collective):"
+            " FloatingPointError: `psum batch float32[]` made values that are not finite"
+        )
+
+
+class OneSided(FakeCompiled):
+    """What is exchanged in step 3 is not finite on rank 1 alone, as where a rank receives from one other only."""
+
+    def execution(self, inputs):
+        seen = current_job().step == 2 and self.world.rank == 1
+        return (Seen if seen else FakeExecution)(self, inputs)
+
+
+class Seen(FakeExecution):
+    """What is exchanged is not finite."""
+
+    def nonfinite(self, index):
+        return "`ppermute`"
+
+
+@pytest.mark.parametrize("policy", ["eject", "skip"])
+def test_what_one_rank_alone_sees_counts_on_all(policy):
+    def work(world):
+        compiled = OneSided(plain_program("a"), world, lambda index, values: sum(values))
+
+        def train(job):
+            job.nonfinite = policy
+            return loop(
+                job, lambda state, batch: current_job().host.run(compiled, [state, batch]), [1.0, 2.0, 3.0, 4.0]
+            )
+
+        job = (runner := Runner(world)).add("a", train)
+        runner.run()
+        return job.status, job.step, job.skipped, job.state
+
+    expected = (
+        ("ejected", 2, 0, solo(3, [1.0, 2.0])) if policy == "eject" else ("ended", 4, 1, solo(3, [1.0, 2.0, 4.0]))
+    )
+    assert run_ranks(3, work) == [expected] * 3
+
+
+def test_a_policy_must_be_one_of_four():
+    def work(world):
+        job = Runner(world).add("a", lambda job: None)
+        wrong = r"^`nonfinite` of job `a` must be one of 'ignore', 'raise', 'skip', 'eject', got 'drop'\.$"
+        with pytest.raises(ValueError, match=wrong):
+            job.nonfinite = "drop"
+        with pytest.raises(ValueError, match=wrong):
+            Job("a", make_step(world), 0.0, [1.0], nonfinite="drop")
+
+    run_ranks(1, work)
+
+
+def test_the_report_says_who_left_when_and_why(tmp_path):
+    def work(world):
+        report, *_ = nonfinite_run(world, "eject")
+        loaded = Report.load(report.to_json(tmp_path / "report.json"))
+        assert loaded.jobs == report.jobs
+        left = [(job["name"], job["left"], job["steps"]) for job in report.summary()["jobs"]]
+        assert left == [("bad", "ejected", 2), ("good", "ended", 4)]
+        text = str(report)
+        assert "ejected at 2" in text
+        assert "Job `bad` was ejected on rank 0 in step 3, segment 1" in text
+
+    run_ranks(1, work)
+
+
+def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
+    """One would skip the step that the other one takes."""
+
+    def work(world):
+        step = make_step(world)
+
+        def fn(job):
+            job.nonfinite = "skip" if world.rank else "ignore"
+            job.run_on_all_ranks("first call", job.host.check_nonfinite)
+            return loop(job, step, [1.0])
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        with pytest.raises(JobError, match="`nonfinite` is `ignore` on rank 0, `skip` on rank 1"):
+            runner.run()
+
+    run_ranks(2, work)
+
+
+def test_a_policy_for_values_comes_before_the_first_step():
+    def work(world):
+        step = make_step(world)
+
+        def fn(job):
+            state = step(job.restore(0.0), 1.0)
+            job.nonfinite = "ignore"  # as it was
+            with pytest.raises(JobError, match="after its first step"):
+                job.nonfinite = "skip"
+            return state
+
+        runner = Runner(world)
+        runner.add("a", fn)
+        runner.run()
+
+    run_ranks(1, work)
