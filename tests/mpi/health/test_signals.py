@@ -1,0 +1,105 @@
+"""A signal to one rank, or to the launcher, ends all ranks with its exit code."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import faults
+
+from jaxcross.report.event_files import read
+from tests.support.fault_scripts import HURT, START, WAIT
+
+
+def test_a_stop_outside_of_a_run_ends_all_with_its_code(mpirun):
+    code = START.format("") + HURT.format("TERM") + WAIT
+    done = mpirun(2, code)
+    assert "jaxcross: rank 1 was told to end (SIGTERM); all 2 ranks end." in done.stderr
+    assert "because rank 1 was told to end (SIGTERM)" in done.stderr
+    assert done.returncode == 143
+
+
+@pytest.mark.exhaustive
+def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun):
+    code = START.format("") + (
+        "if world.rank == 1:\n    import ctypes\n    mutex = (ctypes.c_char * 64)()\n"
+        "    lock = ctypes.CDLL(None).pthread_mutex_lock\n"
+        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n    lock(mutex), lock(mutex)\n"
+        + WAIT
+    )
+    done = mpirun(2, code)
+    assert "while its main thread was busy in C" in done.stderr
+    assert done.returncode == 143
+
+
+WARNED = """
+import os, signal, sys, time, jaxcross
+world = jaxcross.initialize()
+from jax import lax
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+step = jaxcross.crossover(lambda w, x: w + lax.psum(x, "batch"), axes="batch")
+
+def work(job):
+    w = job.restore(0.0)
+    while True:
+        w = step(w, 1.0)
+        if job.step == 3 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)  # by way of the launcher, too
+
+runner = jaxcross.Runner(world)
+job = runner.add("a", work)
+try:
+    runner.run()
+except BaseException as error:
+    print(f"rank {world.rank}: {type(error).__name__} {error} after step {job.step}, {job.status}", flush=True)
+    steps = set(world.control.allgather_text(str(job.step)))
+    print("steps agree" if len(steps) == 1 and job.step >= 3 else f"steps {steps}", flush=True)
+"""
+
+
+def test_a_handler_of_another_signal_stops_all_and_its_exception_comes_after(mpirun):
+    done = mpirun(2, WARNED).check()
+    assert "rank 1: SystemExit 7 after step " in done.stdout
+    assert "rank 0: KeyboardInterrupt  after step " in done.stdout
+    assert done.stdout.count("steps agree") == 2
+
+
+def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
+    code = (
+        "import time, jaxcross\nworld = jaxcross.initialize()\n"
+        "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"
+        "        while not job.run_on_all_ranks('turn', lambda _: None): pass\n"
+        "    finally:\n        time.sleep(2)\n        print('saved', flush=True)\n"
+        "runner = jaxcross.Runner(world)\nrunner.add('a', wait)\nrunner.run()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    line = [
+        sys.executable,
+        "-m",
+        "jaxcross.cli",
+        "launch",
+        "-n",
+        "2",
+        "--events",
+        str(tmp_path / "events"),
+        str(script),
+    ]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        while "running" not in process.stdout.readline():  # of two ranks, perhaps on one line
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        output = process.stdout.read()
+        assert process.wait(60) == 143, output
+    assert output.count("saved") == 2, "Open MPI's own patience ends after a second"
+    assert "post-mortem" not in output
+    records = read(tmp_path / "events")
+    assert [record.words for record in records] == ["terminated"] * 2
+    assert not any(faults.lives(record.pid) for record in records)
