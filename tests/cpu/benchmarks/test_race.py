@@ -1,4 +1,4 @@
-"""How a race runs: model sizes, turns, rivals that are left out, and the answers of a rank. tests/mpi races for real."""
+"""How a race runs: model sizes, turns, rivals that are left out, and the answers of a rank. tests/mpi has a real one."""
 
 import importlib.util
 import json
