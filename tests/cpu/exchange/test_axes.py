@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from jaxcross import exchange
-from tests.cpu.exchange.test_table import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
 from tests.support.exchange_row import Row
+from tests.support.exchange_runs import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
 from tests.support.exchange_table import TABLE, start, step_of
 
 NODES = {"node": 2, "local": 2}

@@ -19,7 +19,7 @@ ON_DEVICES = """
 import jax, numpy as np
 from jax.sharding import PartitionSpec
 from tests.support.exchange_table import TABLE, gradients, start, step_of
-from tests.cpu.exchange.test_table import assert_close, compiled, ranks_of_gradients, run
+from tests.support.exchange_runs import assert_close, compiled, ranks_of_gradients, run
 
 for row in TABLE:
     if not row.worlds(4):

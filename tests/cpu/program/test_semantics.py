@@ -10,51 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from jaxcross.errors import CutError
-from jaxcross.program import stages
 from jaxcross.program.trace import trace
-from jaxcross.testing import LocalRanks, run_program, vmap_oracle
-
-RANKS = 4
-AXES = {"batch": RANKS}
-W = np.linspace(0.5, 1.5, 3, dtype=np.float32)
-X = np.random.default_rng(0).normal(size=(RANKS, 3)).astype(np.float32)
-
-
-def gradient(w: Any, x: Any) -> Any:
-    """Of a loss that is summed over ranks, in what all hold alike."""
-    return jax.grad(lambda w: lax.psum(jnp.sum(jnp.sin(w * x)), "batch"))(w)
-
-
-def body(cast: bool) -> Callable[..., Any]:
-    """The same, as `shard_map` maps it over rows; it may say by itself that the weights go on differently."""
-
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            own = lax.pcast(w, "batch", to="varying") if cast else w
-            return lax.psum(jnp.sum(jnp.sin(own * x)), "batch")
-
-        return jax.grad(loss)(w)
-
-    return step
-
-
-def mapped(step: Callable[..., Any], check_vma: bool, **mesh: Any) -> Any:
-    spec = PartitionSpec("batch")
-    out = PartitionSpec() if check_vma else spec
-    return jax.shard_map(step, in_specs=(PartitionSpec(), spec), out_specs=out, check_vma=check_vma, **mesh)
-
-
-def on_ranks(step: Callable[..., Any], rows: Any) -> list[np.ndarray]:
-    args = [(W, row) for row in rows]
-    program = stages.cut(trace(step, args[0], axes=AXES, wire=LocalRanks()))
-    return [np.asarray(out) for (out,) in run_program(program, args)]
-
-
-def true_gradient() -> np.ndarray:
-    return np.sum(X * np.cos(W * X), 0)
+from jaxcross.testing import LocalRanks, vmap_oracle
+from tests.support.semantics import AXES, RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
 
 
 def test_a_bare_function_has_the_semantics_of_pmap_and_vmap() -> None:
@@ -79,7 +40,7 @@ def test_the_body_of_a_shard_map_has_the_semantics_of_its_check_vma(check_vma: b
 
 ON_DEVICES = """
 import jax, numpy as np
-from tests.cpu.program.test_semantics import RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
+from tests.support.semantics import RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
 
 devices = jax.make_mesh((RANKS,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 bare = np.stack(on_ranks(gradient, X))
