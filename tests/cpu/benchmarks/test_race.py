@@ -1,4 +1,4 @@
-"""How a race runs: model sizes, turns, rivals that are left out, and the answers of a rank. tests/mpi has a real one."""
+"""How a race runs: model sizes, turns, rivals that are left out, and answers of a rank. A real race is in tests/mpi."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Local SGD, federated and elastic averaging, gossip: against NumPy, and what their averages conserve."""
+"""Local SGD and federated averaging against NumPy; what all decentralised exchanges refuse and leave alone."""
 
 from __future__ import annotations
 
@@ -11,65 +11,24 @@ import pytest
 from jaxcross.exchange import mean
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import _shares, federated_average
-from jaxcross.exchange.gossip import gossip, mixing_matrix
-from jaxcross.exchange.gossip import rounds as rounds_of
+from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.local_sgd import local_sgd
 from jaxcross.program import stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide
+from tests.support.decentralised_training import (
+    RANKS,
+    SGD,
+    assert_close,
+    distance,
+    grads,
+    per_rank,
+    starts,
+    train,
+    zero,
+)
 
 pytestmark = pytest.mark.exhaustive
-
-RANKS = 4
-RTOL = 2e-6
-
-
-def starts(ranks, equal=True, seed=0):
-    rng = np.random.default_rng(seed)
-    shape = (1 if equal else ranks,)
-    tree = {"w": rng.normal(size=(*shape, 3, 2)), "b": rng.normal(size=(*shape, 2)), "s": rng.normal(size=shape)}
-    return {k: np.repeat(v, ranks // shape[0], 0).astype(np.float32) for k, v in tree.items()}
-
-
-def grads(params, step):
-    """Each rank's gradient of its own quadratic, of all ranks at once."""
-    return {
-        k: per_rank(p, lambda r: 1 + r) * (p - per_rank(p, lambda r: step + (r - 1) ** 2)) for k, p in params.items()
-    }
-
-
-def per_rank(like, number):
-    """A number a rank, with as many dimensions as `like`."""
-    return np.asarray(number(np.arange(len(like))), np.float32).reshape(-1, *[1] * (like.ndim - 1))
-
-
-def train(tx, params, steps, gradients=grads):
-    """Parameters after each step, of all ranks at once, and the last state."""
-    init = jax.vmap(tx.init, axis_name="batch")
-
-    @jax.jit
-    @lambda f: jax.vmap(f, axis_name="batch")
-    def step(g, state, p):
-        updates, state = tx.update(g, state, p)
-        return optax.apply_updates(p, updates), state
-
-    state, history = init(params), []
-    for number in range(steps):
-        params, state = jax.tree.map(np.asarray, step(gradients(params, number), state, params))
-        history.append(params)
-    return history, state
-
-
-def zero(params, step):
-    return jax.tree.map(np.zeros_like, params)
-
-
-def assert_close(got, want, rtol=RTOL):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), got, want)
-
-
-def distance(a, b):
-    return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)])
@@ -201,43 +160,6 @@ def test_another_seed_chooses_others():
     assert len({who(seed) for seed in range(4)}) > 1
 
 
-def test_elastic_average_is_its_equations():
-    alpha, beta, rate = 0.2, 0.1, 0.05
-    tx = elastic_average(optax.sgd(rate), "batch", every=2, alpha=alpha, beta=beta)
-    start = starts(RANKS)
-    history, state = train(tx, start, 4)
-    x = {k: v.astype(np.float64) for k, v in start.items()}
-    centre = {k: v[0] for k, v in x.items()}
-    for number in range(4):
-        step = {k: -rate * g for k, g in grads(x, number).items()}
-        if number % 2:
-            step = {k: step[k] - alpha * (x[k] - centre[k]) for k in x}
-            centre = {k: centre[k] + beta * (x[k] - centre[k]).sum(0) for k in x}
-        x = {k: x[k] + step[k] for k in x}
-        assert_close(history[number], x, 1e-5)
-    assert_close(state.centre, {k: c[None] + 0 * x[k] for k, c in centre.items()}, 1e-5)
-    assert all((c == c[:1]).all() for c in jax.tree.leaves(state.centre))
-
-
-def test_parameters_and_centre_conserve_their_sum():
-    start = starts(RANKS, equal=False)
-    centre = jax.tree.map(lambda x: np.repeat(x[:1] * 3, RANKS, 0), start)
-    tx = elastic_average(optax.sgd(0.1), "batch", every=1, alpha=0.2)
-    state = jax.vmap(tx.init)(start)._replace(centre=centre)
-    step = jax.vmap(lambda g, s, p: tx.update(g, s, p), axis_name="batch")
-    updates, state = step(zero(start, 0), state, start)
-    for k, x in start.items():
-        before = x.sum(0) + centre[k][0]
-        np.testing.assert_allclose((x + updates[k]).sum(0) + state.centre[k][0], before, rtol=1e-5, atol=1e-5)
-        assert distance(updates[k], 0 * x) > 0.01
-
-
-def test_without_springs_ranks_train_alone():
-    got, _ = train(elastic_average(optax.sgd(0.1), "batch", every=1, alpha=0.0), starts(RANKS), 3)
-    want, _ = train(optax.sgd(0.1), starts(RANKS), 3)
-    assert_close(got, want)
-
-
 def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
     """Nor are parameters of its own that are not finite: its share is 0, and 0 times NaN is NaN."""
     tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.5, seed=0)
@@ -247,92 +169,6 @@ def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
     (got,), _ = train(tx, {k: np.where(per_rank(x, lambda r: chosen[r]), x, np.nan) for k, x in start.items()}, 1)
     for k, x in got.items():
         np.testing.assert_array_equal(x[chosen], want[k][chosen])
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.25), (0.25, 0.0)])
-def test_a_pull_of_zero_passes_nothing_on(alpha, beta, bad):
-    tx = elastic_average(optax.sgd(0.1), "batch", every=1, alpha=alpha, beta=beta)
-    start = starts(RANKS)
-    broken = {k: np.where(per_rank(x, lambda r: r == 1), bad, x) for k, x in start.items()}
-    state = jax.vmap(tx.init)(start)
-    step = jax.vmap(tx.update, axis_name="batch")
-    for _ in range(2):  # the first may spoil the centre, the second what is pulled towards it
-        updates, state = step(zero(start, 0), state, broken)
-    for k, u in updates.items():
-        assert np.isfinite(np.asarray(u)[[0, 2, 3]]).all(), k
-        assert beta or np.isfinite(state.centre[k]).all(), k
-
-
-TOPOLOGIES = [(t, n) for t in ("ring", "torus", "exponential", "complete") for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)]
-TOPOLOGIES = [(t, n) for t, n in TOPOLOGIES if t != "torus" or n not in (2, 3)]
-
-
-@pytest.mark.parametrize(("topology", "ranks"), TOPOLOGIES)
-def test_mixing_matrices_are_doubly_stochastic(topology, ranks):
-    for found in rounds_of(topology, ranks):
-        matrix = mixing_matrix(found, ranks)
-        assert (matrix >= 0).all()
-        np.testing.assert_allclose(matrix.sum(0), 1)
-        np.testing.assert_allclose(matrix.sum(1), 1)
-        assert len({hop.to for hop in found}) == len(found)
-
-
-@pytest.mark.parametrize("adapt_first", [False, True])
-@pytest.mark.parametrize(("topology", "ranks"), [("ring", 2), ("ring", 5), ("torus", 6), ("exponential", 6)])
-def test_gossip_is_its_matrix(topology, ranks, adapt_first):
-    start, rate = starts(ranks, equal=False), 0.05
-    history, _ = train(gossip(optax.sgd(rate), "batch", topology, adapt_first=adapt_first), start, 4)
-    rounds = rounds_of(topology, ranks)
-    x = {k: v.astype(np.float64) for k, v in start.items()}
-    for number, got in enumerate(history):
-        matrix = mixing_matrix(rounds[number % len(rounds)], ranks)
-        step = {k: -rate * g for k, g in grads(x, number).items()}
-        if adapt_first:
-            x = {k: np.tensordot(matrix, x[k] + step[k], 1) for k in x}
-        else:
-            x = {k: np.tensordot(matrix, x[k], 1) + step[k] for k in x}
-        assert_close(got, x, 1e-5)
-
-
-@pytest.mark.parametrize("topology", ["ring", "torus", "exponential", "complete"])
-def test_gossip_keeps_the_mean_and_what_agrees(topology):
-    start = starts(6, equal=False)
-    (*_, got), _ = train(gossip(optax.sgd(0.1), "batch", topology), start, 5, zero)
-    assert_close(jax.tree.map(lambda x: x.mean(0), got), jax.tree.map(lambda x: x.mean(0), start), 1e-5)
-    assert distance(got, start) > 0.1
-    equal = starts(6)
-    (*_, same), _ = train(gossip(optax.sgd(0.1), "batch", topology), equal, 3, zero)
-    # Where neighbours agree nothing moves; a sum over all rounds.
-    assert distance(same, equal) <= (1e-6 if topology == "complete" else 0)
-
-
-@pytest.mark.parametrize("ranks", [4, 5, 8])
-def test_a_ring_agrees_at_the_rate_of_its_second_eigenvalue(ranks):
-    rate = (1 + 2 * np.cos(2 * np.pi / ranks)) / 3
-    found = rounds_of("ring", ranks)[0]
-    eigenvalues = np.sort(np.linalg.eigvalsh(mixing_matrix(found, ranks)))
-    assert eigenvalues[-2] == pytest.approx(rate)
-    slowest = {"w": np.cos(2 * np.pi * np.arange(ranks) / ranks)[:, None].astype(np.float32)}
-    history, _ = train(gossip(optax.sgd(0.1), "batch", "ring"), slowest, 4, zero)
-    errors = [np.linalg.norm(h["w"]) for h in (slowest, *history)]
-    np.testing.assert_allclose(np.divide(errors[1:], errors[:-1]), rate, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("ranks", "agree"), [(2, True), (4, True), (8, True), (6, False)])
-def test_an_exponential_graph_of_a_power_of_two_agrees_after_one_turn(ranks, agree):
-    start = starts(ranks, equal=False)
-    turn = (ranks - 1).bit_length()
-    (*_, got), _ = train(gossip(optax.sgd(0.1), "batch", "exponential"), start, turn, zero)
-    apart = distance(got, jax.tree.map(lambda x: x.mean(0, keepdims=True), start))
-    assert (apart < 1e-6) == agree
-
-
-def test_a_complete_graph_that_adapts_first_is_synchronous():
-    tx = gossip(optax.sgd(0.1, momentum=0.9), "batch", "complete", adapt_first=True)
-    (*_, got), _ = train(tx, starts(RANKS), 4)
-    (*_, want), _ = train(optax.chain(mean("batch"), optax.sgd(0.1, momentum=0.9)), starts(RANKS), 4)
-    assert_close(got, want)
 
 
 def test_whole_numbers_among_the_parameters_stay_the_rank_s_own():
@@ -347,17 +183,6 @@ def test_whole_numbers_among_the_parameters_stay_the_rank_s_own():
         (got,), _ = train(tx, start, 1, zero)
         assert (got["n"] == params["n"]).all()
         assert got["n"].dtype == np.int32
-
-
-SGD = optax.sgd(0.1)
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1 / RANKS), (1, 1)])
-def test_springs_that_swap_for_ever_are_refused(alpha, beta):
-    ranks = round(1 / beta)
-    tx = elastic_average(SGD, "batch", every=1, alpha=alpha, beta=beta)
-    with pytest.raises(ValueError, match="change places at every exchange and never meet"):
-        train(tx, starts(ranks), 1)
 
 
 @pytest.mark.parametrize(
