@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from jax import lax
 
-from jaxcross import _jax_compat as compat
-from jaxcross.program import stages
 from jaxcross.program.flatten import UNROLLED
-from jaxcross.program.ir import Program
 from jaxcross.program.labels import labelled, order_of
 from jaxcross.program.provenance import Scope, leaf_hashes, marked
 from jaxcross.program.text import parse
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.exchange_order import order_hash
-from jaxcross.testing import LocalRanks, decide
+from jaxcross.testing import LocalRanks
 from tests.support.label_ranks import ORDERS, TREE, X, both, program_of, verdict
-from tests.support.random_steps import RECIPES, Op, Recipe, arguments, build
-from tests.support.zoo import ZOO
 
 
 def of_leaves(order: Any, tree: Any) -> Any:
@@ -226,88 +216,6 @@ def test_message_names_ranks_numbers_leaves_and_lines() -> None:
 def test_one_rank_of_four_is_found() -> None:
     programs = [program_of(lambda t, o=ORDERS[rank == 2]: of_leaves(o, t), TREE, axes={"x": 4}) for rank in range(4)]
     assert verdict(programs).startswith("ranks 0 and 2 make the exchanges of `<lambda>` in different orders")
-
-
-# The same step, its equations written in another order.
-
-
-def reordered(traced: Traced, rng: random.Random) -> Traced:
-    """The step with its equations in a random order, each behind those that it reads."""
-    inner, _ = compat.open_jaxpr(traced.jaxpr)
-    left, known = list(inner.eqns), {*inner.invars}
-    eqns = []
-    while left:
-        ready = [e for e in left if all(isinstance(a, compat.Literal) or a in known for a in e.invars)]
-        eqns.append(rng.choice(ready))
-        left.remove(eqns[-1])
-        known.update(eqns[-1].outvars)
-    jaxpr = compat.make_jaxpr_of(inner.invars, inner.outvars, eqns, traced.jaxpr)
-    return dataclasses.replace(traced, jaxpr=jaxpr, _own={})
-
-
-def travelling(program: Program) -> list[Any]:
-    """The results of the exchanges in the order in which they travel, and which of several of one equation."""
-    eqns = program.traced.jaxpr.jaxpr.eqns
-    made = {
-        id(x): (tuple(map(id, eqns[i].outvars)), n)
-        for i, several in labelled(program.traced).items()
-        for n, x in enumerate(several)
-    }
-    return [made[id(member.labelled)] for member in order_of(program)]
-
-
-def compared(traced: Traced, rng: random.Random, cut: Any, bucket_bytes: int) -> bool:
-    """Whether the two orders of equations make the exchanges travel in two orders, which then must be found."""
-    one, other = (stages.cut(t, cut, bucket_bytes=bucket_bytes) for t in (traced, reordered(traced, rng)))
-    ranks = math.prod(traced.axes.values())
-    assert verdict([one] * ranks) == ""
-    if one.exchange_signature() != other.exchange_signature():
-        return False
-    moved = travelling(one) != travelling(other)
-    assert bool(verdict([one, *[other] * (ranks - 1)])) == moved, f"{one}\n{other}"
-    return moved
-
-
-FUZZ = settings(
-    deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), max_examples=120
-)
-KINDS = ("psum", "psum", "psum", "psum", "pmean", "psum_tree", "tanh", "scale", "matmul", "sub")
-ALIKE = st.builds(
-    Recipe, st.just(0), st.just(((2, 0),) * 3),
-    st.lists(st.builds(Op, st.sampled_from(KINDS), st.integers(0, 11), st.integers(0, 11)), min_size=6, max_size=14)
-    .map(tuple),
-    st.lists(st.integers(0, 12), min_size=6, max_size=12).map(tuple), st.just(1),
-)  # fmt: skip
-"""Steps whose exchanges are alike: of one shape, over one axis."""
-
-
-def test_random_steps_in_another_order() -> None:
-    moved = []
-
-    @seed(1)
-    @FUZZ
-    @given(
-        st.one_of(ALIKE, ALIKE, RECIPES),
-        st.integers(0, 10**6),
-        st.sampled_from([0, 1 << 20]),
-        st.sampled_from(["whole", 3]),
-    )
-    def search(recipe: Recipe, order: int, bucket_bytes: int, cut: Any) -> None:
-        leaves = arguments(recipe, 0)
-        traced = decide(trace(build(recipe), leaves, axes=recipe.sizes, wire=LocalRanks()), leaves)
-        moved.append(compared(traced, random.Random(order), cut, bucket_bytes))
-
-    search()
-    assert sum(moved) >= 15, f"only {sum(moved)} of {len(moved)} steps had exchanges that moved"
-
-
-@pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
-def test_zoo_in_another_order(row: Any) -> None:
-    step, state = row.build(2)
-    args = state, row.batch(0, 0)
-    traced = decide(trace(step, args, axes=row.axes(2), wire=LocalRanks()), jax.tree.leaves((args, {})))
-    for n in range(2):
-        compared(traced, random.Random(n), "whole", 0)
 
 
 # What labels are made of.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import sys
@@ -17,11 +16,8 @@ from jax import lax
 
 from jaxcross import _jax_compat as compat
 from jaxcross import tensor
-from jaxcross.errors import ExchangeError
 from jaxcross.program import stages
-from jaxcross.program.compile import MAX_IDLE_EXECUTABLES, ExecutableCache
-from jaxcross.program.execution import Compiled, Execution
-from jaxcross.program.flatten import UNROLLED
+from jaxcross.program.execution import Execution
 from jaxcross.program.graph import nbytes
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks
@@ -30,31 +26,10 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import workloads
 
-AXES = {"batch": 2}
-N = 64
+from tests.support.compiled_steps import AXES, N, compiled
+
 FENCE_BYTES = 4
 """A compute segment's last result, by which its end is known."""
-
-
-def train_step(state: Any, x: Any) -> Any:
-    """Two dependent exchanges and a state with momentum."""
-    w, m = state["w"], state["m"]
-    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
-    grads = lax.pmean(grads, "batch")
-    m = 0.9 * m + jnp.linalg.qr(grads)[0]
-    m = lax.pmean(m, "batch")
-    return {"w": w - 0.1 * m, "m": m}, jnp.sum(grads)
-
-
-def compiled(
-    step: Any = train_step, *, donate: tuple[int, ...] = (0,), cut: Any = "whole", args: Any = None
-) -> tuple[Compiled, Any]:
-    args = args or (
-        {"w": jnp.ones((N, N)), "m": jnp.zeros((N, N))},
-        jnp.arange(N * N, dtype=jnp.float32).reshape(N, N) / N,
-    )
-    traced = trace(step, args, axes=AXES, wire=LocalRanks(), donate_argnums=donate)
-    return stages.compile(stages.cut(traced, cut), jax.tree.leaves((args, {}))), args
 
 
 def alive(execution: Execution) -> set[int]:
@@ -190,18 +165,6 @@ def copied_bytes(module: str, what: str = "copy") -> int:
     return sum(sizes[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in found)
 
 
-def test_executables_of_one_mesh_do_not_serve_another() -> None:
-    """Both say `psum` over `a`, at the same coordinates."""
-    cache, x, found = ExecutableCache(), jnp.ones(3), []
-    for axes in ({"a": 2, "b": 1}, {"a": 1, "b": 2}):
-        traced = trace(lambda x: lax.psum(2 * x, "a"), (x,), axes=axes, wire=LocalRanks())
-        execution = stages.compile(stages.cut(traced, "whole"), [x], cache=cache).execution([x])
-        for segment in range(len(stages.cut(traced, "whole").segments)):
-            execution.run(segment)
-        found.append(float(execution.outputs()[0]))
-    assert found == [4, 2]
-
-
 @pytest.mark.parametrize("cut", ["whole", 4])
 def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
     said = []
@@ -225,140 +188,6 @@ def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
     jax.block_until_ready(execution.outputs())
     jax.effects_barrier()
     assert said == [("first", 16), ("second", 8), ("third", 16)]
-
-
-def test_a_loop_that_exchanges_decide_is_not_run_on_zeros() -> None:
-    """The others might go on for ever, as where they wait for a sign of each rank."""
-
-    def step(x: Any) -> Any:
-        def body(c: Any) -> Any:
-            return lax.psum((c[1] > 3).astype(jnp.int32).max(), "batch"), c[1] + 1
-
-        return lax.while_loop(lambda c: c[0] < 2, body, (0, jnp.sin(x)))[1]
-
-    args = [jnp.ones(3)]
-    done, _ = compiled(step, args=args, donate=())
-    (loop,) = [s.index for s in done.program.collectives]
-    with pytest.raises(ExchangeError, match="^segment 1 of `step` exchanges inside a `while`"):
-        done.execution(args).zero_inputs(loop)
-
-
-@pytest.mark.parametrize("length", [0, UNROLLED + 1])
-def test_a_loop_that_ranks_vote_on_ends_on_zeros(length: int) -> None:
-    """At once, for all ranks, though the predicate holds for zeros for ever; in a `scan`, too."""
-
-    def step(x: Any, limit: Any) -> Any:
-        def grow(c: Any, _: Any = None) -> Any:
-            return lax.while_loop(lambda v: v.max() < limit + 1, lambda v: v * 2 + 0 * lax.psum(v, "batch"), c), None
-
-        x = jnp.sin(x)
-        return lax.scan(grow, x, None, length=length)[0] if length else grow(x)[0]
-
-    args = [jnp.ones(3), jnp.float32(8)]
-    done, _ = compiled(step, args=args, donate=())
-    execution = done.execution(args)
-    for segment in done.program.segments:
-        if segment.kind == "collective":
-            execution.zero_inputs(segment.index)
-        execution.run(segment.index)
-    assert not np.asarray(execution.outputs()).any()
-
-
-def test_zero_buffers_stand_in_for_what_failed() -> None:
-    """Random keys included: a loop that holds an exchange may carry them."""
-
-    def step(x: Any, key: Any) -> Any:
-        def body(c: Any, _: Any) -> Any:
-            v, k = c
-            return (lax.psum(v + jax.random.normal(k, v.shape), "batch"), jax.random.split(k)[0]), None
-
-        (x, key), _ = lax.scan(body, (x, key), None, length=UNROLLED + 1)
-        return lax.pmax(x.astype(jnp.bfloat16), "batch")
-
-    args = (jnp.ones((3,)), jax.random.key(3))
-    traced = trace(step, args, axes=AXES, wire=LocalRanks())
-    done = stages.compile(stages.cut(traced, bucket_bytes=0), jax.tree.leaves((args, {})))
-    execution = done.execution([*args])
-    for segment in done.program.segments:
-        if segment.kind == "collective":
-            execution.zero_inputs(segment.index)
-            execution.run(segment.index)
-            execution.wait_outputs(segment.index)
-    assert args[0][0] == 1
-
-
-def test_zeros_stay_where_a_late_segment_puts_what_it_made() -> None:
-    """The device's lane may dispatch the maker of what is exchanged after the exchange lane has zeroed it."""
-
-    def step(x: Any) -> Any:
-        return lax.psum(jnp.sin(x), "batch")
-
-    done = stages.compile(stages.cut(trace(step, (jnp.ones(3),), axes=AXES, wire=LocalRanks())), [jnp.ones(3)])
-    (exchange,) = done.program.collectives
-    execution = done.execution([jnp.ones(3)])
-    execution.zero_inputs(exchange.index)
-    for segment in done.program.segments:
-        execution.run(segment.index)
-        execution.wait_outputs(segment.index)
-    assert not execution.outputs().any()
-
-
-def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
-    def scaled(by: np.ndarray) -> Any:
-        inner = jax.jit(lambda x: x * by)  # a constant that the text of a jaxpr does not show
-        return lambda x: lax.psum(inner(x), "batch")
-
-    def called(by: float) -> Any:
-        shape = jax.ShapeDtypeStruct((5,), jnp.float32)
-        return lambda x: lax.psum(jax.pure_callback(lambda v: np.asarray(v) * np.float32(by), shape, x), "batch")
-
-    x, cache = jnp.ones(5), ExecutableCache()
-
-    def result(step: Any) -> np.ndarray:
-        program = stages.cut(trace(step, (x,), axes=AXES, wire=LocalRanks()))
-        execution = stages.compile(program, [x], cache=cache).execution([x])
-        for segment in program.segments:
-            execution.run(segment.index)
-        return np.asarray(execution.outputs())
-
-    ones = np.ones(5, np.float32)
-    assert np.array_equal(result(scaled(ones * 2)), ones * 4)
-    once = cache.compiled
-    assert np.array_equal(result(scaled(ones * 2)), ones * 4) and cache.compiled == once
-    assert np.array_equal(result(scaled(ones * 3)), ones * 6), "another constant"
-    assert np.array_equal(result(called(2)), ones * 4)
-    assert np.array_equal(result(called(3)), ones * 6), "another function behind the callback"
-    assert np.array_equal(result(lambda x: lax.psum(x * 2, "batch")), ones * 4)
-    assert np.array_equal(result(lambda x: lax.psum(x * 3, "batch")), ones * 6), "another literal"
-
-
-class Thing:
-    """Something that can be held weakly."""
-
-
-def test_of_executables_that_nobody_uses_the_latest_are_kept() -> None:
-    cache = ExecutableCache()
-    used = [cache.get(("used", n), Thing) for n in range(3)]
-    for n in range(2 * MAX_IDLE_EXECUTABLES):
-        cache.get(n, Thing)
-    gc.collect()
-    assert len(cache) == 3 + MAX_IDLE_EXECUTABLES
-    assert [cache.get(("used", n), Thing) for n in range(3)] == used and cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES
-    cache.get(2 * MAX_IDLE_EXECUTABLES - 1, Thing)
-    assert cache.compiled == 3 + 2 * MAX_IDLE_EXECUTABLES, "one of the latest"
-    cache.get(0, Thing)
-    assert cache.compiled == 4 + 2 * MAX_IDLE_EXECUTABLES, "made again"
-
-
-def test_an_executable_that_cannot_be_made_is_tried_again() -> None:
-    cache = ExecutableCache()
-
-    def fails() -> Any:
-        raise MemoryError("LLVM")
-
-    with pytest.raises(MemoryError):
-        cache.get("a", fails)
-    assert isinstance(cache.get("a", Thing), Thing) and cache.compiled == 1
 
 
 def test_segments_may_run_before_earlier_ones_that_they_do_not_need() -> None:
