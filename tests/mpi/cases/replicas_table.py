@@ -1,9 +1,7 @@
 """Every rank: are replicas compared, and ranks that train apart named? Prints one line a case."""
 
-import logging
 import math
 import sys
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -11,85 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from replicas_jobs import RANK, SIZE, STEPS, WORLD, alike, crossed, data, logged, loop, make, run, sgd
 
 import jaxcross
 from jaxcross import CheckReplicas, exchange
-
-WORLD = jaxcross.initialize(stall_timeout_s=60)
-RANK, SIZE = WORLD.rank, WORLD.size
-STEPS = 8
-
-
-@contextmanager
-def logged():
-    """Warnings that rank 0 logs in the block; other ranks log none. The notice of `optax.MultiSteps`, which each rank
-    logs as it traces such a step, has tests of its own.
-    """
-    lines = []
-    handler = logging.Handler(logging.WARNING)
-    handler.addFilter(lambda record: "in every mini-step of `optax.MultiSteps`" not in record.getMessage())
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("jaxcross")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-    assert RANK == 0 or not lines, lines
-
-
-def data(n=STEPS):
-    rng = np.random.default_rng(RANK)
-    for _ in range(n):
-        yield {"x": rng.normal(size=(4, 6)).astype(np.float32), "y": rng.normal(size=(4, 2)).astype(np.float32)}
-
-
-def make(tx, *, average=False, rate=1.0, seed=0):
-    """A step, not decorated, and its first state: weights and a bias, and batch statistics of the rank alone."""
-
-    def step(state, batch):
-        params, statistics, opt_state = state
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2))(params)
-        if average:
-            grads = jax.lax.pmean(grads, "batch")
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, jax.tree.map(lambda u: rate * u, updates))
-        statistics = {"batch_stats": 0.9 * statistics["batch_stats"] + 0.1 * batch["x"].mean(0)}
-        return (params, statistics, opt_state), {"loss": loss}
-
-    params = {"b": jnp.zeros(2), "w": jax.random.normal(jax.random.key(seed), (6, 2))}
-    return step, (params, {"batch_stats": jnp.zeros(6)}, tx.init(params))
-
-
-def sgd():
-    return optax.sgd(0.1, momentum=0.9)
-
-
-def crossed(tx, **options):
-    step, state = make(tx, **options)
-    return jaxcross.crossover(step, axes="batch", donate_argnums=0), state
-
-
-def alike(a, b):
-    return all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
-    )
-
-
-def loop(job, step, state, n=STEPS, mode="check"):
-    state = job.restore(state, mode=mode)
-    for batch in job.batches(data(n)):
-        state, metrics = step(state, batch)
-        job.log(metrics)
-    return state
-
-
-def run(fn, *, checks=None, checkpoints=None, **arguments):
-    runner = jaxcross.Runner(WORLD, check_replicas=checks, checkpoints=checkpoints)
-    job = runner.add("a", fn, **arguments)
-    with logged() as lines:
-        report = runner.run()
-    return job, report, lines
 
 
 def plain_jit_is_warned_of_twice():
