@@ -1,4 +1,4 @@
-"""Jobs that join and leave a run, on ranks that are threads, and what a job must come to if it runs alone."""
+"""Jobs that join and leave a run, on ranks that are threads, and the result of a job that runs alone."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Training of a quadratic for each rank, all ranks in one process, and comparisons of what comes of it."""
+"""Training of a quadratic for each rank, all ranks in one process, and comparisons of results."""
 
 from __future__ import annotations
 

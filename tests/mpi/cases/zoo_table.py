@@ -17,7 +17,8 @@ import jaxcross
 from jaxcross import _jax_compat as compat
 from jaxcross.program.compile import bind_axis_index
 from jaxcross.testing import decide, over_ranks
-from tests.support.zoo import CLASSES, WIDTH, ZOO, assert_close, cross_entropy, images, momentum
+from tests.support.zoo import ZOO, assert_close
+from tests.support.zoo_models import CLASSES, WIDTH, cross_entropy, images, momentum
 
 world = jaxcross.initialize(stall_timeout_s=60)
 size, rank = world.size, world.rank
