@@ -20,14 +20,13 @@ from typing import Any
 from workloads import parser, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checker is no part of the package
-from tests.model.explore import explore
-from tests.model.model_case import Case, Script
-
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.interleave.vote import JobRequest
+from tests.model.explore import explore
+from tests.model.model_case import Case, Script
 
 SHORT = StepGraph(kinds=("compute", "collective"), needs=((), (0,)), signature=1, text="short")
 PLAIN = StepGraph(

@@ -83,7 +83,8 @@ def damaged_programs(draw):
 @example(PROGRAM.text().replace("tiled=True", f"tiled={'(' * 5000}"))
 @example(PROGRAM.text().replace("tiled=True", "tiled={[]: 1}"))
 @example(PROGRAM.text().replace("float32[4,2]", "no_such_type[4,2]"))
-def test_a_damaged_program_is_refused_or_well_formed_or_found_out(text):
+def test_damaged_program_is_rejected_valid_or_detected(text):
+    """A damaged program is refused, or well-formed, or found invalid by `verify`."""
     program, why = attempt(lambda: parse(text))
     if program is None:
         assert "of the program is not understood" in why or "the program lacks the line(s)" in why

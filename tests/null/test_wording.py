@@ -58,11 +58,13 @@ def test_a_clause_ends_without_a_full_stop(text: str) -> None:
         ("", ""),
     ],
 )
-def test_the_first_line_says_that_more_follows_where_it_must(text: str, line: str) -> None:
+def test_first_line_shows_that_more_follows(text: str, line: str) -> None:
+    """The first line shows that more follows where it must."""
     assert first_line(text) == line
 
 
-def test_a_short_text_stays_and_a_long_one_says_that_it_was_longer() -> None:
+def test_long_text_is_marked_as_shortened() -> None:
+    """A short text is unchanged, and a long one shows that it was longer."""
     assert shortened("f([1, 2])", 9) == "f([1, 2])"
     assert shortened("f([1, 2])", 6) == "f([1, ...])"
     assert shortened("plain words", 5) == "plain ..."

@@ -108,7 +108,8 @@ def test_nothing_is_invented_on_a_cpu(profile: ModuleType) -> None:
     assert profile.record(lambda: jnp.ones(8) + 1) is None
 
 
-def test_marks_of_a_real_profile_are_on_the_hosts_clock(profile: ModuleType, tmp_path: Path) -> None:
+def test_profile_marks_use_the_host_clock(profile: ModuleType, tmp_path: Path) -> None:
+    """The marks of a real profile are on the host's clock."""
     with jax.profiler.trace(str(tmp_path)):
         before = time.monotonic_ns()
         profile._mark()

@@ -74,7 +74,8 @@ def test_one_after_the_other_or_at_once(name, runs, peak):
     assert row["cpu_s"] == 4 / 8
 
 
-def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
+def test_turn_is_timed_between_compute_measurements():
+    """A turn is timed between two measurements of its own compute."""
     made, told = entrants(1 << 30)
     sample = made.turn(cases.RIVALS["fused"], 4)
     assert [do for do, _ in told] == ["prepare", "prepare", "compute", "run", "run", "compute"]
@@ -82,7 +83,8 @@ def test_a_turn_is_timed_between_two_measurements_of_its_own_compute():
     assert sample["c_raw"] == [{"model": "resnet8", "before": [[3.0, 3.0]] * 2, "after": [[6.0, 6.0]] * 2}]
 
 
-def test_who_runs_the_same_processes_goes_on_and_others_find_them_at_rest():
+def test_same_processes_continue_and_others_rest():
+    """Rivals that run the same processes continue, and others find those processes at rest."""
     made, told = entrants(1 << 30)
     first = made.turn(cases.RIVALS["fused"], 4)
     told.clear()
@@ -101,7 +103,8 @@ def test_who_runs_the_same_processes_goes_on_and_others_find_them_at_rest():
     assert told == [("rest", ["both"])]
 
 
-def test_a_rival_that_does_not_use_the_link_is_found_out():
+def test_rival_that_does_not_use_the_link_is_detected():
+    """A rival that does not use the link is detected."""
     made, _ = entrants(1000)
     with pytest.raises(TeamError, match="rival `crossover` sent 0.0 MB over the link, its all-reduces need 5.1 MB"):
         made.run(cases.RIVALS["crossover"], 4)
@@ -182,7 +185,8 @@ def test_torch_is_left_out_with_a_reason(monkeypatch):
     assert race.start(made, "ddp") == "PyTorch is not installed"
 
 
-def test_kinds_that_stand_apart_make_room_for_each_other(monkeypatch):
+def test_separate_kinds_make_room_for_each_other(monkeypatch):
+    """Kinds of teams that must run apart make room for each other."""
     made, _ = entrants(1 << 30)
     made.case, made.apart = "two", ("gloo", "ddp")
     made.rivals = [cases.RIVALS[name] for name in ("gloo", "gloo-k", "ddp", "crossover")]
@@ -239,7 +243,8 @@ def test_who_fails_is_left_out_from_there_on():
 
 
 @pytest.mark.parametrize("apart", [(), ("ddp",)])
-def test_whom_others_are_held_against_races_again_for_somebody_only(monkeypatch, capsys, apart):
+def test_baselines_race_again_only_if_a_rival_needs_it(monkeypatch, capsys, apart):
+    """Rivals that others are compared with race again only if somebody needs them."""
     made, _ = entrants(1 << 30)
     made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
     made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]

@@ -34,7 +34,8 @@ def test_bound_is_the_longest_of_three(jobs, bound):
     ("job", "first", "last", "best"),
     [(cost(2, 4), 1.0, 0.1, 5.0), (cost(4, 2), 1.0, 0.1, 4.2), (cost(2, 2), 2.0, 1.0, 4.0)],
 )
-def test_no_cut_of_one_job_beats_its_first_bucket_and_the_wire_or_its_last_one(job, first, last, best):
+def test_wait_free_bound_of_one_job(job, first, last, best):
+    """No cut of one job beats its first bucket and the wire, or its last bucket."""
     assert race_bounds.wait_free_s(job, first, last) == best
 
 
@@ -42,7 +43,8 @@ def test_a_job_that_overlaps_itself_has_no_chain():
     assert race_bounds.bound_s([cost(2, 1)], chain=False) == 2
 
 
-def test_tax_is_what_exchanges_take_of_the_computing_core():
+def test_tax_is_the_compute_time_lost_to_exchanges():
+    """The tax is the time that exchanges take from the computing core."""
     assert race_bounds.taxed_bound_s([cost(2, 1, 0.5), cost(2, 1, 0.25)]) == 2.375
     # network-bound: what is lost fits beside the exchange
     assert race_bounds.taxed_bound_s([cost(1, 4, 0.1), cost(1, 4, 0.1)]) == 4

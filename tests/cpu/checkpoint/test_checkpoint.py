@@ -67,7 +67,8 @@ def test_each_node_may_have_a_disk_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2)])
-def test_another_number_of_ranks_takes_over_what_was_equal(before, after, tmp_path, caplog):
+def test_other_rank_count_restores_equal_state(before, after, tmp_path, caplog):
+    """Another number of ranks takes over the state that was equal on all ranks."""
     saved = train(before, tmp_path, steps=6)
     for rank in train(after, tmp_path, steps=6):
         same(rank["a"][0], saved[0]["a"][0])
@@ -77,7 +78,7 @@ def test_another_number_of_ranks_takes_over_what_was_equal(before, after, tmp_pa
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
-def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after, tmp_path, caplog):
+def test_other_rank_count_rejects_rank_local_state(before, after, tmp_path, caplog):
     """Where one rank wrote them, the states that two would begin with tell."""
     train(before, tmp_path, own=True, names=("a",))
 
@@ -92,7 +93,8 @@ def test_another_number_of_ranks_is_refused_where_each_had_its_own(before, after
     assert not any("not whole" in text for text in resumes(caplog))
 
 
-def test_what_one_rank_saved_serves_ranks_that_would_have_begun_with_rank_0_s_values(tmp_path):
+def test_one_rank_checkpoint_resumes_broadcast_ranks(tmp_path):
+    """A checkpoint of one rank serves ranks that would have begun with rank 0's values."""
     saved = train(1, tmp_path, steps=6, names=("a",))
 
     def work(world):
@@ -108,7 +110,7 @@ def test_what_one_rank_saved_serves_ranks_that_would_have_begun_with_rank_0_s_va
         same(state, saved[0]["a"][0])
 
 
-def test_residuals_of_an_exchange_that_one_rank_saved_are_not_copied(tmp_path):
+def test_residuals_saved_by_one_rank_are_not_copied(tmp_path):
     """They are zero when two ranks begin: nothing tells but what they are."""
 
     def work(world):
@@ -193,7 +195,8 @@ def test_grain_goes_on_at_its_place(threads, tmp_path):
         same(mine["b"][0], theirs["b"][0])
 
 
-def test_a_job_that_failed_goes_on_after_its_last_committed_step(tmp_path):
+def test_failed_job_resumes_after_last_committed_step(tmp_path):
+    """A job that failed resumes after its last committed step."""
     whole = train(1, None, names="a")
     train(1, tmp_path, names="a", after=5, every=100)
     mine = train(1, tmp_path, names="a", every=100)
@@ -266,7 +269,7 @@ def test_values_of_64_bits_do_not_go_on_as_32(first, tmp_path):
         assert int(state["n"]) == 2**41
 
 
-def test_a_state_that_is_changed_between_steps_is_saved_as_given(tmp_path, caplog):
+def test_state_changed_between_steps_is_saved(tmp_path, caplog):
     """A step's results are not what the next one is given: when a job fails, the changed ones are lost."""
 
     @jaxcross.crossover(axes="batch")
@@ -306,7 +309,8 @@ def test_a_state_that_is_changed_between_steps_is_saved_as_given(tmp_path, caplo
     assert "changes what its step returns before the next one" in text
 
 
-def test_spans_errors_and_reports_count_from_where_the_job_goes_on(tmp_path):
+def test_resumed_job_counts_from_its_resume_point(tmp_path):
+    """Spans, errors and reports count from the step at which the job resumes."""
     train(2, tmp_path, names="a", steps=5)
 
     def work(world):

@@ -54,7 +54,8 @@ def restored(folder, ranks=2, job="a"):
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-def test_after_any_damage_to_any_file_the_one_before_is_used(damage, saved, tmp_path, caplog):
+def test_any_damaged_file_falls_back_to_previous(damage, saved, tmp_path, caplog):
+    """After any damage to any file, the previous checkpoint is used."""
     before = train(2, None, own=True, steps=6)
     names = list(kinds(newest(saved)))
     assert len(names) >= 12 and "rank-0001/state/manifest.ocdbt" in names
@@ -69,7 +70,8 @@ def test_after_any_damage_to_any_file_the_one_before_is_used(damage, saved, tmp_
         assert any(newest(saved).name in text for text in resumes(caplog)), name
 
 
-def test_a_damaged_checkpoint_is_deleted_once_there_is_a_better_one(saved, whole, tmp_path):
+def test_damaged_checkpoint_is_deleted_after_a_better(saved, whole, tmp_path):
+    """A damaged checkpoint is deleted once there is a better one."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     for mine, theirs in zip(train(2, folder, own=True), whole, strict=True):
@@ -96,7 +98,8 @@ def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("file", ["rank-0000/part.json", "rank-0001/part.json", "rank-0001/state/manifest.ocdbt"])
-def test_with_no_checkpoint_whole_any_more_the_job_does_not_begin_anew(file, damage, saved, tmp_path):
+def test_no_intact_checkpoint_prevents_a_fresh_start(file, damage, saved, tmp_path):
+    """A job whose checkpoints are all damaged does not start again from the beginning."""
     shutil.copytree(saved / "a", tmp_path / "a")
     for path in (tmp_path / "a").glob(f"0*/{file}"):
         damage(path)
@@ -105,7 +108,8 @@ def test_with_no_checkpoint_whole_any_more_the_job_does_not_begin_anew(file, dam
     assert names(tmp_path) == names(saved)
 
 
-def test_a_folder_that_was_moved_away_lets_the_job_begin_anew(saved, whole, tmp_path):
+def test_moving_the_folder_away_allows_a_fresh_start(saved, whole, tmp_path):
+    """A job whose checkpoint folder was moved away starts again from the beginning."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     for part in folder.glob("a/*/rank-0000/part.json"):
         flip(part)
@@ -115,7 +119,7 @@ def test_a_folder_that_was_moved_away_lets_the_job_begin_anew(saved, whole, tmp_
     assert min(mine[0]["a"][2]) == 1
 
 
-def test_a_rank_whose_disk_is_empty_does_not_begin_anew(tmp_path):
+def test_rank_with_an_empty_disk_does_not_start_over(tmp_path):
     """A node was replaced, say. What was once whole is known from the other rank's disk."""
     train(2, lambda rank: tmp_path / str(rank), own=True, steps=8)
     before = names(tmp_path / "1")
@@ -136,7 +140,8 @@ def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
     assert [int(name[:12]) for name in names(tmp_path)] == [9, 12]
 
 
-def test_checkpoints_that_somebody_deleted_are_forgotten(saved, tmp_path):
+def test_deleted_checkpoints_are_forgotten(saved, tmp_path):
+    """Checkpoints that somebody deleted are forgotten."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     for name in names(folder):
         shutil.rmtree(folder / "a" / name)
@@ -156,7 +161,7 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize(("owner", "method", "error"), TROUBLES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_what_cannot_be_read_now_is_not_taken_for_damage(owner, method, error, saved, whole, tmp_path):
+def test_read_error_is_not_treated_as_damage(owner, method, error, saved, whole, tmp_path):
     """One rank's disk answers with an error, once."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     real = getattr(owner, method)
@@ -191,7 +196,8 @@ def test_errors_of_reading_name_the_file(read, tmp_path):
         read(folders)
 
 
-def test_a_mark_that_cannot_be_read_is_not_taken_for_none(saved, tmp_path):
+def test_unreadable_mark_is_not_treated_as_absent(saved, tmp_path):
+    """A mark that cannot be read is not treated as absent."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     real = Folders.marked
 
@@ -204,7 +210,8 @@ def test_a_mark_that_cannot_be_read_is_not_taken_for_none(saved, tmp_path):
         refused(2, folder, r"cannot be read now.*, on rank 1: OSError: \[Errno 5\]", own=True)
 
 
-def test_what_is_damaged_stays_until_a_newer_one_is_whole(saved, tmp_path):
+def test_damaged_checkpoint_stays_until_one_is_whole(saved, tmp_path):
+    """A damaged checkpoint stays until a newer one is whole."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     flip(newest(folder) / "rank-0001/state/manifest.ocdbt")
     half_written(folder)

@@ -123,7 +123,8 @@ def test_plain_states_hold_nothing_of_one_rank_s_own():
 
 
 @pytest.mark.parametrize("name", ["residual", "queue", "worker_residual", "server_residual"])
-def test_a_user_s_only_parameter_may_be_called_as_an_exchange_calls_its_own(name):
+def test_sole_parameter_may_have_an_exchange_name(name):
+    """A user's only parameter may have a name that an exchange uses in its own state."""
     params = {name: {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}}
     assert rank_local_leaves({"params": params, "opt": optax.adam(0.1).init(params)}) == []
     model = nnx.Dict(**{name: nnx.Linear(3, 2, rngs=nnx.Rngs(0))})

@@ -61,7 +61,7 @@ def places_in(tree, path=()):
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
-def test_a_forged_part_is_refused_or_means_something_of_the_right_types(data):
+def test_forged_part_is_rejected_or_has_valid_types(data):
     """One with a digest of its own: whatever stands in it, nothing else than these errors comes out."""
     body = json.loads(to_text(PART_0))
     del body["digest"], body["format"]
@@ -78,7 +78,8 @@ def test_a_forged_part_is_refused_or_means_something_of_the_right_types(data):
             assert _pytree.numeric(np.dtype(saved.form.dtype))
 
 
-def test_texts_that_are_too_deep_or_too_long_are_no_parts(tmp_path):
+def test_too_deep_or_too_long_texts_are_rejected(tmp_path):
+    """Texts that are too deeply nested or too long are not accepted as parts."""
     assert parsed("[" * 100_000) is None
     assert parsed('{"digest": ' + "9" * 10_000 + "}") is None
     folders = Folders(tmp_path, rank=0, ranks=1)

@@ -52,7 +52,8 @@ def test_a_damaged_book_of_cuts_is_measured_again(book, content):
     assert book.read() == (4, 0.5)
 
 
-def test_a_book_of_cuts_that_is_no_file_or_too_large_is_left_alone(book, monkeypatch, caplog):
+def test_invalid_cut_file_is_left_alone(book, monkeypatch, caplog):
+    """A stored file of cuts that is not a regular file or is too large is left alone."""
     book._file.mkdir(parents=True)
     assert book.read() is None
     book.write(4, 0.5)
@@ -66,7 +67,8 @@ def test_a_book_of_cuts_that_is_no_file_or_too_large_is_left_alone(book, monkeyp
 @quick(30)
 @given(st.lists(st.text("0123456789.²٣xv-", min_size=1, max_size=6), max_size=4))
 @example(["1.²"])
-def test_the_newest_version_is_found_whatever_else_lies_there(tmp_path_factory, names):
+def test_newest_version_is_found_among_other_entries(tmp_path_factory, names):
+    """The newest version is found, whatever else is in the folder."""
     root = tmp_path_factory.mktemp("data")
     names = [name for name in names if name not in (".", "..")]
     for name in (*names, "5.1.0"):
@@ -132,7 +134,8 @@ class NoStream:
 @given(st.dictionaries(st.sampled_from(["step", "rank", "batch_size", "x"]), JSON, max_size=3))
 @example({"step": -1})
 @example({"step": True})
-def test_a_position_in_the_data_is_of_this_stream_or_refused(changes):
+def test_data_position_must_belong_to_the_stream(changes):
+    """A position in the data belongs to this stream or is refused."""
     batches = Batches(NoStream(), threads=1)
     state = batches.get_state() | changes
     try:

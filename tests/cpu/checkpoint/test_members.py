@@ -116,7 +116,9 @@ def test_marks_of_ranks_that_are_no_more_are_forgotten(tmp_path):
     assert four.marked("paused") == ""
 
 
-def test_a_leaf_that_is_cut_for_one_rank_names_the_ranks(tmp_path):
+def test_leaf_sharded_for_one_rank_names_the_ranks(tmp_path):
+    """The error for a leaf that is cut for one rank names the numbers of ranks."""
+
     def cut(job, world, data):
         step, state = make_step(world, job.name), job.restore({"w": np.arange(3.0), "part": np.zeros(48 // world.size)})
         for batch in job.batches(data, 3):
@@ -143,7 +145,8 @@ def test_a_job_that_the_restart_lacks_is_named(tmp_path, caplog):
     assert not any("joined an earlier run" in text for text in resumes(caplog)), "it has ended"
 
 
-def test_a_submission_that_means_nothing_any_more_is_left_out(tmp_path, caplog):
+def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
+    """A stored submission that no longer means anything is left out."""
     folder = tmp_path / "set"
     folder.mkdir()
     strange = {"x": "[", "y": json.dumps({"function": "offered"}), "first": json.dumps({"function": 1, "job": "first"})}

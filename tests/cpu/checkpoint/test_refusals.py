@@ -60,7 +60,9 @@ def test_only_what_a_restart_could_use_is_saved(tmp_path, caplog):
     refused(2, tmp_path, "texts", fn=lambda job, **_: job.restore({"w": "text"}))
 
 
-def test_a_function_that_returns_something_else_leaves_its_last_save(tmp_path, caplog):
+def test_other_return_value_leaves_the_last_save(tmp_path, caplog):
+    """A function that returns something other than its state leaves its last save in place."""
+
     def fn(job, world, data, steps):
         loop(job, world, data, steps=steps)
         return {"accuracy": 0.5}
@@ -72,7 +74,8 @@ def test_a_function_that_returns_something_else_leaves_its_last_save(tmp_path, c
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("step", [3, STEPS])
-def test_a_disk_that_fails_on_one_rank_ends_the_job_on_all(bad, step, tmp_path):
+def test_disk_failure_on_one_rank_ends_job_on_all(bad, step, tmp_path):
+    """A disk that fails on one rank ends the job on all ranks."""
     write = Folders.commit
 
     def commit(self, name, part):
@@ -88,7 +91,8 @@ def test_a_disk_that_fails_on_one_rank_ends_the_job_on_all(bad, step, tmp_path):
         same(mine["a"][0], theirs["a"][0])
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path):
+def test_uncreatable_folder_is_an_error_on_every_rank(tmp_path):
+    """A folder that cannot be created is an error on every rank."""
     (tmp_path / "file").write_text("")
 
     def work(world):
@@ -140,7 +144,8 @@ def test_each_job_has_a_folder_of_its_own(jobs):
         assert "/" not in name and not name.startswith(".") and len(name.encode()) < 250
 
 
-def test_a_job_cannot_take_the_place_of_the_set_s_own_file(tmp_path):
+def test_job_name_cannot_replace_the_sets_own_file(tmp_path):
+    """A job cannot take the place of a file that belongs to the checkpoint set itself."""
     names = ("jobs.json", "jobs.json.draft", "left-0000")
     first = train(2, tmp_path, names=names, after=7)
     assert (tmp_path / "jobs.json").is_file()

@@ -70,7 +70,7 @@ def test_one_after_the_other_gets_the_same_bits(folder: Path) -> None:
     assert shared.redecoded == STEPS - 2, "the window's two last batches are still there"
 
 
-def test_every_reader_gets_the_error_of_a_batch_that_cannot_be_read(folder: Path, monkeypatch: Any) -> None:
+def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch: Any) -> None:
     """Not the batch behind it: all later ones would be others than alone."""
     whole = Stream.example
 
@@ -93,7 +93,8 @@ def test_every_reader_gets_the_error_of_a_batch_that_cannot_be_read(folder: Path
         assert reader.step == 2
 
 
-def test_a_reader_that_nobody_asks_does_not_hold_up_those_that_resume(folder: Path) -> None:
+def test_idle_reader_does_not_block_resuming_readers(folder: Path) -> None:
+    """A reader that nobody asks for batches does not hold up the readers that resume."""
     shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
     shared.reader()  # of a job that is over already
     ahead, *readers = [shared.reader() for _ in range(3)]
@@ -156,9 +157,10 @@ def test_window_must_hold_a_batch() -> None:
     starts=st.lists(st.integers(0, 8), min_size=4, max_size=4),
     leave=st.sets(st.integers(0, 3)),
 )
-def test_any_order_gives_each_reader_all_batches_in_order(
+def test_any_call_order_gives_each_reader_all_batches(
     order: list[int], window: int, starts: list[int], leave: set[int]
 ) -> None:
+    """Any order of calls gives each reader all batches in order."""
     shared = SharedDecode(Numbers(10), window=window)
     readers = [shared.reader(start_step=start) for start in starts]
     seen: list[list[int]] = [[] for _ in readers]

@@ -32,7 +32,8 @@ def test_tfds_itself_reads_it(tmp_path: Path) -> None:
     assert builder.info.features["label"].num_classes == 3
 
 
-def test_same_arguments_same_files_and_no_second_writing(tmp_path: Path) -> None:
+def test_synthesise_is_repeatable_and_writes_once(tmp_path: Path) -> None:
+    """The same arguments give the same files, which are not written a second time."""
     options: dict[str, Any] = {"images": 8, "classes": 2, "width": 32, "height": 32}
     first, second = synthesise(tmp_path / "a", **options), synthesise(tmp_path / "b", **options)
     written = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}

@@ -119,9 +119,8 @@ def with_python() -> list[Any]:
 
 
 @pytest.mark.parametrize("page", with_python())
-def test_the_code_of_a_page_runs_and_prints_what_it_says(
-    page: Path, tmp_path: Path, quick_compiler: dict[str, str]
-) -> None:
+def test_page_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, quick_compiler: dict[str, str]) -> None:
+    """The code of a page runs and prints what the page says."""
     ranks = re.search(r"<!-- ranks: (\d+) -->", page.read_text())
     printed = run(page, tmp_path, int(ranks[1]) if ranks else 1, quick_compiler)
     every = blocks(page)

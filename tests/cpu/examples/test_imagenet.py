@@ -44,7 +44,8 @@ def test_number_of_parameters(example: ModuleType, name: str, millions: float) -
     assert round(count / 1e6, 3) == millions
 
 
-def test_the_stride_is_in_the_3x3_convolution_and_the_last_norm_starts_at_zero(example: ModuleType) -> None:
+def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
+    """The stride is in the 3x3 convolution, and the last norm's scale starts at zero."""
     model = example.MODELS["resnet50"](num_classes=10)
     image = jnp.zeros((1, 64, 64, 3))
     _, state = jax.eval_shape(
@@ -85,7 +86,8 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
     [("bfloat16", {}), ("float16", {}), ("float32", {"axis_name": "batch"})],
     ids=["bfloat16", "float16", "synchronised"],
 )
-def test_a_step_keeps_ranks_equal_and_parameters_float32(example: ModuleType, precision: str, options: dict) -> None:
+def test_step_keeps_ranks_equal_and_params_float32(example: ModuleType, precision: str, options: dict) -> None:
+    """A step keeps the ranks equal and the parameters in float32."""
     state, batch = make(example, precision, **options)
     new, metrics = on_two_ranks(example.train_step, state, batch)
     for leaf in jax.tree.leaves((new, metrics)):
@@ -96,7 +98,8 @@ def test_a_step_keeps_ranks_equal_and_parameters_float32(example: ModuleType, pr
     assert np.isfinite(metrics["loss"]).all()
 
 
-def test_synchronised_norm_on_two_ranks_equals_one_rank_with_both_batches(example: ModuleType) -> None:
+def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None:
+    """Synchronised norm on two ranks equals one rank with both batches."""
     state, batch = make(example, axis_name="batch")
     two, _ = on_two_ranks(example.train_step, state, batch)
     joined = {name: array.reshape(1, 8, *array.shape[2:]) for name, array in batch.items()}
@@ -107,7 +110,8 @@ def test_synchronised_norm_on_two_ranks_equals_one_rank_with_both_batches(exampl
         np.testing.assert_allclose(a[0], b[0], rtol=1e-3, atol=1e-5)
 
 
-def test_float16_overflow_leaves_parameters_and_momentum(example: ModuleType) -> None:
+def test_float16_overflow_leaves_params_and_momentum(example: ModuleType) -> None:
+    """A float16 overflow leaves the parameters and the momentum unchanged."""
     state, batch = make(example, "float16")
     new, _ = on_two_ranks(example.train_step, state, batch | {"image": batch["image"] * 1e6})
     for name in ("params", "opt_state"):

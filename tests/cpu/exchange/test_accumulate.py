@@ -166,7 +166,8 @@ def exchanges_of(tx: Any, steps: int) -> list[int]:
     return found
 
 
-def test_accumulate_exchanges_in_every_kth_step_and_multi_steps_in_each() -> None:
+def test_accumulate_exchanges_only_in_every_kth_step() -> None:
+    """In `accumulate`, only every k-th step exchanges, and in `optax.MultiSteps` each step does."""
     tx = optax.chain(mean("batch"), optax.sgd(0.1))
     assert exchanges_of(accumulate(tx, every=3), 6) == [0, 0, 2, 0, 0, 2]
     assert exchanges_of(optax.MultiSteps(tx, 3), 3) == [2, 2, 2]

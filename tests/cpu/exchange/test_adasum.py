@@ -61,7 +61,8 @@ def norm(x):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])
-def test_it_is_the_tree_layer_by_layer_and_the_same_bits_everywhere(ranks):
+def test_adasum_matches_the_tree_with_equal_bits(ranks):
+    """Adasum equals the tree layer by layer, with the same bits on every rank."""
     given = grads(ranks)
     got = combine(given)
     for name, layer in given.items():
@@ -103,14 +104,16 @@ def test_equal_gradients_stay_as_they_are(ranks):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_finite_stays_so_near_the_largest_number(dtype):
+def test_finite_values_near_the_maximum_stay_finite(dtype):
+    """Finite values stay finite near the largest number of the type."""
     g = jnp.asarray([[2e38, -3e38, 1e38]], dtype)
     for sign, want in ((1, g[0]), (-1, 0 * g[0])):
         np.testing.assert_array_equal(combine(jnp.concatenate([g, sign * g]))[1], want)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_orthogonal_gradients_add_and_parallel_ones_average(ranks):
+def test_orthogonal_gradients_add_and_parallel_average(ranks):
+    """Orthogonal gradients are added, and parallel ones are averaged."""
     rng = np.random.default_rng(1)
     q, _ = np.linalg.qr(rng.normal(size=(12, 12)))
     orthogonal = np.asarray(q[:ranks] * rng.uniform(1, 5, (ranks, 1)), np.float32)
@@ -177,7 +180,8 @@ def test_the_smallest_numbers_next_to_large_ones():
     np.testing.assert_allclose(combine(8 * layer[[0, 0]])[0], 8 * layer[0], rtol=4 * EPS)
 
 
-def test_magnitudes_that_differ_between_the_parts_of_one_layer():
+def test_magnitudes_may_differ_within_a_layer():
+    """Magnitudes may differ between the parts of one layer."""
     layer = np.asarray(np.random.default_rng(6).normal(size=(4, 64)), np.float32)
     layer[:, :16] *= 1e-30
     layer[:, 32:48] *= 1e15
@@ -224,7 +228,8 @@ def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
     jax.tree.map(np.testing.assert_array_equal, state[0].per_rank, alone)
 
 
-def test_deltas_are_averaged_in_nodes_before_they_are_combined():
+def test_deltas_are_averaged_in_nodes_before_combining():
+    """Deltas are averaged within nodes before they are combined."""
     optimizer, axes = optax.adam(0.1), {"node": 2, "local": 2}
     tx = adasum("node", optimizer=optimizer, inner_axis="local")
     params = jax.tree.map(lambda x: x[0], grads(1))

@@ -54,7 +54,8 @@ def test_a_list_is_held_to_the_same_rules() -> None:
 
 
 @pytest.mark.parametrize("axes", ["batch", ("node", "local")])
-def test_nodes_that_a_flat_top_k_would_not_see_are_refused(axes: Any) -> None:
+def test_flat_top_k_rejects_local_size(axes: Any) -> None:
+    """Nodes that a flat `top_k` would not see are refused."""
     with pytest.raises(ValueError, match=r'^`local_size` of `top_k` is 8, but `pattern="flat"` knows no nodes'):
         exchange.top_k(0.01, axes, local_size=8)
 
@@ -118,7 +119,8 @@ federated = partial(exchange.federated_average, SGD, "batch", every=2)
         (lambda: exchange.top_k(0.1, "batch", warm_up=[(1, True)]), r"^`warm_up` is True: it is the share of elements"),
     ],
 )
-def test_numbers_out_of_range_are_refused_when_it_is_made(make: Callable[[], Any], message: str) -> None:
+def test_out_of_range_numbers_are_rejected_early(make: Callable[[], Any], message: str) -> None:
+    """Numbers out of range are refused when the exchange is made."""
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -190,7 +192,8 @@ def test_who_compresses_nothing_is_told_once(make: Any) -> None:
     jax.make_jaxpr(tx.update, axis_env=[("batch", 2)])(grads, state)  # warnings are errors in this suite
 
 
-def test_who_compresses_something_or_asked_for_nothing_is_not() -> None:
+def test_no_warning_if_compression_is_partial_or_off() -> None:
+    """No warning is given if something is compressed or the user asked for no compression."""
     exchange.top_k(0.1, "batch").init({"w": jnp.ones((4, 6)), "b": jnp.ones(4)})
     exchange.top_k(0.1, "batch").init({"s": jnp.ones(()), "n": jnp.ones(3, jnp.int32), "e": jnp.ones(0)})
     exchange.top_k(0.1, "batch", skip=lambda path, leaf: True).init(jnp.ones(5))

@@ -57,6 +57,7 @@ def test_two_axes_as_one(row: Row) -> None:
         lambda: exchange.adasum("a", inner_axis=("b", "a")),
     ],
 )
-def test_an_axis_that_is_named_twice_is_refused_when_it_is_made(make: Any) -> None:
+def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
+    """An axis that is named twice is refused when the exchange is made."""
     with pytest.raises(ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"):
         make()

@@ -39,7 +39,8 @@ def test_power_sgd_gives_a_mean_of_low_rank_as_it_is() -> None:
         assert error < 1e-4 if exact else 0.1 < error < 1
 
 
-def test_power_sgd_keeps_what_it_leaves_out_and_finds_it_later() -> None:
+def test_power_sgd_residual_is_sent_later() -> None:
+    """PowerSGD stores what it leaves out and sends it later."""
     tx = power_sgd(2, "batch")
     grads = normal(RANKS, 30, 20)
     step, state = on_ranks(tx), states(tx, grads)
@@ -52,7 +53,8 @@ def test_power_sgd_keeps_what_it_leaves_out_and_finds_it_later() -> None:
     assert float(jnp.linalg.norm(total / 60 - grads.mean(0)) / jnp.linalg.norm(grads.mean(0))) < 0.3
 
 
-def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None:
+def test_power_sgd_residual_of_16_bits_is_float32() -> None:
+    """PowerSGD stores in float32 what it leaves out of 16-bit gradients."""
     tx = power_sgd(2, "batch")
     grads = normal(RANKS, 30, 20).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -66,7 +68,9 @@ def test_power_sgd_keeps_in_float32_what_it_leaves_out_of_sixteen_bits() -> None
         assert (np.abs(error) <= 2**-8 * np.abs(sent) + 1e-4).all()
 
 
-def test_power_sgd_looks_for_what_is_too_large_only_where_exponents_are_short() -> None:
+def test_power_sgd_checks_overflow_only_in_float16() -> None:
+    """PowerSGD looks for values that are too large only where exponents are short."""
+
     def differences(dtype: Any) -> int:
         grads = jnp.ones((30, 20), dtype)
         made = jax.make_jaxpr(lambda g, s: power_sgd(1, "batch").update(g, s), axis_env=[("batch", 2)])
@@ -76,7 +80,8 @@ def test_power_sgd_looks_for_what_is_too_large_only_where_exponents_are_short() 
     assert [differences(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)] == [1, 1, 2]
 
 
-def test_power_sgd_sends_bit_by_bit_what_has_become_too_large_for_the_update() -> None:
+def test_power_sgd_sends_overlarge_values_in_parts() -> None:
+    """PowerSGD sends piece by piece what has become too large for the update."""
     tx = power_sgd(1, "batch")
     # Of rank two: the larger part goes out first, and the rest has grown by then.
     grads = jnp.zeros((RANKS, 20, 10), jnp.float16).at[:, 0, 0].set(40000).at[:, 1, 1].set(39000)
@@ -92,7 +97,8 @@ def test_power_sgd_sends_bit_by_bit_what_has_become_too_large_for_the_update() -
     assert not np.isfinite(updates[0]).all()
 
 
-def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
+def test_power_sgd_compresses_mean_and_subtracts_it() -> None:
+    """PowerSGD compresses the mean and subtracts a projection of it."""
     tx, grads = power_sgd(2, "batch"), normal(RANKS, 30, 20)
     updates, state = on_ranks(tx)(grads, states(tx, grads))
     mean_of = grads.mean(0, keepdims=True)
@@ -108,7 +114,8 @@ def test_power_sgd_compresses_the_mean_and_takes_a_projection_away() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: float) -> None:
+def test_power_sgd_handles_degenerate_gradients(scale: float) -> None:
+    """PowerSGD survives zeros, dependent columns and any magnitude."""
     tx = power_sgd(3, "batch")
     one = scale * jnp.outer(jnp.arange(1.0, 31), jnp.arange(1.0, 21))
     grads = jnp.stack([one] * RANKS)
@@ -122,7 +129,8 @@ def test_power_sgd_survives_zeros_dependent_columns_and_any_magnitude(scale: flo
     np.testing.assert_allclose(updates[0] / scale, one / scale, rtol=1e-3)
 
 
-def test_power_sgd_finds_a_row_space_that_is_orthogonal_to_the_last_one() -> None:
+def test_power_sgd_finds_an_orthogonal_row_space() -> None:
+    """PowerSGD finds a row space that is orthogonal to the last one."""
     tx = power_sgd(1, "batch")
     grads = jnp.zeros((RANKS, 64, 8))
     step, state = on_ranks(tx), states(tx, grads)
@@ -177,7 +185,8 @@ def test_qsgd_is_unbiased_and_its_variance_is_bounded() -> None:
     assert len(np.unique(np.abs(np.asarray(found)).round(5))) <= levels + 1
 
 
-def test_qsgd_rounds_otherwise_on_each_rank_leaf_step_and_seed() -> None:
+def test_qsgd_rounding_depends_on_rank_leaf_step_seed() -> None:
+    """QSGD rounds differently on each rank, leaf, step and seed."""
     one = normal(50)
     grads = [jnp.stack([one] * RANKS)] * 2
     tx, other = qsgd(2, "batch"), qsgd(2, "batch", seed=1)
@@ -241,13 +250,15 @@ def test_the_majority_decides() -> None:
     np.testing.assert_array_equal(voted(grads * np.array([1e-6, 1, 10, 1e5, 3])[:, None]), expected)
 
 
-def test_fewer_than_half_that_lie_change_nothing_where_the_others_agree() -> None:
+def test_lying_minority_does_not_change_a_vote() -> None:
+    """Fewer than half the ranks that lie change nothing where the others agree."""
     truth = np.sign(np.asarray(normal(20)))
     np.testing.assert_array_equal(voted([truth] * 3 + [-1000 * truth] * 2), truth)
     np.testing.assert_array_equal(voted([truth] * 2 + [-1000 * truth] * 3), -truth)
 
 
-def test_ties_and_zeros_are_positive_and_no_vote_overflows() -> None:
+def test_ties_and_zeros_are_positive_without_overflow() -> None:
+    """Ties and zeros count as positive, and no vote overflows."""
     np.testing.assert_array_equal(voted([[1, 0, -1, -1], [-1, 0, 1, -1]]), [1, 1, 1, -1])
     np.testing.assert_array_equal(voted([[1, -1]] * 300), [1, -1])
     np.testing.assert_array_equal(voted([[0, 0]] * 2), [0, 0])
@@ -276,7 +287,8 @@ def test_one_bit_adam_loses_nothing_on_its_two_ways() -> None:
         assert bool(jnp.all(state.nu == before.nu)) and int(state.step[0]) == n + 2
 
 
-def test_one_bit_adam_does_not_move_what_had_no_gradient() -> None:
+def test_one_bit_adam_leaves_zero_gradients_alone() -> None:
+    """One-bit Adam does not move elements that had no gradient."""
     tx = one_bit_adam(2, "batch", ranks=RANKS, block=8)
     grads = normal(RANKS, 10, 10).at[:, 3].set(0)
     step, state = on_ranks(tx), states(tx, grads)
@@ -286,7 +298,8 @@ def test_one_bit_adam_does_not_move_what_had_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_bit_adam_shows_what_is_not_finite_where_no_gradient_was(bad: float) -> None:
+def test_one_bit_adam_shows_nonfinite_new_gradients(bad: float) -> None:
+    """One-bit Adam shows a value that is not finite where there was no gradient before."""
     tx = one_bit_adam(1, "batch", ranks=RANKS, block=8)
     grads = normal(RANKS, 10, 10).at[:, 3].set(0).at[:, 7].set(0)
     step, state = on_ranks(tx), states(tx, grads)

@@ -45,7 +45,8 @@ def test_for_adam_it_is_not():
     assert distance(got, want) > 1e-3
 
 
-def test_local_steps_are_alone_and_the_exchange_is_the_mean():
+def test_local_steps_differ_and_exchange_averages():
+    """Local steps are independent on each rank, and the exchange is the mean."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     history, state = train(local_sgd(optimizer, "batch", every=3), starts(RANKS), 6)
     alone, _ = train(optimizer, starts(RANKS), 3)
@@ -58,7 +59,8 @@ def test_local_steps_are_alone_and_the_exchange_is_the_mean():
     assert distance(history[4], jax.tree.map(lambda x: x[:1], history[4])) > 1e-2
 
 
-def test_the_exchange_keeps_the_mean_of_different_parameters():
+def test_exchange_preserves_the_parameter_mean():
+    """The exchange preserves the mean of parameters that differ between ranks."""
     start = starts(RANKS, equal=False)
     (got,), _ = train(local_sgd(optax.sgd(0.1), "batch", every=1), start, 1, zero)
     assert_close(got, jax.tree.map(lambda x: x.mean(0, keepdims=True) + 0 * x, start))
@@ -90,7 +92,8 @@ def test_between_exchanges_nothing_is_sent(tx):
     assert sent == [0, 2, 0, 2]
 
 
-def test_full_participation_and_equal_weights_is_local_sgd():
+def test_full_federated_average_is_local_sgd():
+    """Full participation and equal weights make `federated_average` the same as `local_sgd`."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     (*_, got), _ = train(federated_average(optimizer, "batch", every=2, weights=[7.0] * RANKS), starts(RANKS), 4)
     (*_, want), _ = train(local_sgd(optimizer, "batch", every=2), starts(RANKS), 4)
@@ -104,7 +107,8 @@ def test_weights_weigh():
 
 
 @pytest.mark.parametrize("weights", [[1, 1e-46], [1e-300, 1e300]])
-def test_a_share_that_float32_cannot_hold_is_still_a_share(weights):
+def test_share_too_small_for_float32_still_counts(weights):
+    """A share that float32 cannot hold is still a share."""
     alone = [np.asarray(_shares(jnp.int32(n), 2, 0.5, weights, 0)) for n in range(8)]
     assert {tuple(shares) for shares in alone} == {(1, 0), (0, 1)}
     few = jax.jit(lambda n: _shares(n, 4, 0.75, [*weights, max(weights), max(weights)], 0))
@@ -160,7 +164,7 @@ def test_another_seed_chooses_others():
     assert len({who(seed) for seed in range(4)}) > 1
 
 
-def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
+def test_unchosen_rank_is_excluded_from_the_average():
     """Nor are parameters of its own that are not finite: its share is 0, and 0 times NaN is NaN."""
     tx = federated_average(optax.sgd(0.1), "batch", every=1, participation=0.5, seed=0)
     start = starts(RANKS)
@@ -171,7 +175,8 @@ def test_a_rank_that_is_not_chosen_is_no_part_of_the_average():
         np.testing.assert_array_equal(x[chosen], want[k][chosen])
 
 
-def test_whole_numbers_among_the_parameters_stay_the_rank_s_own():
+def test_integer_parameters_stay_local_to_each_rank():
+    """Integers among the parameters remain each rank's own."""
     params = {"w": np.ones((RANKS, 2), np.float32), "n": np.arange(RANKS, dtype=np.int32)}
     start = {"w": np.arange(RANKS, dtype=np.float32)[:, None] * np.ones((RANKS, 2), np.float32), "n": params["n"]}
     for tx in (

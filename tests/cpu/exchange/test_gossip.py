@@ -67,7 +67,8 @@ def test_gossip_keeps_the_mean_and_what_agrees(topology):
 
 
 @pytest.mark.parametrize("ranks", [4, 5, 8])
-def test_a_ring_agrees_at_the_rate_of_its_second_eigenvalue(ranks):
+def test_ring_converges_at_its_second_eigenvalue(ranks):
+    """A ring converges at the rate of its second eigenvalue."""
     rate = (1 + 2 * np.cos(2 * np.pi / ranks)) / 3
     found = rounds_of("ring", ranks)[0]
     eigenvalues = np.sort(np.linalg.eigvalsh(mixing_matrix(found, ranks)))
@@ -79,7 +80,8 @@ def test_a_ring_agrees_at_the_rate_of_its_second_eigenvalue(ranks):
 
 
 @pytest.mark.parametrize(("ranks", "agree"), [(2, True), (4, True), (8, True), (6, False)])
-def test_an_exponential_graph_of_a_power_of_two_agrees_after_one_turn(ranks, agree):
+def test_exponential_graph_agrees_after_one_turn(ranks, agree):
+    """An exponential graph agrees after one turn if the number of ranks is a power of two."""
     start = starts(ranks, equal=False)
     turn = (ranks - 1).bit_length()
     (*_, got), _ = train(gossip(optax.sgd(0.1), "batch", "exponential"), start, turn, zero)
@@ -87,7 +89,8 @@ def test_an_exponential_graph_of_a_power_of_two_agrees_after_one_turn(ranks, agr
     assert (apart < 1e-6) == agree
 
 
-def test_a_complete_graph_that_adapts_first_is_synchronous():
+def test_complete_graph_adapting_first_is_synchronous():
+    """A complete graph that adapts first is synchronous training."""
     tx = gossip(optax.sgd(0.1, momentum=0.9), "batch", "complete", adapt_first=True)
     (*_, got), _ = train(tx, starts(RANKS), 4)
     (*_, want), _ = train(optax.chain(mean("batch"), optax.sgd(0.1, momentum=0.9)), starts(RANKS), 4)

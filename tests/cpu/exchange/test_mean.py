@@ -67,7 +67,8 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
-def test_types_travel_apart_and_whole_numbers_have_a_mean(pattern):
+def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
+    """Different types are exchanged separately, and integers have a mean."""
     ranks = jnp.arange(4).reshape(2, 2)
     grads = {
         "i": jnp.stack([ranks, 300 + ranks], -1),

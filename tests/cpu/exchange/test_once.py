@@ -42,7 +42,8 @@ def traced(exchange, axes):
     jax.eval_shape(vmapped(step, axes), on_ranks(axes))
 
 
-def test_masks_that_overlap_are_refused_with_the_leaf_and_both_names():
+def test_overlapping_masks_error_names_leaf_and_both():
+    """Overlapping masks are refused with an error that names the leaf and both exchanges."""
     mixed = optax.chain(optax.masked(top_k(0.5, "batch"), MASK), optax.masked(mean("batch"), OTHER))
     message = r"^`mean` is given the leaf `\['other'\]`, which `top_k` has exchanged over `batch` already\. "
     with pytest.raises(ValueError, match=message):
@@ -65,7 +66,8 @@ CONDITIONAL = ("accumulate", "accumulate, top_k")
 
 
 @rows("lars, shared norms", "lamb, shared norms", *CONDITIONAL)
-def test_no_strategy_is_followed_by_another_over_its_axes(row: Row):
+def test_no_strategy_may_precede_another_on_its_axes(row: Row):
+    """No strategy may be followed by another one over its axes."""
     axes = row.axes(4)
     with pytest.raises(ValueError, match=r"^`mean` is given the leaf .* already\. A leaf is exchanged once"):
         traced(optax.chain(row.made(4), mean(tuple(axes))), axes)
@@ -78,13 +80,15 @@ def test_no_strategy_follows_another_over_its_axes(row: Row):
         traced(optax.chain(mean(tuple(axes)), row.made(4)), axes)
 
 
-def test_one_axis_after_another_norms_behind_a_mean_and_arithmetic_in_between_are_not_refused():
+def test_valid_chains_of_exchanges_are_accepted():
+    """One axis after another, norms after a mean, and arithmetic in between are not refused."""
     traced(optax.chain(mean("local"), top_k(0.5, "node")), AXES)
     traced(optax.chain(mean("node"), lars("node", 0.1)), AXES)
     traced(optax.chain(mean("node"), optax.scale(2.0), mean("node")), AXES)
 
 
-def test_the_same_gradients_may_be_exchanged_in_two_ways():
+def test_same_gradients_may_be_exchanged_in_two_ways():
+    """The same gradients may be exchanged in two ways."""
     one, two = mean("batch"), qsgd(15, "batch")
 
     def step(updates):
@@ -112,7 +116,8 @@ def test_nothing_is_kept():
         ("mean", lambda tx: sharded_optimizer(tx, "batch")),
     ],
 )
-def test_one_inside_the_optimizer_of_another_is_refused(inner, outer):
+def test_exchange_nested_in_an_optimizer_is_rejected(inner, outer):
+    """An exchange inside the optimizer of another exchange is refused."""
     exchange = {"mean": mean("batch"), "top_k": top_k(0.5, "batch")}[inner]
     nested = outer(optax.chain(exchange, optax.sgd(0.1)))
     message = rf"^`{inner}` is inside the optimizer of `\w+`, and both exchange over `batch`\. A leaf is exchanged once"

@@ -26,7 +26,8 @@ def trained(one: jax.Array) -> tuple[Any, Any]:
     return jax.tree.map(lambda x: np.asarray(x[0]), (updates, state))
 
 
-def test_a_leaf_much_smaller_than_a_block_is_adam_where_signs_lose_nothing() -> None:
+def test_small_leaf_equals_adam_if_signs_are_lossless() -> None:
+    """A leaf much smaller than a block equals Adam where signs lose nothing."""
     one = jnp.where(normal(10, 10) > 0, 0.5, -0.5)
     updates, state = trained(one)
     np.testing.assert_allclose(state.mu, (1 - 0.9 ** (1 + STEPS)) * one, rtol=1e-5)
@@ -43,7 +44,8 @@ def test_its_momentum_is_as_large_as_the_exact_one() -> None:
 @pytest.mark.parametrize(
     ("size", "block", "ranks"), [(45, 16, 4), (100, 2048, 4), (64, 16, 4), (5, 8, 3), (301, 24, 2), (16, 16, 1)]
 )
-def test_a_scale_is_the_mean_of_the_elements_that_there_are(size: int, block: int, ranks: int) -> None:
+def test_scale_is_the_mean_of_existing_elements(size: int, block: int, ranks: int) -> None:
+    """A scale is the mean of the elements that exist, without padding."""
     x = np.asarray(normal(size))
     blocks = -(-size // (ranks * block))
     parts = jnp.asarray(np.pad(x, (0, ranks * blocks * block - size)).reshape(ranks, -1))

@@ -67,7 +67,7 @@ def test_what_is_not_narrower_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "weights"), [(3, None), (3, [1, 2, 4]), (7, None)])
-def test_parameters_of_sixteen_bits_that_all_ranks_share_are_their_average(ranks: int, weights: Any) -> None:
+def test_average_of_equal_16_bit_params_is_exact(ranks: int, weights: Any) -> None:
     """Parts of the average are not rounded to 16 bits before they are added."""
     tx = federated_average(optax.identity(), "batch", every=1, weights=weights)
     # As many as there are from 2 to 4, and one of another size.

@@ -64,7 +64,7 @@ def test_heavy_work_is_in_compute_segments(tx: optax.GradientTransformation, wor
 
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree", "hierarchical"])
 @pytest.mark.parametrize("wire_dtype", [None, jnp.bfloat16])
-def test_what_a_mean_hands_from_hop_to_hop_stays_inside(pattern, wire_dtype):
+def test_mean_hop_values_stay_inside_the_segment(pattern, wire_dtype):
     """What is not finite there is not finite at the end, so that `nonfinite` need not look at it."""
     axes, names = ({"node": 2, "local": 2}, ("node", "local")) if pattern == "hierarchical" else ({"batch": 4}, "batch")
     tx = exchange.mean(names, pattern=pattern, wire_dtype=wire_dtype)

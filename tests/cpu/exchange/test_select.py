@@ -58,7 +58,8 @@ def test_the_sample_has_elements_of_all_columns(size: int) -> None:
         assert len({n % columns for n in range(0, size, stride)}) == columns
 
 
-def test_the_way_that_was_measured_to_be_faster_is_taken() -> None:
+def test_faster_measured_selection_is_used() -> None:
+    """The selection that was measured to be faster is used."""
     kept = Path(__file__).parents[3] / "benchmarks" / "results" / "selection.json"
     if not kept.exists():
         pytest.skip("no result is kept")

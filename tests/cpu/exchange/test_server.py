@@ -80,7 +80,8 @@ def starts_from_values():
     return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (jax.tree.map(jnp.subtract, s, p), s))
 
 
-def test_state_that_starts_from_values_starts_in_the_step():
+def test_value_dependent_state_starts_in_the_step():
+    """State that starts from the parameters' values starts in the step."""
     tx = sharded_optimizer(starts_from_values(), "batch", ranks=RANKS)
     with pytest.raises(
         ValueError, match=r"^the optimizer of `sharded_optimizer` starts its state from the parameters'"

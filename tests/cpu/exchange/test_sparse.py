@@ -43,7 +43,8 @@ def test_what_top_k_does_not_send_it_keeps(options: Any) -> None:
         np.testing.assert_allclose(total, 10 * g.sum(0).ravel(), rtol=1e-5, atol=1e-4)
 
 
-def test_what_top_k_does_not_send_of_sixteen_bits_it_keeps_in_float32() -> None:
+def test_top_k_residual_of_16_bits_is_float32() -> None:
+    """Top-k stores in float32 what it does not send of 16-bit gradients."""
     tx = top_k(0.1, "batch", values_dtype=jnp.bfloat16)
     grads = normal(RANKS, 12, 10).astype(jnp.bfloat16)
     step, state = on_ranks(tx), states(tx, grads)
@@ -58,7 +59,8 @@ def test_what_top_k_does_not_send_of_sixteen_bits_it_keeps_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
+def test_values_too_large_for_the_wire_go_in_parts(dtype: Any) -> None:
+    """Values that are too large for the wire type are sent piece by piece."""
     tx = top_k(0.1, "batch", values_dtype=dtype)
     most = float(jnp.finfo(dtype).max)
     step, zero = on_ranks(tx), jnp.zeros((RANKS, 12, 10))
@@ -81,7 +83,8 @@ def test_what_is_too_large_for_the_wire_is_sent_bit_by_bit(dtype: Any) -> None:
     ],
     ids=["top_k", "bucket", "gtop_k", "threshold", "bfloat16"],
 )  # fmt: skip
-def test_what_waits_until_it_is_too_large_for_the_update_is_sent_bit_by_bit(make: Any) -> None:
+def test_residual_too_large_for_update_goes_in_parts(make: Any) -> None:
+    """What waits until it is too large for the update is sent piece by piece."""
     tx, zero = make(), jnp.zeros((RANKS, 10, 10), jnp.float16)
     step, state = on_ranks(tx), states(make(), zero)
     grads = zero.at[:, 3, 4].set(40000).at[:, 5, 6].set(39000)  # one of them is sent in a step
@@ -103,7 +106,7 @@ def test_a_sum_of_a_node_may_be_larger_than_the_update() -> None:
     assert (updates == grads).all() and not state.residual.any()
 
 
-def test_a_step_that_is_not_taken_keeps_what_was_not_sent() -> None:
+def test_skipped_step_preserves_the_residual() -> None:
     """As loss scaling does it: all ranks agree that a gradient overflowed, and go on with the old state."""
     tx = top_k(0.1, "batch")
 
@@ -121,7 +124,8 @@ def test_a_step_that_is_not_taken_keeps_what_was_not_sent() -> None:
     assert not np.isfinite(spoiled.residual).all(), "the check above can fail"
 
 
-def test_hierarchical_top_k_keeps_on_the_shard_what_the_node_does_not_send() -> None:
+def test_hierarchical_top_k_residual_is_per_shard() -> None:
+    """Hierarchical `top_k` stores on the shard what the node does not send."""
     axes = {"node": 2, "local": 3}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=3)
     grads = normal(2, 3, 7, 4)  # 28 elements in shards of 10
@@ -148,7 +152,8 @@ def test_each_leaf_of_a_bucket_keeps_its_own_range() -> None:
         assert not state.residual["wide"].any() and (state.residual["narrow"] == 9e4 - 65504).all()
 
 
-def test_hierarchical_top_k_of_a_bucket_in_sixteen_bits_loses_nothing_either() -> None:
+def test_hierarchical_16_bit_bucket_top_k_is_lossless() -> None:
+    """Hierarchical `top_k` of a bucket in 16 bits loses nothing either."""
     axes = {"node": 2, "local": 2}
     options = {"bucket": True, "values_dtype": jnp.bfloat16}
     tx = top_k(0.2, ("node", "local"), pattern="hierarchical", local_size=2, **options)
@@ -186,7 +191,8 @@ def test_so_many_elements_are_sent(density: float, size: int, k: int, selection:
     assert np.count_nonzero(updates) == k
 
 
-def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
+def test_biases_are_averaged_uncompressed_by_default() -> None:
+    """Biases are averaged uncompressed unless `skip` says otherwise."""
     grads = {"bias": normal(RANKS, 10), "kernel": normal(RANKS, 10, 10)}
     tx = top_k(0.1, "batch")
     updates, state = on_ranks(tx)(grads, states(tx, grads))
@@ -199,7 +205,9 @@ def test_biases_are_averaged_as_they_are_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("make", [top_k, gtop_k])
-def test_biases_and_scales_of_two_dimensions_are_averaged_as_they_are(make: Any) -> None:
+def test_2d_biases_and_scales_are_not_compressed(make: Any) -> None:
+    """Biases and scales of two dimensions are averaged uncompressed."""
+
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x: Any, _: Any) -> Any:
@@ -266,7 +274,7 @@ def test_gtop_k_refuses(density: float) -> None:
 
 
 @pytest.mark.parametrize(("bucket", "shape"), [(True, (1 << 15, 1 << 15)), (False, (1 << 16, 1 << 15))])
-def test_more_elements_than_int32_can_name_are_refused_before_the_first_step(bucket: bool, shape: Any) -> None:
+def test_more_elements_than_int32_are_rejected_early(bucket: bool, shape: Any) -> None:
     """Traced only: nothing is as large as that."""
     tx = top_k(0.1, "batch", bucket=bucket)
     one = jax.ShapeDtypeStruct((1, *shape), jnp.float32)

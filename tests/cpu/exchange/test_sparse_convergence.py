@@ -53,7 +53,8 @@ def converges(tx: optax.GradientTransformation, axes: dict[str, int] | None = No
     return usual < 0.05 and usual < 0.4 * coarse and fine < 0.1 * coarse
 
 
-def test_top_k_converges_with_error_feedback_and_stalls_without() -> None:
+def test_top_k_converges_only_with_error_feedback() -> None:
+    """Top-k converges with error feedback and stalls without it."""
     assert opposing(mean("batch")) < 1e-3
     assert converges(top_k(0.125, "batch"))
     for rate in (0.02, 0.005):

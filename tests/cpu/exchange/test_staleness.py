@@ -30,7 +30,8 @@ pytestmark = pytest.mark.exhaustive
     [asynchronous(optax.identity(), "batch", delays=1), bounded_stale(optax.identity(), "batch", bound=1)],
     ids=["asynchronous", "bounded_stale"],
 )
-def test_what_waits_is_not_rounded_to_the_parameters_type(tx):
+def test_waiting_gradients_are_not_rounded(tx):
+    """Gradients that wait are not rounded to the type of the parameters."""
     params = jnp.zeros((2, 4), jnp.bfloat16)
     grads = jnp.stack([jnp.full(4, 1 / 3), jnp.full(4, 1 / 7)])  # float32
     init = jax.vmap(tx.init)(params)
@@ -57,7 +58,8 @@ def test_without_delay_it_is_synchronous_to_the_bit(name, stale):
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
-def test_bounded_stale_sees_its_own_at_once_and_others_late(bound):
+def test_bounded_stale_delays_only_other_ranks(bound):
+    """In `bounded_stale`, a rank sees its own gradients at once and those of others late."""
     rate, steps = 0.05, 7
     history, _ = train(bounded_stale(optax.sgd(rate), "batch", bound=bound), parameters(), steps)
     x = {k: np.stack([np.asarray(v, np.float64)] * RANKS) for k, v in parameters().items()}

@@ -55,7 +55,8 @@ def test_lossless_equals_its_reference(row: Row, ranks: int) -> None:
 
 
 @EVERY
-def test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row: Row, ranks: int) -> None:
+def test_state_types_and_bits_survive_rerun_and_resume(row: Row, ranks: int) -> None:
+    """The state preserves its types, and a run repeats and resumes bit for bit."""
     first = run(row, ranks)
     assert same_bits(run(row, ranks), first) or not row.deterministic
     step, fresh = compiled(row, ranks, "make")
@@ -145,7 +146,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> Non
 def test_one_world(row: Row) -> None:
     """What the usual tier has of the above: one test a row, which compiles it once."""
     test_identical_on_all_ranks(row, 4)
-    test_the_state_keeps_its_types_and_a_run_repeats_and_resumes_bit_for_bit(row, 4)
+    test_state_types_and_bits_survive_rerun_and_resume(row, 4)
     test_no_gradient_no_update(row, 4)
     for bad in BAD:
         test_what_is_not_finite_on_one_rank_is_seen_on_all(row, 4, bad)

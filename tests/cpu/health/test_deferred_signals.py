@@ -22,7 +22,8 @@ def terminated():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypatch):
+def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
+    """Signals are stored in order, and are raised directly again afterwards."""
     now_s, asked = [0.0], []
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
@@ -37,7 +38,8 @@ def test_they_are_kept_in_order_and_raised_again_afterwards(terminated, monkeypa
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_one_that_nobody_asks_for_is_followed_by_one_that_comes(terminated, monkeypatch):
+def test_unclaimed_signal_lets_a_later_one_raise(terminated, monkeypatch):
+    """After a signal that nobody asks for, a later one is raised."""
     now_s = [0.0]
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:
@@ -65,7 +67,8 @@ def test_any_handler_that_raises_is_held_back():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_handler_that_raises_nothing_is_called_as_ever():
+def test_handler_that_raises_nothing_is_still_called():
+    """A handler that raises nothing is called as usual."""
     calls = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
@@ -117,7 +120,8 @@ except BaseException as error: print(type(error).__name__, job.status, job.error
 
 
 @pytest.mark.parametrize(("name", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")])
-def test_one_that_comes_while_the_run_begins_stops_it_cleanly(name, raised):
+def test_signal_during_run_start_stops_cleanly(name, raised):
+    """A signal that arrives while the run begins stops the run cleanly."""
     line = [sys.executable, "-c", SOON.format(name=name)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{raised} stopped None\n", done.stdout + done.stderr

@@ -34,7 +34,8 @@ def test_what_is_under_way_is_in_the_file_at_once(flight, tmp_path):
     assert (record.rank, record.size, record.pid, record.unread) == (0, 1, os.getpid(), 0)
 
 
-def test_a_folder_stays_where_it_was_when_the_script_goes_elsewhere(tmp_path, monkeypatch):
+def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
+    """The folder stays where it was when the script changes its working directory."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     monkeypatch.chdir(tmp_path)
     recorder = FlightRecorder([this_process()], 0)
@@ -48,7 +49,8 @@ def test_a_folder_stays_where_it_was_when_the_script_goes_elsewhere(tmp_path, mo
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_two_files_of_bounded_size_keep_what_is_under_way(flight, tmp_path, monkeypatch):
+def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch):
+    """Two files of bounded size hold the activities that are under way."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     flight.begin(Activity.now("vote", number=1))
     for step in range(500):
@@ -62,7 +64,8 @@ def test_two_files_of_bounded_size_keep_what_is_under_way(flight, tmp_path, monk
     assert record.unread == 0
 
 
-def test_what_begins_and_ends_while_the_file_changes_is_known(flight, tmp_path, monkeypatch):
+def test_activity_during_file_rotation_is_recorded(flight, tmp_path, monkeypatch):
+    """Activities that begin and end while the file changes are recorded."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
     tokens, replace = [flight.begin(Activity.now("vote", number=1))], os.replace
 
@@ -83,7 +86,8 @@ def test_what_begins_and_ends_while_the_file_changes_is_known(flight, tmp_path, 
     assert (record.entered, record.unread) == (2, 0)
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(flight, caplog):
+def test_disk_failure_ends_only_the_recording(flight, caplog):
+    """A disk that fails ends the recording and nothing else."""
     os.close(flight._file)
     with caplog.at_level(logging.WARNING):
         token = flight.begin(compute(1))
@@ -105,7 +109,8 @@ def test_where_a_rank_is():
         assert flight.describe() == "in job 'a', step 1 (checkpoint)"
 
 
-def test_the_first_last_words_count_and_name_what_an_exception_left(flight, tmp_path):
+def test_first_exit_record_counts_and_names_activity(flight, tmp_path):
+    """The first exit record is the valid one, and names the activity that an exception left."""
     with pytest.raises(ValueError, match="x"), flight.during("compile", job="a", step=1):
         raise ValueError("x")
     assert flight.record_exit("failed", "with x" * 10_000) == "in job 'a', step 1 (compile)"

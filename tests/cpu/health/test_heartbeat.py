@@ -161,7 +161,8 @@ def ring(monkeypatch):
     return make
 
 
-def test_a_rank_that_goes_silent_is_found_by_both_neighbours(ring):
+def test_silent_rank_is_found_by_both_neighbours(ring):
+    """A rank that goes silent is found by both neighbours."""
     _, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(4)])
     for _ in range(30):
         assert turn(0, 1, 2, 3) == {}
@@ -172,7 +173,8 @@ def test_a_rank_that_goes_silent_is_found_by_both_neighbours(ring):
     assert {rank for turns in found for rank in turns} == {1, 3}
 
 
-def test_a_process_that_is_gone_is_found_at_the_second_look(ring):
+def test_dead_process_is_found_at_the_second_check(ring):
+    """A process that is gone is found at the second check."""
     own = this_process()
     dead = ProcessId(host=own.host, machine=own.machine, pid=own.pid, started=own.started + 1)
     _, _, turn = ring([own, dead])
@@ -190,7 +192,8 @@ def test_a_rank_says_good_bye_and_beats_on(ring):
     assert any(turn(0) for _ in range(12))
 
 
-def test_beats_do_not_pile_up_before_a_rank_that_takes_none(ring):
+def test_heartbeats_do_not_pile_up_for_a_stuck_rank(ring):
+    """Heartbeats do not pile up for a rank that receives none."""
     comms, _, turn = ring([ProcessId(host=f"h{n}", machine="m", pid=n, started=1) for n in range(3)])
     comms[0].arrives = False
     sent = []

@@ -49,7 +49,8 @@ def test_a_handler_of_the_user_stays():
     ) == "mine\nFalse\n"  # fmt: skip
 
 
-def test_a_signal_that_was_handled_is_not_taken_for_another_however_late_somebody_looks():
+def test_handled_signal_is_never_taken_for_another():
+    """A signal that was handled is not mistaken for another, however late the check is."""
     assert run(
         "import time\ntermination.install()\n"
         "try: os.kill(os.getpid(), signal.SIGTERM)\n"

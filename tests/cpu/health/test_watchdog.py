@@ -176,7 +176,8 @@ def clock(monkeypatch):
     return now_s
 
 
-def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
+def test_time_while_stopped_does_not_count_as_waiting(clock):
+    """Time during which the process was stopped does not count as waiting."""
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
     found = []
     dog._investigate = lambda token: found.append(dog._waits[token][0].job)
@@ -199,7 +200,7 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(clock):
 
 
 @pytest.mark.parametrize("heartbeat", [None, SimpleNamespace(poll=lambda: None, exited=dict)])
-def test_a_wait_with_nobody_to_blame_leaves_a_silent_rank_to_the_heartbeats(heartbeat, monkeypatch):
+def test_wait_blaming_nobody_leaves_rank_to_heartbeats(heartbeat, monkeypatch):
     """An evaluation may hold the interpreter's lock for longer than a question waits."""
     reports = []
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
@@ -214,7 +215,8 @@ def test_a_wait_with_nobody_to_blame_leaves_a_silent_rank_to_the_heartbeats(hear
     assert reports == ([] if heartbeat else [(1,)])
 
 
-def test_time_in_which_the_process_was_stopped_while_it_asked_is_no_wait(clock, monkeypatch):
+def test_time_stopped_while_asking_is_no_wait(clock, monkeypatch):
+    """Time during which the process was stopped while it asked does not count as waiting."""
     dog = Watchdog(Comm(0, [SimpleQueue(), SimpleQueue()]), timeout_s=5, flight=FlightRecorder([this_process()] * 2, 0))
     turns = iter([100.0])
     dog._stop = SimpleNamespace(wait=lambda s: clock.__setitem__(0, clock[0] + next(turns, s)), is_set=lambda: False)

@@ -76,7 +76,8 @@ def leaves_of_all_kinds() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_a_broadcast_keeps_types_weak_ones_included_and_pins_nothing(x64: bool) -> None:
+def test_broadcast_preserves_types_and_pins_nothing(x64: bool) -> None:
+    """A broadcast preserves types, including weak ones, and pins nothing to a device."""
     with jax.enable_x64(x64):
         state = leaves_of_all_kinds()
     got = in_a_thread(lambda: broadcast(state, Alone()))
@@ -92,7 +93,8 @@ def test_a_broadcast_keeps_types_weak_ones_included_and_pins_nothing(x64: bool) 
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_broadcast_keeps_keys_of_a_generator_of_ones_own(pinned: bool) -> None:
+def test_broadcast_preserves_custom_generator_keys(pinned: bool) -> None:
+    """A broadcast preserves the keys of a custom generator."""
     impl: Any = threefry_prng_impl
     own = define_prng_impl(
         key_shape=impl.key_shape, seed=impl.seed, split=impl.split, random_bits=impl.random_bits, fold_in=impl.fold_in,
@@ -107,7 +109,9 @@ def test_a_broadcast_keeps_keys_of_a_generator_of_ones_own(pinned: bool) -> None
     assert np.array_equal(jax.random.normal(got, 3), jax.random.normal(key, 3))
 
 
-def test_zeros_have_the_types_that_the_exchange_was_compiled_for() -> None:
+def test_zeros_have_the_compiled_exchange_types() -> None:
+    """Zeros have the types that the exchange was compiled for."""
+
     def step(x: Any, n: Any, key: Any) -> Any:
         return lax.psum((x, x.astype(jnp.bfloat16), n), "batch"), key
 

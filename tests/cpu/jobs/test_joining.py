@@ -57,7 +57,9 @@ def test_jobs_join_that_ranks_add_in_other_orders(policy):
         assert names == ["a", "b", "d", "c"]
 
 
-def test_a_control_thread_adds_a_job_and_waits_for_its_end():
+def test_control_thread_adds_a_job_and_waits_for_it():
+    """A control thread adds a job and waits for its end."""
+
     def work(world):
         runner, got = Runner(world), []
         begun = threading.Event()
@@ -82,7 +84,9 @@ def test_a_control_thread_adds_a_job_and_waits_for_its_end():
     assert run_ranks(2, work) == [[(2.0, "ended")]] * 2
 
 
-def test_a_job_that_some_rank_does_not_add_is_an_error_on_all():
+def test_job_missing_on_a_rank_is_an_error_on_all():
+    """A job that some rank does not add is an error on all ranks."""
+
     def work(world):
         runner = Runner(world)
 
@@ -194,7 +198,9 @@ def test_rank_0_submits_a_job_by_name():
     assert run_ranks(3, work) == [[("a", None, "ended"), ("late", 9.0, "ended")]] * 3
 
 
-def test_what_cannot_be_submitted_is_refused_where_it_is_called():
+def test_invalid_submission_is_rejected_at_the_call():
+    """What cannot be submitted is refused at the call."""
+
     def work(world):
         runner, refused = Runner(world), []
         runner.register("f", lambda job, **_: None)
@@ -240,7 +246,9 @@ def test_what_cannot_be_submitted_is_refused_where_it_is_called():
         assert text.startswith(beginning)
 
 
-def test_only_rank_0_submits_and_a_rank_without_the_function_ends_the_job():
+def test_only_rank_0_submits_registered_functions():
+    """Only rank 0 submits, and a rank that lacks the function ends the job."""
+
     def work(world):
         runner = Runner(world)
         if world.rank == 0:
@@ -264,7 +272,9 @@ def test_only_rank_0_submits_and_a_rank_without_the_function_ends_the_job():
     assert run_ranks(2, work) == ["ended", "ended"]
 
 
-def test_many_jobs_come_and_go_and_nothing_of_them_stays():
+def test_many_short_jobs_leave_nothing_behind():
+    """Many jobs come and go, and nothing of them remains."""
+
     def work(world):
         runner, peak = Runner(world), []
 

@@ -17,7 +17,8 @@ def delete(tree):
         leaf.delete()
 
 
-def test_the_part_of_the_results_with_the_structure_of_the_state():
+def test_selects_the_result_with_the_state_structure():
+    """The part of the results that has the structure of the state is selected."""
     one, loss = state(1.0), {"loss": jnp.float32(0)}
     assert select_state(state(0.0), (one, loss)) is one
     assert select_state(state(0.0), (loss, one)) is one
@@ -26,7 +27,7 @@ def test_the_part_of_the_results_with_the_structure_of_the_state():
     assert select_state((state(0.0), loss), pair) is pair
 
 
-def test_a_part_must_have_the_shapes_and_types_of_the_state():
+def test_part_must_match_state_shapes_and_types():
     """A loss is a leaf, as a state that is one array is."""
     loss, w = jnp.float32(0), jnp.ones(4)
     assert select_state(jnp.zeros(4), (loss, w)) is w
@@ -42,7 +43,8 @@ def test_a_part_must_have_the_shapes_and_types_of_the_state():
         ("text", (jnp.ones(4), jnp.float32(0))),
     ],
 )
-def test_all_results_if_several_parts_are_like_the_state_or_none_is(given, parts):
+def test_ambiguous_or_missing_part_selects_all_results(given, parts):
+    """All results are selected if several parts match the state or none does."""
     assert select_state(given, parts) is parts
 
 
@@ -68,7 +70,8 @@ def test_a_state_given_after_the_last_step_stays():
     assert latest.state is mine
 
 
-def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
+def test_donated_state_is_replaced_initial_one_stays():
+    """A state that was donated is replaced, and one without steps stays."""
     latest, one = LatestState(), state(1.0)
     latest.adopt_results()
     assert latest.state is None
@@ -80,7 +83,8 @@ def test_a_state_that_was_donated_is_replaced_and_one_without_steps_stays():
     assert latest.state is one
 
 
-def test_results_of_other_functions_count_only_if_they_were_given_the_state():
+def test_other_functions_count_only_if_given_the_state():
+    """Results of other functions count only if the functions were given the state."""
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_results((one, None), 1)
@@ -94,7 +98,8 @@ def test_results_of_other_functions_count_only_if_they_were_given_the_state():
     assert latest.state is two
 
 
-def test_lost_results_do_not_take_the_place_of_anything():
+def test_lost_results_replace_nothing():
+    """Results that were lost do not take the place of anything."""
     latest, mine, one = LatestState(), state(0.0), state(1.0)
     latest.set(mine, 0)
     latest.note_results(one, 1)
@@ -103,7 +108,8 @@ def test_lost_results_do_not_take_the_place_of_anything():
     assert latest.state is mine
 
 
-def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
+def test_copy_shares_no_arrays_and_preserves_leaves():
+    """A copy shares no arrays and preserves the other leaves."""
     mine = {"w": jnp.ones(2), "n": 3, "weak": jnp.asarray(1.0), "host": np.ones(2)}
     copy = own_copy(mine)
     mine["w"].delete()
@@ -116,7 +122,8 @@ def test_a_copy_shares_no_arrays_and_keeps_other_leaves():
 
 @pytest.mark.parametrize("donates", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
-def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, donates):
+def test_results_changed_before_next_step_are_a_guess(changes, donates):
+    """Results that are changed before the next step are a guess."""
     latest, one, two = LatestState(), state(1.0), state(2.0)
     latest.set(state(0.0), 0)
     latest.note_arguments([jnp.ones(3), *latest.state.values()])
@@ -130,7 +137,8 @@ def test_results_that_are_changed_before_the_next_step_are_a_guess(changes, dona
     assert latest.is_guess == changes
 
 
-def test_results_whose_change_the_function_has_given_are_no_guess():
+def test_results_with_a_reported_change_are_no_guess():
+    """Results whose change the function has reported are not a guess."""
     latest = LatestState()
     latest.set(state(0.0), 0)
     for step in (1, 2):
@@ -155,7 +163,8 @@ def test_results_of_another_make_are_looked_at_anew(later):
     assert not latest.is_guess
 
 
-def test_a_state_in_parts_is_not_taken_for_a_changed_one():
+def test_state_in_parts_is_not_mistaken_for_changed():
+    """A state in parts is not mistaken for a changed one."""
     latest, state = LatestState(), ({"w": jnp.ones(3)}, {"m": jnp.ones(3)})
     latest.set(state, 0)
     for step in (1, 2):

@@ -26,7 +26,8 @@ class Data:
 
 
 @pytest.mark.parametrize("how", ["ended", "stopped", "failed", "ejected"])
-def test_memory_of_a_job_that_left_is_free_while_others_run(how):
+def test_memory_of_a_job_that_left_is_released(how):
+    """The memory of a job that left is free while other jobs run."""
     size, probes = 4099, {}
 
     def arrays():
@@ -98,7 +99,8 @@ def batches(*bad, n=6):
 
 
 @pytest.mark.parametrize("options", [{"donate_argnums": 0}, {}, {"cut": 2, "bucket_bytes": 0, "donate_argnums": 0}])
-def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(options):
+def test_skipped_step_equals_a_missing_batch(options):
+    """A skipped step has the same result as if its batch had not been there."""
     world, step = jaxcross.initialize(), real_step(**options)
 
     def state():
@@ -119,7 +121,8 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(options):
     assert (skips.step, int(skips.state[1])) == (6, 4)
 
 
-def test_a_step_that_does_not_return_its_state_cannot_be_skipped():
+def test_step_that_returns_no_state_cannot_be_skipped():
+    """A step that does not return its state cannot be skipped."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -137,7 +140,8 @@ def test_a_step_that_does_not_return_its_state_cannot_be_skipped():
             run([job], world=world)
 
 
-def test_an_exchange_in_the_middle_is_named_by_its_line():
+def test_nonfinite_exchange_midway_is_named_with_line():
+    """An exchange in the middle of a step that is not finite is named by its line."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch")
@@ -153,7 +157,7 @@ def test_an_exchange_in_the_middle_is_named_by_its_line():
 
 
 @pytest.mark.parametrize("cut", ["whole", 2])
-def test_an_infinite_norm_that_its_own_segment_divides_by_is_seen(cut):
+def test_infinite_norm_divided_by_its_segment_is_seen(cut):
     """Gradients over it are zeros: nothing that leaves the segment says that it was infinite."""
     world = jaxcross.initialize()
 
@@ -172,7 +176,8 @@ def test_an_infinite_norm_that_its_own_segment_divides_by_is_seen(cut):
     assert raises.step == 1
 
 
-def test_the_first_exchange_that_is_not_finite_is_named_also_where_its_segment_reads_it():
+def test_first_nonfinite_exchange_is_named_if_read():
+    """The first exchange that is not finite is named, also where its own segment reads it."""
     world = jaxcross.initialize()
 
     @jaxcross.crossover(axes="batch")
@@ -226,7 +231,9 @@ def test_a_job_that_catches_everything_is_left_behind(ends, caplog):
     assert sum("catches every exception" in r.getMessage() for r in caplog.records) == 2
 
 
-def test_numbers_and_names_that_no_float_and_no_json_holds_are_reported_all_the_same():
+def test_huge_numbers_and_tuple_names_are_reported():
+    """Numbers that no float holds and names that no JSON holds are reported all the same."""
+
     def work(world):
         def fn(job):
             job.log({"huge": 10**400, "low": -(10**400)})

@@ -131,7 +131,7 @@ def test_the_report_says_who_left_when_and_why(tmp_path):
     run_ranks(1, work)
 
 
-def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
+def test_nonfinite_policies_that_differ_are_rejected():
     """One would skip the step that the other one takes."""
 
     def work(world):
@@ -150,7 +150,9 @@ def test_a_policy_for_values_that_ranks_do_not_share_is_refused():
     run_ranks(2, work)
 
 
-def test_a_policy_for_values_comes_before_the_first_step():
+def test_nonfinite_policy_is_set_before_the_first_step():
+    """A policy for values that are not finite must be set before the first step."""
+
     def work(world):
         step = make_step(world)
 

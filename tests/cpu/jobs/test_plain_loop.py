@@ -21,7 +21,8 @@ def begun(initial: Any, state: Any) -> list[Any]:
     return run_ranks(2, work)
 
 
-def test_initial_says_what_becomes_of_each_ranks_values() -> None:
+def test_initial_decides_the_use_of_each_ranks_values() -> None:
+    """The option `initial` says what becomes of each rank's values."""
     assert begun("local", float) == [0.0, 1.0]
     assert begun("broadcast", float) == [0.0, 0.0]
     assert begun("check", lambda rank: 3.0) == [3.0, 3.0]
@@ -39,7 +40,9 @@ def test_a_local_state_trains_on() -> None:
     assert run_ranks(2, work) == [solo([[1.0, 2.0]] * 2, 1.0)] * 2
 
 
-def test_ranks_that_begin_unlike_are_an_error_that_says_how() -> None:
+def test_different_initial_options_error_says_how() -> None:
+    """Ranks that begin differently cause an error that says how."""
+
     def work(world: Any) -> None:
         initial: Any = "local" if world.rank else "broadcast"
         with pytest.raises(JobError, match=r"different things on different ranks.*mode='broadcast'"):
@@ -59,14 +62,17 @@ def test_ranks_that_begin_unlike_are_an_error_that_says_how() -> None:
         ({"nonfinite": True}, ValueError, "^`nonfinite` of job `a` must be one of 'ignore', 'raise', .*, got True.$"),
     ],
 )  # fmt: skip
-def test_arguments_of_a_job_are_checked_where_they_are_given(
+def test_job_arguments_are_checked_on_construction(
     options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
+    """The arguments of a job are checked where they are given."""
     with pytest.raises(kind, match=message):
         Job("a", lambda state, batch: (state, batch), 0.0, [1.0], **options)
 
 
-def test_a_wrong_mode_of_restore_fails_the_job_on_all_ranks() -> None:
+def test_invalid_restore_mode_fails_job_on_all_ranks() -> None:
+    """A wrong mode of `restore` fails the job on all ranks."""
+
     def work(world: Any) -> None:
         from jaxcross.jobs.runner import Runner
 

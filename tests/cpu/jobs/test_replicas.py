@@ -108,7 +108,8 @@ def test_names_of_a_users_nnx_variables_mean_nothing():
     assert common_leaves(state) == [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
 
 
-def test_states_of_strategies_in_one_another_and_in_nnx_are_known():
+def test_nested_and_nnx_strategy_states_are_recognised():
+    """States of strategies inside one another and in `nnx` are recognised."""
     tx = exchange.local_sgd(exchange.top_k(0.1, "b"), "b", every=4)
     state = {"opt": (optax.EmptyState(), tx.init(PARAMS)), "params": PARAMS}
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -125,7 +126,8 @@ def test_batch_statistics_of_linen_are_left_out():
     assert common_leaves(dict(variables)) == ["['params']['bias']", "['params']['scale']"]
 
 
-def test_digests_are_of_values_and_read_every_kind_of_leaf():
+def test_digests_cover_the_values_of_every_leaf_kind():
+    """Digests are computed from values and read every kind of leaf."""
     state = {"a": jnp.arange(3), "k": jax.random.key(1), "n": np.float64(2), "p": 3}
     paths = set(common_leaves(state))
     found = digests(state, paths)
@@ -187,7 +189,8 @@ def test_findings_keep_the_last_comparison_that_held():
     assert findings.text == "equal in 1 of 3 leaves"
 
 
-def test_findings_count_batches_where_there_are_no_steps():
+def test_findings_count_batches_if_there_are_no_steps():
+    """Findings count batches where there are no steps."""
     findings = Findings("a")
     findings.unit = "batch"
     findings.held = 10
@@ -215,7 +218,8 @@ def test_exceptions_are_names():
         CheckReplicas(except_=(1,))  # type: ignore[arg-type]
 
 
-def test_the_table_says_it_in_a_line_for_all_jobs_alike():
+def test_table_groups_jobs_with_the_same_finding():
+    """The table states the finding in one line for all jobs that have the same one."""
     facts = [
         JobSummary(name=name, steps=1, replicas=text)
         for name, text in (("a", "equal"), ("b", "differ after step 1, first `x` on ranks 0 and 1"), ("c", "equal"))
@@ -310,7 +314,9 @@ def test_an_evaluation_is_silent(caplog, fn):
     assert texts[0] in ("", "equal")
 
 
-def test_a_state_that_cannot_be_read_is_a_report_and_no_hang():
+def test_unreadable_state_is_reported_without_hanging():
+    """A state that cannot be read leads to a report and not to a hang."""
+
     class Unreadable:
         def __jax_array__(self):
             raise RuntimeError("lost")

@@ -113,7 +113,9 @@ def test_a_logged_key_is_read_back_as_its_words():
     assert values["key"].tolist() == values["keys"][0].tolist() == jax.random.key_data(key).tolist()
 
 
-def test_logging_traced_values_is_an_error_that_says_where_to_log():
+def test_logging_traced_values_error_says_where_to_log():
+    """Logging traced values is an error that says where to log."""
+
     def work(world):
         runner = Runner(world)
         runner.add("a", lambda job: jax.jit(lambda x: job.log({"loss": x}))(1.0))

@@ -137,7 +137,9 @@ async def makes_a_coroutine(job: Any) -> Any:
         (functools.partial(makes_a_coroutine), {}, "Job `a` needs a function that trains .* makes a coroutine,"),
     ],
 )
-def test_functions_of_jobs_are_checked_where_they_are_added(function: Any, kwargs: Any, message: str) -> None:
+def test_job_functions_are_checked_when_added(function: Any, kwargs: Any, message: str) -> None:
+    """The functions of jobs are checked where they are added."""
+
     def work(world: Any) -> None:
         with pytest.raises(TypeError, match=f"^{message}"):
             Runner(world).add("a", function, **kwargs)

@@ -16,7 +16,9 @@ from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import loop, make_step, solo
 
 
-def test_data_that_ends_on_one_rank_ends_the_loop_on_all():
+def test_data_that_ends_on_one_rank_ends_loop_on_all():
+    """Data that ends on one rank ends the loop on all ranks."""
+
     def work(world):
         runner = Runner(world)
         job = runner.add("a", loop, step=make_step(world), data=[1.0] * (5 if world.rank else 3))
@@ -113,7 +115,9 @@ def test_data_is_closed_if_another_rank_has_less():
     assert run_ranks(2, work) == [(2, "jaxcross-feed-0.0"), (2, 1)]
 
 
-def test_data_that_gave_all_its_steps_goes_on_in_the_next_loop_and_is_not_kept():
+def test_data_continues_in_the_next_loop_then_is_freed():
+    """Data that gave all its steps continues in the next loop and is not retained afterwards."""
+
     def work(world):
         closed = queue.Queue()
 
@@ -167,7 +171,7 @@ def test_nested_loops_over_batches():
     assert run_ranks(2, work) == [[1.0, 10.0, 2.0, 10.0]] * 2
 
 
-def test_examples_of_a_step_are_the_mean_of_its_batches():
+def test_examples_per_step_is_the_mean_of_its_batches():
     """Neither the first batch nor those of an evaluation decide; what the job sets does."""
 
     def work(world):

@@ -13,7 +13,9 @@ from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import add, make_step
 
 
-def test_work_without_exchanges_takes_its_turn_and_is_no_step():
+def test_work_without_exchanges_is_no_step():
+    """Work without exchanges takes its turn and does not count as a step."""
+
     def work(world):
         runner = Runner(world)
         evaluate = make_step(world, "evaluate", exchanges=0)

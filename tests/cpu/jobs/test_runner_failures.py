@@ -59,7 +59,9 @@ def test_an_exception_in_a_job_ends_it_on_every_rank():
         assert bad.step == 2
 
 
-def test_data_that_raises_on_one_rank_ends_the_job_on_every_rank():
+def test_data_error_on_one_rank_ends_the_job_on_all():
+    """Data that raises on one rank ends the job on every rank."""
+
     def start(world):
         def data():
             yield 1.0
@@ -75,7 +77,9 @@ def test_data_that_raises_on_one_rank_ends_the_job_on_every_rank():
         assert bad.step == 1
 
 
-def test_different_step_counts_are_an_error_on_every_rank():
+def test_different_step_counts_are_an_error_on_all():
+    """Different step counts are an error on every rank."""
+
     def start(world):
         def fn(job, step):
             for _ in range(3 if world.rank == 0 else 2):
@@ -90,7 +94,9 @@ def test_different_step_counts_are_an_error_on_every_rank():
         assert bad.step == 2
 
 
-def test_different_exchanges_are_an_error_that_names_the_line():
+def test_different_exchanges_error_names_the_line():
+    """Different exchanges are an error that names the line."""
+
     def start(world):
         return loop, {"step": make_step(world, "bad", shape=(world.rank,)), "data": [1.0]}
 
@@ -103,7 +109,9 @@ def test_different_exchanges_are_an_error_that_names_the_line():
         assert "rank 1: psum batch float32[1]" in str(error)
 
 
-def test_different_initial_states_are_an_error_unless_broadcast():
+def test_different_initial_states_need_broadcast():
+    """Different initial states are an error unless they are broadcast."""
+
     def start(world):
         return loop, {"step": make_step(world, "bad"), "data": [1.0], "state": float(world.rank)}
 
@@ -175,7 +183,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step():
     assert first[0][0] >= 3
 
 
-def test_ranks_that_exchange_at_different_calls_are_told():
+def test_exchanges_at_different_calls_are_reported():
     """Alike exchanges, in unlike steps: `cond(n % 3 == 2, pmean)` with counters that began apart."""
 
     def work(world):

@@ -14,7 +14,9 @@ from tests.support.fakes import run_ranks
 from tests.support.runner_jobs import failing_loop_results, make_step, solo
 
 
-def test_a_run_in_a_run_is_refused_and_possible_afterwards():
+def test_nested_run_is_rejected_but_works_afterwards():
+    """A run inside a run is refused and possible afterwards."""
+
     def work(world):
         inner = Runner(world)
         inner.add("inner", lambda job: 7.0)
@@ -37,7 +39,9 @@ def test_a_run_in_a_run_is_refused_and_possible_afterwards():
 
 
 @pytest.mark.parametrize("at", ["the first word", "the last words"])
-def test_a_run_is_refused_in_another_thread_also_where_one_has_no_lanes(at):
+def test_run_is_rejected_in_another_thread(at):
+    """A run is refused in another thread, also where the first run has no lanes yet."""
+
     def work(world):
         meet, begun, go_on = world.control.meet, threading.Event(), threading.Event()
         runners = [Runner(world) for _ in range(2)]
@@ -81,7 +85,9 @@ def in_a_thread(batches):
 
 @pytest.mark.parametrize("opened_there", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_batches_that_another_thread_asks_for_end_their_job_alone(ranks, opened_there):
+def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
+    """Batches that another thread asks for end their job alone."""
+
     def start(world):
         def fn(job, step):
             step(0.0, 1.0)
@@ -100,7 +106,9 @@ def test_batches_that_another_thread_asks_for_end_their_job_alone(ranks, opened_
         assert bad.step == 1
 
 
-def test_what_waits_for_other_ranks_is_refused_in_another_thread():
+def test_waits_for_ranks_from_other_thread_are_refused():
+    """Calls that wait for other ranks are refused in another thread."""
+
     def work(world):
         caught = []
 

@@ -58,7 +58,9 @@ def test_nothing_stays_of_loops_that_are_over(ranks):
         assert peak < 20  # what is open, and what began since this was counted last: ten loops
 
 
-def test_the_places_of_the_loops_that_are_open_are_kept_in_their_order(tmp_path):
+def test_open_loop_positions_are_stored_in_order(tmp_path):
+    """The positions of the loops that are open are stored in their order."""
+
     def fn(job, world, data):
         step, state = make_step(world), job.restore(init(world, own=False))
         loops(job, 0)
@@ -99,7 +101,7 @@ def test_a_job_goes_on_after_many_loops_that_are_over(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["one after the other", "one in another"])
-def test_a_job_that_trains_in_several_loops_is_not_saved(form, tmp_path):
+def test_job_training_in_several_loops_is_not_saved(form, tmp_path):
     """A restart would go on with the first loop that the function begins, where the one that was open stood."""
 
     def fn(job, world, data):
@@ -120,7 +122,7 @@ def test_a_job_that_trains_in_several_loops_is_not_saved(form, tmp_path):
     assert [folder.name[:12] for folder in (tmp_path / "a").glob("0*/")] == ["000000000003"]
 
 
-def test_a_job_that_goes_on_at_the_end_of_a_loop_is_not_saved_in_the_next(tmp_path, caplog):
+def test_job_resumed_at_loop_end_is_not_saved_later(tmp_path, caplog):
     """As where a function takes the epochs that are done from `job.step`: one is lost, and not in silence."""
 
     def fn(job, world, data, epochs=2):
@@ -157,7 +159,7 @@ def test_two_loops_side_by_side_go_on_where_they_stood(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("evaluates_first", [False, True])
-def test_training_by_a_function_whose_calls_are_no_steps_is_not_saved(evaluates_first, tmp_path):
+def test_training_by_uncounted_calls_is_not_saved(evaluates_first, tmp_path):
     """The batches that it takes are not counted, so that a restart would take them again."""
 
     def fn(job, world, data):
@@ -181,7 +183,9 @@ def test_training_by_a_function_whose_calls_are_no_steps_is_not_saved(evaluates_
         assert ranks["a"][3] is None
 
 
-def test_two_functions_that_train_on_one_batch_can_be_saved(tmp_path):
+def test_two_functions_training_on_a_batch_are_saved(tmp_path):
+    """A job in which two functions train on one batch can be saved."""
+
     def fn(job, world, data, steps):
         one, other = make_step(world, "one"), make_step(world, "other")
         state = job.restore(init(world, own=False))

@@ -105,7 +105,7 @@ def test_no_job_can_step_back(seconds, limit):
         assert _total(seconds, at) == pytest.approx(best)
 
 
-def test_a_job_that_must_skip_candidates_waits_for_others():
+def test_job_that_skips_candidates_waits_for_others():
     """16 bits save nothing of bfloat16 gradients; the other job's bfloat16 is enough for both."""
     logged = []
     half = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)

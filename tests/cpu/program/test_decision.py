@@ -70,7 +70,9 @@ def test_one_for_each_group_of_ranks() -> None:
     assert len(groups) == 1
 
 
-def test_inside_another_it_is_counted_where_the_other_takes_it() -> None:
+def test_nested_decision_counts_in_the_outer_branch() -> None:
+    """A decision inside another one is counted where the other one takes that branch."""
+
     def step(x):
         def inner(v):
             return lax.cond(v[0, 0] > 2, lambda u: lax.psum(u, "batch"), lambda u: u - 1, v)

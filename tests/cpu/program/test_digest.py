@@ -82,12 +82,14 @@ def test_callbacks_that_look_alike_share_nothing(pair: Any, call: Any) -> None:
     assert keys(one, call) == keys(one, call), "traced again"
 
 
-def test_a_method_is_the_same_however_often_it_is_taken() -> None:
+def test_bound_method_has_the_same_key_every_time() -> None:
+    """A bound method has the same key however often it is looked up."""
     table = lookup(1)
     assert keys(table.method) == keys(table.method)
 
 
-def test_what_a_callback_gets_beside_its_operands_counts() -> None:
+def test_bound_arguments_of_a_callback_count() -> None:
+    """The arguments that a callback gets besides its operands count in its key."""
     seen: Any = [[], []]
     one, other = (functools.partial(lambda into, x: into.append(x) or x, into) for into in seen)
     assert keys(one) != keys(other), "the lists are equal now, but not the same"
@@ -131,7 +133,8 @@ STEPS = (noisy, rematerialised)
 
 
 @pytest.mark.parametrize("make", STEPS)
-def test_what_jax_makes_of_functions_is_known_by_what_it_computes(make: Any) -> None:
+def test_wrapped_functions_are_keyed_by_computation(make: Any) -> None:
+    """What JAX makes of functions is recognised by what it computes."""
     program = make()
     assert any(f"{name}[" in str(program.traced) for name in ("random_wrap", "checkpoint", "remat2")), "it is there"
     assert not any(isinstance(part, _Same) for s in program.segments for part in segment_key(s))
@@ -176,7 +179,8 @@ def test_contexts_count(loop: bool) -> None:
     assert program_digest(make(True)) == program_digest(make(True))
 
 
-def test_generators_that_are_called_alike_share_nothing() -> None:
+def test_generators_with_equal_names_share_nothing() -> None:
+    """Random generators that have equal names share nothing."""
     impl: Any = threefry_prng_impl
 
     def define(bits: Any) -> Any:

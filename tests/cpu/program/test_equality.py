@@ -99,7 +99,9 @@ def test_vote_where_ranks_may_differ(step: Any) -> None:
     assert votes(program) == ["pmax batch int32[] loop='while ?'"]
 
 
-def test_sum_over_one_axis_is_equal_along_that_one_alone() -> None:
+def test_sum_over_an_axis_is_equal_along_it_alone() -> None:
+    """A sum over one axis is equal along that axis alone."""
+
     def step(x: Any, over: str) -> Any:
         n = lax.psum(x.sum(), "row")
         return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], over)), (0.0, x))
@@ -129,7 +131,7 @@ def test_rank_own_numbers_in_the_code_are_told() -> None:
     assert "make different numbers of iterations of a loop" in text and "Pass a rank's own number" in text
 
 
-def test_rank_own_numbers_in_the_code_of_a_voted_loop_are_no_difference() -> None:
+def test_rank_local_numbers_in_a_voted_loop_are_equal() -> None:
     """Also where the analysis learns late, from what an outer loop carries, that a predicate may differ."""
 
     def on(rank: int) -> str:

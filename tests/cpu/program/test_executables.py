@@ -30,7 +30,9 @@ def test_executables_of_one_mesh_do_not_serve_another() -> None:
     assert found == [4, 2]
 
 
-def test_like_steps_compile_once_and_unlike_ones_do_not_share() -> None:
+def test_equal_steps_compile_once_others_do_not_share() -> None:
+    """Equal steps compile once, and different ones do not share an executable."""
+
     def scaled(by: np.ndarray) -> Any:
         inner = jax.jit(lambda x: x * by)  # a constant that the text of a jaxpr does not show
         return lambda x: lax.psum(inner(x), "batch")
@@ -63,7 +65,8 @@ class Thing:
     """Something that can be held weakly."""
 
 
-def test_of_executables_that_nobody_uses_the_latest_are_kept() -> None:
+def test_latest_unused_executables_are_retained() -> None:
+    """Of the executables that nobody uses, the latest are retained."""
     cache = ExecutableCache()
     used = [cache.get(("used", n), Thing) for n in range(3)]
     for n in range(2 * MAX_IDLE_EXECUTABLES):
@@ -77,7 +80,8 @@ def test_of_executables_that_nobody_uses_the_latest_are_kept() -> None:
     assert cache.compiled == 4 + 2 * MAX_IDLE_EXECUTABLES, "made again"
 
 
-def test_an_executable_that_cannot_be_made_is_tried_again() -> None:
+def test_executable_that_failed_is_tried_again() -> None:
+    """An executable that could not be made is tried again."""
     cache = ExecutableCache()
 
     def fails() -> Any:

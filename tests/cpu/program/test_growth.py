@@ -137,7 +137,7 @@ def test_exchanges_of_a_conditional_go_level_by_level() -> None:
         np.testing.assert_allclose(mine, wanted, rtol=1e-6)
 
 
-def test_ordered_callbacks_of_a_conditional_keep_their_order() -> None:
+def test_ordered_callbacks_in_a_cond_keep_their_order() -> None:
     """One that is written between two exchanges stays behind the first, and so does what follows it."""
 
     def step(x: Any) -> Any:

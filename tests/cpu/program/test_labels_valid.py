@@ -80,7 +80,7 @@ def test_parts_of_a_batch_in_any_order() -> None:
     assert both(step, TREE) == ""
 
 
-def test_ranks_that_put_their_own_parts_in_different_places() -> None:
+def test_ranks_may_place_their_own_parts_differently() -> None:
     """Each takes its row for the first result: no exchange of one rank is that of another."""
 
     def step(order: Any, tree: Any) -> Any:

@@ -91,7 +91,7 @@ def test_vote_goes_over_all_axes_of_the_loop() -> None:
     assert votes(groups) == ["pmax batch int32[] groups=((0, 1), (2, 3)) loop='while ?'"]
 
 
-def test_rank_that_is_through_does_not_keep_an_inner_loop_going() -> None:
+def test_finished_rank_does_not_prolong_an_inner_loop() -> None:
     """Remainders by subtraction: of the carry that the outer loop ends with, the inner one would never end."""
 
     def step(a: Any, b: Any, *, exchange: Any) -> Any:
@@ -111,7 +111,7 @@ def test_rank_that_is_through_does_not_keep_an_inner_loop_going() -> None:
 
 
 @pytest.mark.parametrize("start", range(4))
-def test_rank_that_is_through_makes_others_resume_an_inner_loop(start: int) -> None:
+def test_finished_rank_lets_others_resume_inner_loop(start: int) -> None:
     """A predicate that exchanges reads its carry: while it goes on, one that had stopped may go on again."""
 
     def step(outer: Any, x: Any) -> Any:
@@ -125,7 +125,8 @@ def test_rank_that_is_through_makes_others_resume_an_inner_loop(start: int) -> N
     assert [*map(tuple, got)] == over_ranks(step, {"batch": 2})(args)
 
 
-def test_callback_is_made_by_ranks_that_are_not_through() -> None:
+def test_callback_runs_only_on_unfinished_ranks() -> None:
+    """A callback is called only by ranks that are not finished with the loop."""
     seen: list[Any] = []
 
     def step(n: Any, x: Any) -> Any:
@@ -171,7 +172,7 @@ def test_mutable_array_from_outside_is_refused() -> None:
         cut(step, jnp.int32(1), X)
 
 
-def test_loop_in_a_conditional_ends_where_its_branch_is_not_taken() -> None:
+def test_loop_in_an_untaken_branch_ends() -> None:
     """On zeros the body would run for ever."""
 
     def step(x: Any) -> Any:
@@ -210,7 +211,9 @@ def test_conditional_in_a_kept_loop_is_agreed() -> None:
         assert np.array_equal(mine[0], want)
 
 
-def test_loop_in_a_conditional_is_cut_for_one_rank_as_for_several() -> None:
+def test_loop_in_a_conditional_is_cut_for_one_rank() -> None:
+    """A loop in a conditional is cut for one rank as for several."""
+
     def step(x: Any) -> Any:
         double = lambda v: lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2 + lax.psum(c, "batch"), v)  # noqa: E731
         return lax.cond(x.sum() > 0, double, lambda v: v - 1, x)
@@ -219,7 +222,7 @@ def test_loop_in_a_conditional_is_cut_for_one_rank_as_for_several() -> None:
     assert [run_program(program, [[sign * X]])[0][0].tolist() for sign in (1, -1)] == [[27] * 3, [-2] * 3]
 
 
-def test_inner_loop_that_ranks_end_together_is_not_cut_short() -> None:
+def test_jointly_ended_inner_loop_is_not_cut_short() -> None:
     """A rank that is through follows an inner loop which is decided along the axis that it exchanges over."""
 
     def step(x: Any) -> Any:
@@ -240,7 +243,9 @@ def test_inner_loop_that_ranks_end_together_is_not_cut_short() -> None:
 
 
 @pytest.mark.parametrize("iterations", [FROZEN, FROZEN + 1, FROZEN + 500])
-def test_rank_that_is_through_contributes_as_long_as_others_continue(iterations: int) -> None:
+def test_finished_rank_contributes_until_others_finish(iterations: int) -> None:
+    """A rank that is finished contributes as long as others continue."""
+
     def step(outer: Any, inner: Any) -> Any:
         def more(c: Any) -> Any:
             return c[0] + 1, c[1] + 1, c[2] + lax.psum(c[1], "batch") % 7
@@ -275,7 +280,8 @@ KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum
 
 @pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_inner_loop_that_is_not_finished_is_an_error_on_every_rank(monkeypatch: Any, kind: str, number: Any) -> None:
+def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, number: Any) -> None:
+    """An inner loop that is not finished is an error on every rank."""
     monkeypatch.setattr(lockstep, "FROZEN", 50)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", 50)
     step = lambda outer, inner: left_early(outer, inner, kind=kind)  # noqa: E731

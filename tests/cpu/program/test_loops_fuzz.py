@@ -163,7 +163,8 @@ def agrees(seed: int) -> set[str]:
 
 
 @pytest.mark.parametrize("frozen", [lockstep.FROZEN, 1])
-def test_random_loops_in_loops_equal_vmap_or_are_an_error(monkeypatch: Any, frozen: int) -> None:
+def test_random_nested_loops_equal_vmap_or_fail(monkeypatch: Any, frozen: int) -> None:
+    """Random loops in loops equal `vmap` or are an error."""
     monkeypatch.setattr(lockstep, "FROZEN", frozen)
     monkeypatch.setattr(lockstep, "FROZEN_LOCAL", frozen)
     came = set().union(*map(agrees, range(5)))

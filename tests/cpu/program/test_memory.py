@@ -37,7 +37,8 @@ def alive(execution: Execution) -> set[int]:
 
 
 @pytest.mark.parametrize("cut", ["whole", 2])
-def test_only_results_and_kept_inputs_are_left_at_the_end(cut: Any) -> None:
+def test_only_results_and_inputs_remain_at_the_end(cut: Any) -> None:
+    """Only results and retained inputs are left at the end."""
     done, args = compiled(cut=cut)
     execution = done.execution(jax.tree.leaves((args, {})))
     program = done.program
@@ -50,7 +51,8 @@ def test_only_results_and_kept_inputs_are_left_at_the_end(cut: Any) -> None:
     )
 
 
-def test_state_outlives_every_exchange_and_is_overwritten_after_the_last() -> None:
+def test_state_is_overwritten_after_the_last_exchange() -> None:
+    """State outlives every exchange and is overwritten after the last one."""
     done, args = compiled()
     state, _ = args
     execution = done.execution(jax.tree.leaves((args, {})))
@@ -62,7 +64,8 @@ def test_state_outlives_every_exchange_and_is_overwritten_after_the_last() -> No
     assert all(not x.is_deleted() for x in jax.tree.leaves(execution.outputs()))
 
 
-def test_nothing_of_the_user_is_overwritten_without_donation() -> None:
+def test_user_arrays_are_not_overwritten_undonated() -> None:
+    """No array of the user is overwritten without donation."""
     done, args = compiled(donate=())
     leaves = jax.tree.leaves((args, {}))
     before = [np.array(x) for x in leaves]
@@ -96,7 +99,8 @@ def test_an_exchanged_input_is_still_the_users(size: int) -> None:
         assert np.array_equal(total, np.arange(8.0) * 2 * size) and np.array_equal(moved, np.arange(8.0) + 1)
 
 
-def test_values_between_segments_are_overwritten_where_they_die() -> None:
+def test_dead_values_between_segments_are_overwritten() -> None:
+    """Values between segments are overwritten where they die."""
     done, _ = compiled()
     reused = 0
     for runnable in done.runnables:
@@ -144,7 +148,7 @@ def test_the_cut_adds_no_copies(make: Any, share: float) -> None:
     assert sum(cut) <= share * whole, (cut, whole)
 
 
-def test_an_exchange_copies_into_its_messages_and_out_of_them() -> None:
+def test_exchange_copies_only_into_and_out_of_messages() -> None:
     """Small sums travel together: each is copied twice. Large ones travel as they are."""
 
     def copied(width: int) -> tuple[int, int]:
@@ -190,7 +194,7 @@ def test_ordered_callbacks_keep_their_order(cut: Any) -> None:
     assert said == [("first", 16), ("second", 8), ("third", 16)]
 
 
-def test_segments_may_run_before_earlier_ones_that_they_do_not_need() -> None:
+def test_segments_may_overtake_unrelated_earlier_ones() -> None:
     """As the compute lane does while an exchange waits: what the late one reads is neither dropped nor overwritten."""
 
     def two_exchanges(state: Any, x: Any) -> Any:

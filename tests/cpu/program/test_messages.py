@@ -59,7 +59,9 @@ def test_numpy_types_that_jax_lacks_are_named(wrong) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2], ids=["function", "jit", "partial"])
-def test_jaxs_errors_name_the_users_function_and_argument(step) -> None:
+def test_jax_errors_name_user_function_and_argument(step) -> None:
+    """JAX's errors name the user's function and argument."""
+
     def train_step(state, train):
         return lax.pmean(state["w"], "batch") if train else state["w"]
 
@@ -90,7 +92,7 @@ def test_exchange_where_it_cannot_be_cut() -> None:
         traced(train_step, X)
 
 
-def test_while_next_to_an_exchange_behind_a_predicate_that_the_host_cannot_know() -> None:
+def test_while_beside_an_exchange_in_an_unknown_branch() -> None:
     """No rank votes on a loop without exchange, which on zeros might not end."""
 
     def train_step(x):
@@ -109,7 +111,9 @@ def test_while_next_to_an_exchange_behind_a_predicate_that_the_host_cannot_know(
 
 
 @pytest.mark.parametrize("acts", [io_callback, jax.pure_callback])
-def test_callback_beside_an_exchange_in_a_loop_that_may_not_be_meant(acts) -> None:
+def test_callback_beside_an_exchange_in_a_cond_loop(acts) -> None:
+    """A callback that may not be intended, beside an exchange in a loop, is refused unless it is pure."""
+
     def train_step(x):
         def body(c, _):
             return lax.pmean(c, "batch") + jax.jit(lambda v: acts(lambda v: v, v, v))(c), None
@@ -200,7 +204,9 @@ def test_exchange_in_a_loop_is_noticed_once(caplog: pytest.LogCaptureFixture) ->
     assert len(lines) == 1, "one loop, one notice"
 
 
-def test_calls_around_an_exchange_in_a_loop_are_not_loops(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_around_an_exchange_are_not_loops(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls around an exchange in a loop are not treated as loops."""
+
     def ring(key, n):
         return lax.fori_loop(0, n, lambda _, k: jax.jit(lambda k: lax.all_gather(k, "batch"))(k)[0], key)
 

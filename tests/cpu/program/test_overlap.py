@@ -62,7 +62,8 @@ def program(tx: optax.GradientTransformation, pieces: int, wire: str | None = No
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_gradients_travel_while_the_backward_pass_goes_on(optimizer: str, wire: str | None) -> None:
+def test_gradients_travel_during_the_backward_pass(optimizer: str, wire: str | None) -> None:
+    """Gradients travel while the backward pass continues."""
     cut = program(OPTIMIZERS[optimizer], pieces=4, wire=wire)
     collectives = [s.index for s in cut.collectives]
     assert len(collectives) >= 4
@@ -82,7 +83,7 @@ def test_gradients_travel_while_the_backward_pass_goes_on(optimizer: str, wire: 
     assert products[0] <= LAYERS + 5, products
 
 
-def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -> None:
+def test_dependents_of_an_exchange_run_before_the_next() -> None:
     """Two exchanges in a row: what reads the first and keeps little is computed before the second, not at the end."""
 
     def step(x: Any) -> Any:
@@ -95,7 +96,7 @@ def test_what_depends_on_an_exchange_stays_with_those_who_wait_for_it_anyway() -
     assert any(eqn.primitive.name == "reduce_sum" for eqn in middle.jaxpr.jaxpr.eqns)
 
 
-def test_an_exchange_of_what_was_exchanged_does_not_hold_the_gradients_back() -> None:
+def test_second_exchange_does_not_delay_gradients() -> None:
     """A metric of averaged gradients that is averaged again: light work on the exchanges' side (cut rule 4)."""
 
     def step(params: Any, x: Any) -> Any:
@@ -110,7 +111,9 @@ def test_an_exchange_of_what_was_exchanged_does_not_hold_the_gradients_back() ->
     assert not any(cut.after()[index] >> n & 1 for index in collectives[:3] for n in collectives)
 
 
-def test_pieces_of_a_hierarchical_mean_are_chains_of_their_own() -> None:
+def test_hierarchical_mean_pieces_are_separate_chains() -> None:
+    """The pieces of a hierarchical mean are separate chains."""
+
     def mean(g: Any) -> Any:
         part = lax.psum_scatter(g.reshape(-1), "local", tiled=True)
         return lax.all_gather(lax.psum(part, "node") / 4, "local", tiled=True).reshape(g.shape)
@@ -138,7 +141,7 @@ def test_the_order_does_not_depend_on_the_batch(pieces: int, bucket_bytes: int) 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 32])
-def test_where_segments_part_does_not_depend_on_the_batch(rows: int) -> None:
+def test_segment_boundaries_do_not_depend_on_the_batch(rows: int) -> None:
     """The batch's own size stands between these two exchanges; ranks may have unlike batches."""
 
     def moments(x: Any) -> Any:
@@ -161,13 +164,15 @@ def test_what_only_exchanges_make_stays_between_them() -> None:
     assert [len(s.exchanges) for s in stages.cut(flat(again, jnp.ones(8)), "whole").collectives] == [2]
 
 
-def test_a_leaf_without_elements_is_cut_like_the_others() -> None:
+def test_empty_leaf_is_cut_like_the_others() -> None:
+    """A leaf without elements is cut like the others."""
     step = lambda *leaves: lax.pmean(leaves, "batch")  # noqa: E731
     cut = stages.cut(flat(step, jnp.zeros((0, 3)), jnp.ones(3), jnp.zeros(0)), "whole")
     assert [x.shape for x in cut.exchanges] == [(3,)]
 
 
-def test_ranks_compare_what_lies_in_a_shared_buffer_and_where_segments_part() -> None:
+def test_ranks_compare_buffer_layout_and_boundaries() -> None:
+    """Ranks compare the contents of a shared buffer and the boundaries of the segments."""
     step = lambda params, x: lax.pmean(gradients(params, x), "batch")  # noqa: E731
     swapped = lambda params, x: lax.pmean(  # noqa: E731
         [(layer["kernel"], layer["bias"]) for layer in gradients(params, x)], "batch"

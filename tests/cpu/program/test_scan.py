@@ -90,7 +90,8 @@ def test_scanned_blocks_are_the_python_loop(remat: bool) -> None:
         assert len(program.collectives) == len(python.collectives)
 
 
-def test_more_iterations_are_more_segments_of_the_same_executables() -> None:
+def test_more_iterations_reuse_the_same_executables() -> None:
+    """More iterations are more segments of the same executables."""
     programs = []
     for length in (3, 4):
         scanned, _, args = gradients(length)

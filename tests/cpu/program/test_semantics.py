@@ -18,7 +18,7 @@ from jaxcross.testing import LocalRanks, vmap_oracle
 from tests.support.semantics import AXES, RANKS, W, X, body, gradient, mapped, on_ranks, true_gradient
 
 
-def test_a_bare_function_has_the_semantics_of_pmap_and_vmap() -> None:
+def test_bare_function_has_pmap_and_vmap_semantics() -> None:
     """`psum` transposes to `psum`: each rank has its own part, times the ranks."""
     for rank, (got, want) in enumerate(
         zip(on_ranks(gradient, X), vmap_oracle(gradient, AXES, [(W, x) for x in X]), strict=True)
@@ -29,7 +29,7 @@ def test_a_bare_function_has_the_semantics_of_pmap_and_vmap() -> None:
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_the_body_of_a_shard_map_has_the_semantics_of_its_check_vma(check_vma: bool, cast: bool) -> None:
+def test_shard_map_body_has_its_check_vma_semantics(check_vma: bool, cast: bool) -> None:
     """`pcast` changes nothing then: JAX inserts it where it is left out, and knows no varying types without check."""
     step = mapped(body(cast), check_vma, mesh=AbstractMesh((RANKS,), ("batch",)))
     got = on_ranks(step, X[:, None])
@@ -68,7 +68,7 @@ def test_so_they_are_on_devices(on_four_devices: Callable[..., str]) -> None:
     ],
     ids=["bare", "reduced", "jit", "remat", "vmap"],
 )
-def test_pcast_in_a_bare_function_is_refused_with_its_line(wrap: Callable[..., Any], to: Any) -> None:
+def test_pcast_in_a_bare_function_error_names_the_line(wrap: Callable[..., Any], to: Any) -> None:
     """JAX's `vmap` over ranks refuses it, too. `pmap` ignores it, and gives the gradients of a bare function."""
 
     def train_step(w: Any, x: Any) -> Any:

@@ -162,7 +162,7 @@ def test_work_outside_is_refused() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_work_beside_is_refused_where_all_ranks_hold_all_of_the_input(check_vma: bool) -> None:
+def test_work_beside_replicated_shard_map_is_rejected(check_vma: bool) -> None:
     """A rank's shards have the global shapes there: only what stands outside tells."""
     body = jax.shard_map(
         lambda x: x * (1.0 + lax.axis_index("data")), mesh=MESH, in_specs=P(), out_specs=P("data"), check_vma=check_vma

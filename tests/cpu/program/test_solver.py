@@ -49,7 +49,8 @@ def custom_vmap(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [custom_vmap, lambda function: jax.lax.composite(function, "own.call")])
-def test_other_calls_of_a_function_that_exchanges_are_inlined(wrap: Any) -> None:
+def test_other_calls_that_exchange_are_inlined(wrap: Any) -> None:
+    """Other calls of a function that exchanges are inlined."""
     call = wrap(lambda x: jax.lax.psum(2 * x, "batch"))
     program = stages.cut(trace(lambda x: call(x) + 1, (weights(),), axes=AXES, wire=LocalRanks()))
     for (got,) in run_program(program, [(weights(),)] * RANKS):

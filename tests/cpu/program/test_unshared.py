@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxcross.program.aliasing import copy_shared
 
 
-def test_an_array_that_is_also_given_to_be_kept_is_kept() -> None:
+def test_array_also_passed_to_be_retained_is_retained() -> None:
+    """An array that is also passed as one to be retained is not replaced by a copy."""
     kept, key = jnp.ones(3), jax.random.key(0)
     leaves = [kept, kept, key, key, 1.0, 1.0]
     copy_shared(leaves, {1, 2, 3}, new_types=True)

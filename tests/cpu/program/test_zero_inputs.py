@@ -18,7 +18,7 @@ from jaxcross.testing import LocalRanks
 from tests.support.compiled_steps import AXES, compiled
 
 
-def test_a_loop_that_exchanges_decide_is_not_run_on_zeros() -> None:
+def test_exchange_decided_loop_does_not_run_on_zeros() -> None:
     """The others might go on for ever, as where they wait for a sign of each rank."""
 
     def step(x: Any) -> Any:
@@ -78,7 +78,7 @@ def test_zero_buffers_stand_in_for_what_failed() -> None:
     assert args[0][0] == 1
 
 
-def test_zeros_stay_where_a_late_segment_puts_what_it_made() -> None:
+def test_late_segment_does_not_replace_zeros() -> None:
     """The device's lane may dispatch the maker of what is exchanged after the exchange lane has zeroed it."""
 
     def step(x: Any) -> Any:

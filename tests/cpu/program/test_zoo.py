@@ -68,7 +68,8 @@ def test_programs_verify_print_and_parse(row: Row, cut: Any) -> None:
     assert len(str(program).splitlines()) == len(program.segments) + 1
 
 
-def test_verify_finds_an_exchange_that_is_called_computation() -> None:
+def test_verify_finds_an_exchange_in_a_compute_segment() -> None:
+    """The check `verify` finds an exchange that is labelled as computation."""
     program = stages.cut(
         trace(lambda x: jax.lax.psum(x, "batch"), (jnp.ones(3),), axes={"batch": 2}, wire=LocalRanks())
     )

@@ -102,7 +102,8 @@ def test_the_chart_begins_at_the_steady_state():
     assert _steady_begin(apart) == 2 * S
 
 
-def test_a_run_without_a_round_is_not_said_to_be_in_steady_state():
+def test_run_without_a_round_claims_no_steady_state():
+    """A run without a round is not said to be in steady state."""
     from jaxcross.report.gantt import _headline, _since
 
     apart = make(False, "round-robin")

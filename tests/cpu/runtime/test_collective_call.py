@@ -81,7 +81,9 @@ def test_what_cannot_be_said_is_a_failure(says):
     assert "rank 1 failed: " in first and second.split(":")[0] in ("ValueError", "TypeError")
 
 
-def test_work_that_catches_what_it_is_told_cannot_go_on():
+def test_work_that_catches_a_peer_failure_cannot_go_on():
+    """Work that catches the error about another rank's failure cannot continue."""
+
     def work(control, rank):
         if rank == 1:
             raise ValueError("no")

@@ -150,7 +150,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
     run_ranks(1, work)
 
 
-def test_who_waits_for_a_job_that_joins_is_told_when_a_lane_breaks():
+def test_broken_lane_wakes_waiter_on_a_joining_job():
     """The job that adds it waits for it: nobody else can tell that one."""
 
     def work(world):
@@ -175,7 +175,7 @@ def test_who_waits_for_a_job_that_joins_is_told_when_a_lane_breaks():
     assert run_ranks(1, work) == [[(True, "failed")]]
 
 
-def test_a_wish_does_not_overtake_what_came_before_the_run(monkeypatch):
+def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
     """A job is added just as the run begins, and asked to stop while the driver hands over what came too early."""
     found = []
 
@@ -218,7 +218,9 @@ class Poisoned(FakeCompiled):
         return (PoisonedInputs if self.world.rank == 0 else FakeExecution)(self, inputs)
 
 
-def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
+def test_device_error_fails_job_and_peer_gets_zeros():
+    """An error of the device fails the job, and the other rank gets zeros."""
+
     def work(world):
         runner = runner_of(world, compiled=Poisoned(plain_program(), world, lambda i, values: sum(values)))
         with pytest.raises(JobError, match=r"^Job `a` failed on rank 0 in step 1, segment 1 \(collective\): Floating"):
@@ -228,7 +230,9 @@ def test_an_error_of_the_device_fails_the_job_and_the_other_rank_gets_zeros():
     assert run_ranks(2, work) == [[0], [0]]
 
 
-def test_a_finished_job_may_end_before_its_event_is_set(monkeypatch):
+def test_finished_job_may_end_before_its_event_is_set(monkeypatch):
+    """A finished job may end before its event is set."""
+
     class SlowEvent(threading.Event):
         """Its `set` comes back late: the job's thread has all the time to end."""
 
@@ -297,7 +301,8 @@ def test_a_manual_clock():
     assert clock() == 1005
 
 
-def test_an_interrupt_says_nothing_of_jobs_that_have_left():
+def test_interrupt_does_not_mention_jobs_that_left():
+    """An interrupt says nothing about jobs that have left."""
     noted: list[str] = []
     jobs = {0: SimpleNamespace(name="a", status="stopped"), 1: SimpleNamespace(name="b", status=None)}
     driver: Any = SimpleNamespace(

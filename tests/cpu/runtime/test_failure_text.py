@@ -111,7 +111,8 @@ def test_explanations():
     )
 
 
-def test_the_explanation_of_equal_exchanges_at_different_calls():
+def test_explains_equal_exchanges_at_different_calls():
+    """The explanation covers equal exchanges at different calls."""
     error = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npsum"])
     assert isinstance(error, ExchangeError)
     assert str(error).startswith(
@@ -121,7 +122,8 @@ def test_the_explanation_of_equal_exchanges_at_different_calls():
     assert str(unlike).startswith("Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is")
 
 
-def test_the_explanation_of_shapes_that_change_on_one_rank_only():
+def test_explains_shape_changes_on_one_rank_only():
+    """The explanation covers shapes that change on one rank only."""
     error = explain("a", 3, ["sync\nfirst call of `step`", "step\ncalled step 4"])
     assert str(error).startswith(
         "Job `a` does different things on different ranks after step 3: rank 0 first call of `step`; "

@@ -31,7 +31,9 @@ def failing(ranks, start):
 
 
 @pytest.mark.parametrize("staleness", [0, 2, math.inf])
-def test_a_worker_that_fails_ends_its_job_on_every_rank(staleness):
+def test_failing_worker_ends_its_job_on_every_rank(staleness):
+    """A worker that fails ends its job on every rank."""
+
     def start(world):
         def fn(job):
             with ParameterServer(parameters(), optax.sgd(0.1), staleness=staleness, world=world) as server:
@@ -74,7 +76,8 @@ def test_what_the_other_ranks_are_told():
     assert told == {0: text, 1: text}
 
 
-def test_a_server_that_fails_ends_its_job_on_every_rank(monkeypatch):
+def test_failing_server_ends_its_job_on_every_rank(monkeypatch):
+    """A server that fails ends its job on every rank."""
     apply = Shard.apply
 
     def broken(shard, gradients):

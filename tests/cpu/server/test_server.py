@@ -42,7 +42,8 @@ def test_two_servers_at_once_do_what_each_does_alone():
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_workers_are_never_further_apart_than_the_bound(staleness, monkeypatch):
+def test_workers_stay_within_the_staleness_bound(staleness, monkeypatch):
+    """Workers are never further apart than the bound."""
     spreads, push = [], Clocks.push
 
     def recorded(clocks, rank):
@@ -57,7 +58,9 @@ def test_workers_are_never_further_apart_than_the_bound(staleness, monkeypatch):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_slow_worker_holds_others_up_at_the_bound_only(staleness):
+def test_slow_worker_delays_others_only_at_the_bound(staleness):
+    """A slow worker delays others at the bound only."""
+
     def fn(job, world):
         with ParameterServer(parameters(), optax.sgd(0.1), staleness=staleness, world=world) as server:
             pause = threading.Event()

@@ -191,7 +191,8 @@ def test_a_search_takes_a_share_of_the_run_at_most(
 
 
 @pytest.mark.usefixtures("slow")
-def test_what_a_short_run_did_not_search_for_is_not_kept(search: Search, tmp_path: Path) -> None:
+def test_short_run_does_not_store_an_unsearched_cut(search: Search, tmp_path: Path) -> None:
+    """A short run stores no result for a cut that it did not search for."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
@@ -202,7 +203,8 @@ def test_what_a_short_run_did_not_search_for_is_not_kept(search: Search, tmp_pat
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_one_finer_cut_is_tried_behind_one_that_does_not_pay(search: Search) -> None:
+def test_search_tries_one_cut_past_a_slower_one(search: Search) -> None:
+    """The search tries one finer cut after one that does not pay."""
     asked: list[int] = []
     assert search({1: 3.0, 2: 3.1, 4: 2.5, 8: 2.6, 16: 2.6}, asked) == 4 and asked == [1, 2, 4, 8, 16]
     asked.clear()
@@ -220,7 +222,8 @@ def test_what_a_job_found_before_a_restart_is_taken(search: Search) -> None:
     )
 
 
-def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_path: Any) -> None:
+def test_found_cut_is_stored_with_compiled_programs(search: Search, tmp_path: Any) -> None:
+    """The cut that was found is stored beside the compiled programs."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
     try:
@@ -237,8 +240,10 @@ def test_what_was_found_is_kept_beside_compiled_programs(search: Search, tmp_pat
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
+    """A job that arrives during a search changes nothing."""
 
-def test_a_job_that_comes_during_a_search_changes_nothing(
+
+def test_job_joining_during_a_search_changes_nothing(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     (control,) = FakeControl.group(1)
@@ -268,7 +273,8 @@ def test_a_job_that_comes_during_a_search_changes_nothing(
     assert asked == [1, 1, 2], "compiled once"
 
 
-def test_a_job_goes_on_with_its_cut_whoever_runs_beside_it(search: Search, asked: list[int]) -> None:
+def test_job_keeps_its_cut_whatever_runs_beside_it(search: Search, asked: list[int]) -> None:
+    """A job continues with its cut, whichever jobs run beside it."""
     (control,) = FakeControl.group(1)
     found: dict[str, int] = {}
     assert search({1: 3.0, 2: 2.0, 4: 2.5, 8: 2.5}, found=found) == 2
@@ -302,7 +308,8 @@ def test_a_cut_that_not_all_ranks_know_is_not_taken(
     assert len(asked) == (2 * 4 if expected == 2 else 2), "all search, or none"
 
 
-def test_a_job_agrees_once_on_what_exchanges_alike_in_one_step_and_its_branch() -> None:
+def test_job_agrees_once_per_step_and_branch() -> None:
+    """A job agrees once on equal exchanges in one step and once in its branch."""
     calls, step, other, branch = StepRegistry(), object(), object(), replace(traced(), choices=(1,))
     asked = [(traced(), step), (traced(), step), (branch, step), (branch, step), (traced(), other)]
     assert [calls.first_use(stages.cut(t), s) for t, s in asked] == [True, False, True, False, True]

@@ -102,9 +102,10 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("in_job", [True, False])
 @pytest.mark.parametrize("after", [0, 3])
-def test_copies_that_do_not_fit_on_one_rank_leave_the_step_uncut(
+def test_copies_too_large_on_one_rank_leave_step_uncut(
     in_job: bool, after: int, found: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Copies that do not fit in memory on one rank leave the step uncut."""
     made: list[Any] = []
 
     def copy(x: Any) -> Any:
@@ -120,17 +121,20 @@ def test_copies_that_do_not_fit_on_one_rank_leave_the_step_uncut(
 
 
 @pytest.mark.parametrize("in_job", [True, False])
-def test_a_cut_that_cannot_be_compiled_on_one_rank_is_not_tried(in_job: bool, found: Callable[..., list[str]]) -> None:
+def test_cut_not_compilable_on_one_rank_is_not_tried(in_job: bool, found: Callable[..., list[str]]) -> None:
+    """A cut that cannot be compiled on one rank is not tried."""
     told = found(in_job, compiles=lambda program: len(program.collectives) == 1)
     assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (2, 4)]
 
 
-def test_a_kept_cut_that_cannot_be_compiled_is_not_tried_again(found: Callable[..., list[str]]) -> None:
+def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]]) -> None:
+    """A stored cut that cannot be compiled is not tried again."""
     told = found(True, compiles=lambda program: len(program.collectives) == 1, kept=(4, 1.0))
     assert told == [f"`step` with `cut={n}` cannot be compiled, and is not tried: {TOLD}" for n in (4, 2)]
 
 
-def test_a_kept_cut_that_fails_on_copies_is_not_tried_again(found: Callable[..., list[str]]) -> None:
+def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
+    """A stored cut that fails on copies is not tried again."""
     *told, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
     assert told == [f"`step` with `cut={n}` fails on copies, and is not taken: {TOLD}" for n in (4, 2)]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
@@ -153,12 +157,13 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
 
 
 @pytest.mark.parametrize("in_job", [True, False])
-def test_a_step_that_fails_uncut_on_one_rank_is_left_so(in_job: bool, found: Callable[..., list[str]]) -> None:
+def test_step_failing_uncut_on_one_rank_stays_uncut(in_job: bool, found: Callable[..., list[str]]) -> None:
+    """A step that fails uncut on one rank stays uncut."""
     told = found(in_job, lambda program, index: len(program.collectives) == 1)
     assert told == [f"`step` is not cut, as it fails on copies: {TOLD}"]
 
 
-def test_what_fails_later_in_the_search_leaves_the_step_uncut(
+def test_late_failure_in_the_search_leaves_step_uncut(
     found: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last race of uncut and the fastest, whichever that is."""
@@ -193,9 +198,8 @@ def test_kept_cuts_are_read_by_rank_0_alone(forbidden: int, tmp_path: Path, monk
         ("/x", True, Path("/x")), ("x", True, Path("x")),
     ],
 )  # fmt: skip
-def test_cuts_are_kept_where_jax_keeps_programs_in_a_local_folder(
-    folder: str | None, enabled: bool, expected: Path | None
-) -> None:
+def test_cuts_are_stored_in_jax_local_cache_folder(folder: str | None, enabled: bool, expected: Path | None) -> None:
+    """Cuts are stored where JAX stores its compiled programs, if that is a local folder."""
     names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
     before = [jax.config.values[name] for name in names]
     try:

@@ -73,7 +73,8 @@ def test_constants_outlive_what_becomes_of_the_results(donate: tuple[int, ...]) 
     assert np.array_equal(FIRST, np.arange(4.0)) and not ROOT.is_deleted()
 
 
-def test_a_numpy_constant_is_as_it_was_when_the_step_was_compiled() -> None:
+def test_numpy_constant_has_its_value_at_compilation() -> None:
+    """A NumPy constant has the value it had when the step was compiled."""
     for count in (16, 100_000, 20_000_000):  # JAX takes, copies, copies later
         raw = np.empty(count + 16, np.float32)
         start = -raw.ctypes.data % 64 // 4  # what is aligned so, JAX takes as it is
@@ -85,7 +86,9 @@ def test_a_numpy_constant_is_as_it_was_when_the_step_was_compiled() -> None:
         assert np.array_equal(run(done, (x,)), np.ones(count))
 
 
-def test_all_cuts_and_variants_share_one_copy_of_a_constant() -> None:
+def test_cuts_and_variants_share_one_constant_copy() -> None:
+    """All cuts and variants share one copy of a constant."""
+
     def step(n: Any, x: Any) -> Any:
         return lax.cond(n % 2 == 0, lambda x: lax.pmean(x, "batch"), lambda x: x, x * FIRST) + FIRST
 
@@ -144,7 +147,9 @@ def test_what_is_no_array_of_jax_comes_back_as_one(donate: tuple[int, ...]) -> N
         assert jax.typeof(got) == jax.typeof(want)
 
 
-def test_results_that_segments_make_are_handed_out_as_they_are() -> None:
+def test_segment_results_are_returned_as_they_are() -> None:
+    """Results that segments make are returned as they are."""
+
     def step(params: Any, x: Any) -> Any:
         return params - lax.pmean(x, "batch"), x.sum(), 0.0
 

@@ -99,7 +99,8 @@ def test_metrics_are_what_the_step_made_of_them():
         ),
     ],
 )
-def test_a_step_that_would_keep_a_part_of_its_state_is_refused(results, args, options, message):
+def test_step_keeping_part_of_its_state_is_rejected(results, args, options, message):
+    """A step that would keep a part of its state when it is skipped is refused."""
     with pytest.raises(CutError, match=rf"^`step` cannot skip a step: {message}"):
         skipped(results, *args, **options)
 
@@ -121,7 +122,7 @@ def in_a_job(fn, batches):
     return job
 
 
-def test_a_step_whose_state_is_nowhere_is_refused_at_its_first_call():
+def test_missing_state_is_rejected_at_the_first_call():
     """It would commit not-a-number without a word."""
 
     @jaxcross.crossover(axes="batch")

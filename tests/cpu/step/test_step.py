@@ -144,7 +144,8 @@ def test_the_rest_holds(lines: list[str]) -> None:
     assert lines[-1] == "end"
 
 
-def test_a_second_thread_is_refused_until_the_first_is_through() -> None:
+def test_second_thread_is_rejected_while_first_is_busy() -> None:
+    """A second thread is refused until the first one has finished its step."""
     owner, refused = ExchangeOwner(), []
 
     def other() -> None:
@@ -196,7 +197,8 @@ CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, no
         ({"static_argnums": "x"}, TypeError, f"`static_argnums` is `'x'`: {NUMBERS}"),
     ],
 )
-def test_wrong_options_are_refused_where_they_are_given(options, error, sentence) -> None:
+def test_invalid_options_are_rejected_where_given(options, error, sentence) -> None:
+    """Wrong options are refused where they are given."""
     with pytest.raises(error, match="^" + re.escape(sentence)):
         crossover(lambda x: x, **{"axes": "batch", **options})
 
@@ -214,7 +216,8 @@ def test_positions_count_from_the_end() -> None:
     assert positions((-1, 0, -2), 3) == (2, 0, 1)
 
 
-def test_configuration_is_part_of_what_a_step_is_compiled_for() -> None:
+def test_jax_configuration_is_part_of_the_compile_key() -> None:
+    """The configuration of JAX is part of what a step is compiled for."""
     before = trace_context()
     with jax.enable_x64(True):
         assert trace_context() != before

@@ -70,7 +70,8 @@ def test_a_step_that_calls_a_pmap_is_refused_likewise(lengths: tuple[int, ...]) 
         )  # fmt: skip
 
 
-def test_static_arguments_of_a_jit_are_to_be_named_twice() -> None:
+def test_static_jit_arguments_must_be_named_twice() -> None:
+    """Static arguments of a `jax.jit` must be named twice."""
     jitted = jax.jit(lambda state, batch, n: n * step(state, batch), static_argnums=2)
     with pytest.raises(CutError, match=r"^`<lambda>` .* name the static ones by `static_argnums` of `crossover` as we"):
         trace(jitted, (STATE, BATCH, 3), axes={"batch": 2}, wire=LocalRanks())

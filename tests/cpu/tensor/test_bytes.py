@@ -134,7 +134,7 @@ def test_recomputation_repeats_the_forward_pass() -> None:
     assert counts[True] - counts[False] == blocks * once
 
 
-def test_the_deeper_mesh_moves_less_iff_the_batch_is_large() -> None:
+def test_deeper_mesh_moves_less_iff_the_batch_is_large() -> None:
     """[4,4,4] against [8,8,1] on 64 ranks: fewer elements a layer iff b s > 3 h."""
 
     def elements(q: int, d: int, tokens: int, h: int) -> Fraction:

@@ -46,7 +46,8 @@ USUAL = {("[2,2,2]", True, False), ("1-D on 4", False, True), ("data 2 x 1-D on 
     ("name", "tied", "remat"),
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in SOME],
 )
-def test_bytes_and_messages_are_those_of_the_traced_step(name: str, tied: bool, remat: bool) -> None:
+def test_cost_matches_the_traced_bytes_and_messages(name: str, tied: bool, remat: bool) -> None:
+    """The bytes and messages of the cost model are those of the traced step."""
     training = Training(MESHES[name], tied=tied, remat=remat)
     found, told = exchanges(training), tensor.step_cost(training.model, BATCH, LENGTH)
     assert told.received_bytes == sum(wire_bytes(x, training.mesh.axes) for x in found)

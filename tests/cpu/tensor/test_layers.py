@@ -92,7 +92,7 @@ def test_dense_alone_with_its_bias(mesh: Mesh, cut: Any) -> None:
     held_against(lambda m: tensor.Dense(36, m, cut), nn.Dense(36), mesh, x, takes=takes, gives=gives)
 
 
-def test_without_the_sum_over_row_a_vector_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vector_gradient_without_row_sum_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a column of ranks holds alike: each has seen the gradient of its own rows alone."""
     monkeypatch.setattr(Mesh, "summed", lambda self, spec: ())
     mesh, x, g = Mesh(side=2), normal(ROWS, LENGTH, FEATURES), normal(ROWS, LENGTH, FEATURES, seed=9)
@@ -265,7 +265,7 @@ def test_cross_entropy(mesh: Mesh, weighted: bool) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @EVERY
-def test_cross_entropy_leaves_out_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
+def test_cross_entropy_ignores_tokens_of_weight_zero(mesh: Mesh, bad: float) -> None:
     """Whatever their logits and labels are, in the loss and in its gradient; the others' are as without them."""
     logits, labels = normal(ROWS, LENGTH, FEATURES), np.full((ROWS, LENGTH), 3, np.int32)
     weights = (np.arange(ROWS * LENGTH) % 3 != 1).astype(np.float32).reshape(ROWS, LENGTH)

@@ -40,7 +40,8 @@ def test_axes() -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_every_row_of_a_batch_is_computed_and_counted_once(mesh: Mesh) -> None:
+def test_every_batch_row_is_computed_once(mesh: Mesh) -> None:
+    """Every row of a batch is computed and counted once."""
     rows = np.arange(BATCH)
     seen = np.concatenate(
         [
@@ -229,7 +230,8 @@ def first_batches(mesh: Mesh, **change: Any) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_a_batch_that_is_cut_as_it_should_be_is_let_through(mesh: Mesh) -> None:
+def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
+    """A batch that is cut as it should be is accepted."""
     tensor.check_replicas(spread(*first_batches(mesh), mesh), batch=True)
 
 
@@ -254,7 +256,8 @@ def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> 
         tensor.check_replicas(spread(rows, specs, mesh), batch=True)
 
 
-def test_large_integers_that_round_to_the_same_number_are_unlike() -> None:
+def test_large_integers_are_compared_exactly() -> None:
+    """Large integers that round to the same number are treated as different."""
     mesh, large = Mesh(tensor=2), 2**30
     rows = [{"tokens": np.full((1, 1), large + rank, np.int32)} for rank in range(2)]
     with pytest.raises(ValueError, match="that of rank 1 is up to"):

@@ -70,7 +70,8 @@ def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["[2,2,2]", *MORE, pytest.param("[3,3,2]", marks=pytest.mark.exhaustive)])
-def test_gradients_of_two_rematerialised_blocks_and_an_untied_head(name: str) -> None:
+def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
+    """The gradients of two rematerialised blocks and an untied head equal the serial ones."""
     mesh, options = MESHES[name], {"tied": False, "remat": True}
     plain, cut = Training(Mesh(), **options), Training(mesh, **options)
     want_loss, want = jax.jit(plain.loss_and_gradients)(plain.params(), batch(0))
@@ -117,7 +118,8 @@ def test_depth_is_data_parallelism_of_the_grid() -> None:
         assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def test_gathered_parameters_are_the_serial_tree_on_every_rank() -> None:
+def test_gathered_params_are_the_serial_tree() -> None:
+    """Gathered parameters are the serial tree on every rank."""
     training, states, _ = trained("[2,2,2]")
     want = tensor.unshard([p for p, _ in states], training.specs, training.mesh)
     told = on_ranks(lambda p: tensor.gather(p, training.specs, training.mesh), training.mesh, lambda r: (states[r][0],))
@@ -126,7 +128,8 @@ def test_gathered_parameters_are_the_serial_tree_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_initialising_inside_a_step_gives_the_cut_serial_parameters(name: str) -> None:
+def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
+    """Initialising inside a step gives the serial parameters, cut for each rank."""
     mesh = MESHES[name]
     cut, whole = Training(mesh, layers=1), Training(Mesh(), layers=1).params()
 
@@ -211,7 +214,8 @@ def test_shard_map_gives_the_same_gradients(check_vma: bool, on_four_devices: Ca
 
 
 @pytest.mark.exhaustive
-def test_a_checked_shard_map_on_ranks_is_the_plain_step() -> None:
+def test_checked_shard_map_on_ranks_is_the_plain_step() -> None:
+    """A checked `shard_map` on ranks gives the same as the plain step."""
     mesh = Mesh(tensor=2)
     training = Training(mesh, layers=1)
     args = [(training.state(rank), mesh.local_batch(batch(0), rank)) for rank in range(mesh.ranks)]

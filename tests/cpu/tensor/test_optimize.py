@@ -43,7 +43,7 @@ def test_clipping_is_that_of_optax(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("strange", [np.nan, np.inf])
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(side=2)], ids=["1-D", "2-D"])
-def test_a_value_that_is_not_finite_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) -> None:
+def test_nonfinite_value_on_one_rank_is_seen_on_all(mesh: Mesh, strange: float) -> None:
     """Else `apply_if_finite` would let some ranks step and others not."""
     specs = {"cut": PartitionSpec(*mesh.spec("inner")), "held": PartitionSpec()}
     tx = optax.chain(tensor.clip_by_global_norm(1.0, specs, mesh), optax.apply_if_finite(optax.sgd(1.0), 9))

@@ -67,7 +67,7 @@ def _gradients(name: str, a: Any, b: Any, g: Any) -> tuple[Any, Any]:
 
 
 @GRID
-def test_without_the_sum_over_depth_a_weight_gradient_is_wrong(mesh: Mesh) -> None:
+def test_weight_gradient_without_depth_sum_is_wrong(mesh: Mesh) -> None:
     """ColossalAI's 2.5-D forgot it, and its tests at depth 1 could not tell."""
     a, b, g = normal(M, K), normal(K, N, seed=1), normal(M, N, seed=2)
 

@@ -91,7 +91,9 @@ def test_indices_are_those_of_the_axes(function, message):
         exchanges(function, X)
 
 
-def test_collectives_without_a_counterpart_name_the_remedy():
+def test_unsupported_collectives_name_the_remedy():
+    """The error for collectives without a counterpart in MPI names the remedy."""
+
     def ragged(x):
         n = jnp.zeros((2,), jnp.int32)
         return lax.ragged_all_to_all(x, x, n, n, n, n, axis_name="a")

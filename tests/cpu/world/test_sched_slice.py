@@ -21,7 +21,9 @@ def in_a_thread(work):
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in sched_slice._SETATTR, reason="not Linux")
-def test_the_kernel_takes_the_wish_and_nothing_else_changes():
+def test_kernel_accepts_slices_and_changes_only_those():
+    """The kernel accepts the request for short slices, and nothing else changes."""
+
     def work():
         before = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
         took = sched_slice.ask_for_short_slices()
@@ -38,7 +40,9 @@ def test_the_kernel_takes_the_wish_and_nothing_else_changes():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
-def test_a_thread_that_somebody_scheduled_is_left_alone():
+def test_explicitly_scheduled_thread_is_left_alone():
+    """A thread whose scheduling somebody has set is left alone."""
+
     def work():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         return sched_slice.ask_for_short_slices(), os.sched_getscheduler(0)

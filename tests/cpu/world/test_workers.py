@@ -44,6 +44,7 @@ def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_worker_that_cannot_reach_its_rank_says_so_itself(importing):
+def test_worker_that_cannot_reach_its_rank_says_so(importing):
+    """A worker that cannot reach its rank reports that itself."""
     with another() as (_, place), pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "):
         _ = Refusal(0, place, 999, 60).allgather_text

@@ -97,10 +97,11 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (["--epo", "2"], "`--epochs` is for examples/imagenet_resnet.py: this benchmark counts by `--steps`"),
     ],
 )
-def test_options_of_the_example_that_mean_nothing_here_are_refused(
+def test_meaningless_example_options_are_rejected(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
     message: str,
 ) -> None:  # fmt: skip
+    """Options of the example that mean nothing here are refused."""
     monkeypatch.setattr(sys, "argv", ["imagenet_resnet.py", *words])
     with pytest.raises(SystemExit):
         benchmark.options()
@@ -158,7 +159,8 @@ GPU_OPTIONS = "no_lab=True, rate='1gbit', jobs=1, steps=1, repeats=1, batch_size
     ],
     ids=["imagenet_resnet", "gpu_ranks"],
 )
-def test_nothing_is_left_of_a_benchmark_that_is_told_to_end(words: str, tmp_path: Path) -> None:
+def test_terminated_benchmark_leaves_nothing_behind(words: str, tmp_path: Path) -> None:
+    """A benchmark that is terminated leaves nothing behind."""
     if launch.find_mpirun() is None:
         pytest.skip("no mpirun")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]), "TMPDIR": str(tmp_path)}
@@ -207,7 +209,8 @@ def page_cache() -> Iterator[ModuleType]:
         sys.path.remove(str(BENCHMARKS))
 
 
-def test_the_page_cache_of_named_files_is_emptied_and_filled(page_cache: ModuleType, tmp_path: Path) -> None:
+def test_page_cache_of_files_is_dropped_and_filled(page_cache: ModuleType, tmp_path: Path) -> None:
+    """The page cache of named files is emptied and filled."""
     ours, theirs = tmp_path / "a.array_record-0", tmp_path / "b.array_record-0"
     for path in (ours, theirs):
         path.write_bytes(os.urandom(1 << 20))

@@ -132,7 +132,8 @@ def test_a_bad_link_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--output", "--json"])
-def test_what_cannot_be_written_is_said_before_training(tmp_path, option):
+def test_unwritable_output_is_reported_before_training(tmp_path, option):
+    """An output that cannot be written is reported before training."""
     file = tmp_path / "file"
     file.touch()
     folders = {"--output": str(tmp_path / "out"), option: str(file / "result")}

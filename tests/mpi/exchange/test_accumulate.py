@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def test_accumulate_exchanges_three_times_in_twelve_steps(mpirun: Any) -> None:
+def test_accumulate_exchanges_3_times_in_12_steps(mpirun: Any) -> None:
     """`optax.MultiSteps`, and a mean in front, twelve times; all of them, and `top_k`, equal `vmap`."""
     done = mpirun(2, "accumulate.py").check()
     assert done.stdout.count("accumulated") == 2

@@ -36,7 +36,8 @@ assert (w == 1).all(), "the world works on"
 """
 
 
-def test_worlds_that_an_exchange_cannot_serve_are_refused_on_every_rank(mpirun: Any) -> None:
+def test_unsupported_worlds_are_rejected_on_every_rank(mpirun: Any) -> None:
+    """Worlds that an exchange cannot serve are refused on every rank."""
     done = mpirun(3, REFUSED).check()
     assert [done.stdout.count(f"rank {rank} refused") for rank in range(3)] == [9] * 3, done.stdout
 
@@ -53,9 +54,8 @@ def test_one_exchange_of_each_kind_on_two_nodes_of_two(mpirun: Any, quick_compil
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_exchanges_equal_vmap_and_their_formulas_and_crossover_is_solo(
-    mpirun: Any, ranks: int, quick_compiler: dict[str, str]
-) -> None:
+def test_exchanges_equal_vmap_formulas_and_solo(mpirun: Any, ranks: int, quick_compiler: dict[str, str]) -> None:
+    """Exchanges equal `vmap` and their formulas, and `crossover` gives the same as a solo run."""
     check(mpirun, ranks, env=quick_compiler)
 
 

@@ -3,7 +3,8 @@
 from tests.support.fault_scripts import START, WAIT
 
 
-def test_who_waits_for_a_rank_whose_script_has_ended_is_told(mpirun):
+def test_waiter_learns_that_a_ranks_script_has_ended(mpirun):
+    """A rank that waits for a rank whose script has ended gets an error that says so."""
     code = START.format("heartbeat_timeout_s=10") + "if world.rank == 1:\n    raise SystemExit(0)\n" + WAIT
     done = mpirun(2, code)
     assert done.returncode != 0

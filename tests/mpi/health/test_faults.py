@@ -74,7 +74,8 @@ def test_a_limit_tells_a_promise_from_the_watchdog():
             assert faults.PROMISED_S[case.fault] < case.limit_s < faults.WATCHDOG_S
 
 
-def test_under_a_plain_mpirun_the_event_files_are_the_evidence(mpirun, tmp_path):
+def test_event_files_are_evidence_under_plain_mpirun(mpirun, tmp_path):
+    """Under a plain `mpirun`, the event files are the evidence."""
     code = START.format("heartbeat_timeout_s=5") + HURT.format("KILL") + WAIT
     done = mpirun(2, code, env={"JAXCROSS_EVENTS": str(tmp_path)})
     assert done.returncode != 0
@@ -142,7 +143,7 @@ for job in runner.jobs:
 """
 
 
-def test_a_job_that_fails_where_others_wait_for_it_leaves_alone(mpirun):
+def test_job_failing_where_others_wait_leaves_alone(mpirun):
     """In its compiler, while its state is compared, in what ranks do together: nobody waits for it, others go on."""
     done = mpirun(2, ALONE).check()
     for rank in (0, 1):

@@ -55,7 +55,8 @@ def start(lab, heartbeat_timeout_s, tmp_path, wrapped=list, stderr=subprocess.PI
     return process
 
 
-def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
+def test_both_sides_of_a_lost_link_name_the_other(tmp_path):
+    """Both sides of a link that is gone name the other."""
     told = tmp_path / "stderr"
     with Lab(hosts=2) as lab, told.open("w") as stderr:
         process = start(lab, 8.0, tmp_path, stderr=stderr)
@@ -83,7 +84,8 @@ def test_both_sides_of_a_link_that_is_gone_name_the_other(tmp_path):
         ("agreement", "in job 'b', step 0 (restore or the like)"),  # of ranks that save
     ],
 )
-def test_a_run_whose_link_goes_at_a_point_goes_on_when_it_is_started_again(tmp_path, point, place):
+def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
+    """A run whose link goes at a certain point resumes when it is started again."""
     mpirun = find_mpirun()
     assert mpirun is not None
     line = [mpirun.path, "-n", "2", sys.executable]
@@ -139,7 +141,8 @@ def test_a_rank_that_dies_on_another_host_is_named(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_lost_packets_make_an_exchange_late_and_nothing_else(tmp_path):
+def test_lost_packets_only_delay_an_exchange(tmp_path):
+    """Lost packets make an exchange late and have no other effect."""
     with Lab(hosts=2) as lab:
         process = start(lab, 30.0, tmp_path)
         before = lab.dropped_packets()

@@ -61,7 +61,8 @@ runner.run()
     ],
     ids=["own-loop", "data", "data-on-all"],
 )
-def test_a_job_that_hangs_in_its_own_code_is_named_although_votes_go_on(mpirun, loop, then, said):
+def test_hanging_job_is_named_although_votes_continue(mpirun, loop, then, said):
+    """A job that hangs in its own code is named although votes continue."""
     done = mpirun(2, HANGS.replace("{loop}", loop).replace("{then}", then).replace("{checkpoints}", ""))
     assert done.returncode != 0
     assert re.search(said, done.stderr), done.stderr
@@ -99,7 +100,8 @@ runner.run()
 """
 
 
-def test_a_hang_after_the_commit_is_named_although_another_rank_has_failed_meanwhile(mpirun):
+def test_hang_after_commit_is_named_despite_a_failure(mpirun):
+    """A hang after the commit is named although another rank has failed meanwhile."""
     done = mpirun(2, AFTER_THE_COMMIT)
     assert done.returncode != 0
     said = r"rank 1 has waited \d+ s in job 'a', step 4 \(own end of the step\).\n  rank 1 is late itself"
@@ -198,7 +200,8 @@ runner.run()
 
 
 @pytest.mark.parametrize(("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")])
-def test_a_hang_at_the_end_of_a_job_is_named_where_no_other_job_goes_on(mpirun, policy, other):
+def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
+    """A hang at the end of a job is named where no other job continues."""
     done = mpirun(2, IDLE.format(policy=policy, other=other))
     assert done.returncode != 0
     said = (

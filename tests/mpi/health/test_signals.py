@@ -14,7 +14,8 @@ from jaxcross.report.event_files import read
 from tests.support.fault_scripts import HURT, START, WAIT
 
 
-def test_a_stop_outside_of_a_run_ends_all_with_its_code(mpirun):
+def test_stop_outside_a_run_ends_all_with_its_code(mpirun):
+    """A stop signal outside of a run ends all ranks with its exit code."""
     code = START.format("") + HURT.format("TERM") + WAIT
     done = mpirun(2, code)
     assert "jaxcross: rank 1 was told to end (SIGTERM); all 2 ranks end." in done.stderr
@@ -23,7 +24,8 @@ def test_a_stop_outside_of_a_run_ends_all_with_its_code(mpirun):
 
 
 @pytest.mark.exhaustive
-def test_a_stop_reaches_a_rank_whose_main_thread_never_comes_back_from_c(mpirun):
+def test_stop_reaches_a_rank_blocked_in_c(mpirun):
+    """A stop signal reaches a rank whose main thread never returns from C."""
     code = START.format("") + (
         "if world.rank == 1:\n    import ctypes\n    mutex = (ctypes.c_char * 64)()\n"
         "    lock = ctypes.CDLL(None).pthread_mutex_lock\n"
@@ -63,14 +65,16 @@ except BaseException as error:
 """
 
 
-def test_a_handler_of_another_signal_stops_all_and_its_exception_comes_after(mpirun):
+def test_other_signals_handler_stops_all_then_raises(mpirun):
+    """A handler of another signal stops all ranks, and its exception is raised afterwards."""
     done = mpirun(2, WARNED).check()
     assert "rank 1: SystemExit 7 after step " in done.stdout
     assert "rank 0: KeyboardInterrupt  after step " in done.stdout
     assert done.stdout.count("steps agree") == 2
 
 
-def test_the_launcher_passes_a_stop_on_and_leaves_nothing_behind(tmp_path):
+def test_launcher_forwards_a_stop_and_cleans_up(tmp_path):
+    """The launcher passes a stop signal on and leaves nothing behind."""
     code = (
         "import time, jaxcross\nworld = jaxcross.initialize()\n"
         "def wait(job):\n    job.run_on_all_ranks('all', lambda _: None)\n    print('running', flush=True)\n    try:\n"

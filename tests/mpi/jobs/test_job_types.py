@@ -122,6 +122,6 @@ print("end", flush=True)
 """
 
 
-def test_a_plain_loop_keeps_a_dropout_key_of_each_ranks_own(mpirun):
+def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun):
     """As `vmap` over the ranks has it; without `initial` the error says what to write."""
     assert mpirun(2, INITIAL).check().stdout.splitlines() == ["end"] * 2

@@ -93,7 +93,8 @@ def test_a_host_is_entered_and_pinned():
 
 
 @needs_lab
-def test_the_rate_of_a_live_lab_changes_in_both_directions():
+def test_live_lab_rate_changes_in_both_directions():
+    """The rate of a live lab changes in both directions."""
     with Lab(hosts=2, rate="800mbit") as lab:
         lab.set_rate("40mbit")
         rates = lab.measure_rate(0.5)
@@ -106,7 +107,8 @@ def test_the_rate_of_a_live_lab_changes_in_both_directions():
 
 @needs_lab
 @pytest.mark.parametrize(("rate", "most"), [("500kbit", 5.5e5), ("4mbit", 4.4e6)])
-def test_a_slow_link_is_measured_and_at_rest_afterwards(rate, most):
+def test_slow_link_is_measured_and_idle_afterwards(rate, most):
+    """A slow link is measured and is idle afterwards."""
     with Lab(hosts=2, rate=rate) as lab:
         rates = lab.measure_rate(0.5)
         before = lab.bytes_crossed()
@@ -128,7 +130,8 @@ def test_one_host_has_nobody_to_measure_with():
 
 
 @needs_lab
-def test_hosts_see_one_another_and_two_labs_do_not_meet():
+def test_hosts_see_each_other_and_labs_are_isolated():
+    """Hosts see one another, and two labs are isolated from each other."""
     with Lab(hosts=3, rate=None) as lab, Lab(hosts=2) as other:
         names = lab.run(["getent", "hosts", "h2"], capture_output=True, text=True).stdout
         strangers = other.run(["getent", "hosts", "h2"], capture_output=True, text=True)
@@ -139,7 +142,8 @@ def test_hosts_see_one_another_and_two_labs_do_not_meet():
 
 
 @needs_lab
-def test_two_labs_exchange_side_by_side_and_count_their_own_bytes():
+def test_two_labs_run_side_by_side_and_count_own_bytes():
+    """Two labs exchange side by side and count their own bytes."""
     mpirun = find_mpirun()
     assert mpirun is not None
     command = [mpirun.path, "-n", "2", sys.executable, "-c"]
@@ -218,7 +222,8 @@ def test_a_command_hears_once_what_the_driver_is_told(driven, name, send):
 
 
 @needs_lab
-def test_what_a_benchmark_runs_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
+def test_benchmark_process_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
+    """What a benchmark runs in a lab has time to end."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     ended, said = import_module("ended"), tmp_path / "said"
     script = f"trap 'sleep 0.5; echo saved > {said}; exit' TERM; echo up; while :; do sleep 0.1; done"
@@ -228,7 +233,8 @@ def test_what_a_benchmark_runs_in_a_lab_has_time_to_end(tmp_path, monkeypatch):
 
 
 @needs_lab
-def test_the_interrupt_of_a_terminal_reaches_all_of_a_command(driven):
+def test_terminal_interrupt_reaches_the_whole_command(driven):
+    """The interrupt of a terminal reaches all processes of a command."""
     inner = 'trap "exit 4" INT; echo up; while :; do sleep 0.1; done'
     driver = driven(f"trap 'echo told' INT; sh -c '{inner}'; exit $?")
     os.killpg(driver.pid, signal.SIGINT)
@@ -237,7 +243,8 @@ def test_the_interrupt_of_a_terminal_reaches_all_of_a_command(driven):
 
 
 @needs_lab
-def test_a_second_sigterm_ends_a_command_that_does_not_obey_the_first(driven):
+def test_second_sigterm_ends_a_disobedient_command(driven):
+    """A second SIGTERM ends a command that does not obey the first."""
     driver = driven("trap 'echo told' TERM; echo up; while :; do sleep 0.1; done")
     driver.terminate()
     assert driver.stdout.readline() == "told\n"
@@ -247,7 +254,8 @@ def test_a_second_sigterm_ends_a_command_that_does_not_obey_the_first(driven):
 
 
 @needs_lab
-def test_the_driver_returns_the_commands_status_and_says_what_crossed():
+def test_driver_returns_status_and_reports_traffic():
+    """The driver returns the command's status and reports how much crossed the link."""
     line = [sys.executable, "-m", "jaxcross.lab", "--rate", "1gbit", "--", "sh", "-c", "exit 3"]
     done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 3

@@ -30,7 +30,7 @@ def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 
-def test_mpi4jax_steps_are_cut_in_the_order_they_are_written(mpirun: Any) -> None:
+def test_mpi4jax_steps_are_cut_in_program_order(mpirun: Any) -> None:
     """Point-to-point calls that differ by rank keep their order, whatever depends on what."""
     done = mpirun(2, "zoo_mpi4jax.py").check()
     assert done.stdout.count("mpi4jax done") == 2, done.stdout + done.stderr

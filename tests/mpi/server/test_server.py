@@ -49,7 +49,8 @@ def test_servers_over_mpi(mpirun, ranks, quick_compiler):
 
 
 @pytest.mark.parametrize(("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")])
-def test_the_watchdog_names_the_worker_that_is_waited_for(mpirun, steps, what):
+def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
+    """The watchdog names the worker that the others wait for."""
     done = mpirun(2, STUCK.format(late="threading.Event().wait()", steps=steps))
     assert done.returncode != 0
     assert "jaxcross: rank 0 has waited" in done.stderr and what in done.stderr
@@ -57,12 +58,14 @@ def test_the_watchdog_names_the_worker_that_is_waited_for(mpirun, steps, what):
     assert "jaxcross: stacks of rank 1:" in done.stdout + done.stderr
 
 
-def test_parameters_stay_on_the_devices_on_which_they_were(mpirun):
+def test_parameters_stay_on_their_devices(mpirun):
+    """Parameters stay on the devices on which they were."""
     done = mpirun(2, PLACED, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}).check()
     assert [round(float(line), 1) for line in done.stdout.split()] == [3.2, 3.2]
 
 
-def test_an_exception_that_nobody_catches_ends_all_ranks(mpirun):
+def test_uncaught_exception_ends_all_ranks(mpirun):
+    """An exception that nobody catches ends all ranks."""
     done = mpirun(2, STUCK.format(late="raise ValueError('boom')", steps=9))
     assert done.returncode != 0
     assert "ValueError: boom" in done.stderr

@@ -135,7 +135,8 @@ for n in range(3):
 """
 
 
-def test_after_a_step_that_failed_halfway_its_rank_exchanges_no_more(mpirun) -> None:
+def test_rank_exchanges_no_more_after_half_failed_step(mpirun) -> None:
+    """After a step that failed halfway, its rank exchanges no more."""
     done = mpirun(2, HALFWAY)
     assert done.returncode != 0
     assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
@@ -185,7 +186,8 @@ print("mixed", flush=True)
 """
 
 
-def test_after_a_step_that_failed_before_its_exchanges_the_ranks_agree_anew(mpirun) -> None:
+def test_ranks_agree_anew_after_an_early_failed_step(mpirun) -> None:
+    """After a step that failed before its exchanges, the ranks agree again."""
     done = mpirun(2, AGAIN)
     assert done.returncode != 0
     told = [line for line in done.stdout.splitlines() if line.startswith(("sum", "mixed"))]

@@ -12,9 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.exhaustive  # the usual run has examples/gpt.py on two ranks
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_every_mesh_equals_the_serial_model_and_crossover_equals_solo(
-    mpirun: Any, quick_compiler: dict[str, str], ranks: int
-) -> None:
+def test_meshes_equal_serial_model_and_solo(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
+    """Every mesh equals the serial model, and `crossover` equals a solo run."""
     done = mpirun(ranks, "tensor_table.py", timeout=900, env=quick_compiler).check()
     for rank in range(ranks):
         assert f"rank {rank}: tensor done" in done.stdout, done.stdout + done.stderr

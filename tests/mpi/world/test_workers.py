@@ -62,7 +62,8 @@ if world.control.allgather_text("alive") == ["alive"] * 2 and world.rank == 0:
 """
 
 
-def test_a_forked_child_neither_exchanges_nor_ends_its_rank(mpirun: Callable[..., Any]) -> None:
+def test_forked_child_neither_exchanges_nor_ends_rank(mpirun: Callable[..., Any]) -> None:
+    """A forked child neither exchanges nor ends its rank."""
     done = mpirun(2, FORK).check()
     assert done.stdout.splitlines() == ["both live"]
     assert done.stderr.count("OSError: of the child") == 4
@@ -83,7 +84,8 @@ if world.rank == 1:
 """
 
 
-def test_a_subprocess_of_a_rank_is_told_that_it_is_none(mpirun: Callable[..., Any]) -> None:
+def test_subprocess_of_a_rank_is_not_a_rank(mpirun: Callable[..., Any]) -> None:
+    """A subprocess of a rank gets an error saying that it is not a rank."""
     refused, size = mpirun(2, SUBPROCESS).check().stdout.splitlines()
     assert "ExchangeError: `jaxcross.initialize()` was called in a process that a rank has started" in refused
     assert size == "1", "without the launcher's variables it is a world of its own"

@@ -21,7 +21,8 @@ def test_agreements_and_communicators(mpirun, ranks):
     assert len(found) == 7
 
 
-def test_an_exception_on_one_rank_ends_all_with_its_traceback(mpirun):
+def test_exception_on_one_rank_ends_all_with_traceback(mpirun):
+    """An exception on one rank ends all ranks with its traceback."""
     code = START.format(watchdog=300) + "if world.rank == 1:\n    raise ValueError('no more data')" + WAIT
     done = mpirun(2, code)
     assert done.returncode != 0
@@ -49,7 +50,8 @@ def test_an_interrupt_ends_all_without_a_traceback(mpirun):
     assert "Traceback" not in done.stderr
 
 
-def test_a_daemon_thread_ends_all_even_as_the_main_thread_ends(mpirun):
+def test_daemon_thread_error_ends_all_at_exit(mpirun):
+    """An exception in a daemon thread ends all ranks even as the main thread ends."""
     code = START.format(watchdog=300) + (
         "def loader():\n    raise OSError('disk')\n"
         "threading.Thread(target=loader, daemon=True).start()\nthreading.Event().wait(0.1)\n"
@@ -68,7 +70,8 @@ def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
     assert mpirun(2, code).returncode != 0
 
 
-def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
+def test_watchdog_names_the_rank_that_has_not_arrived(mpirun):
+    """The watchdog names the rank that has not arrived."""
     code = (
         TOGETHER
         + START.format(watchdog=12)
@@ -89,7 +92,8 @@ def test_the_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     assert "jaxcross: stacks of rank 1:" in output and "decode_for_ever" in output
 
 
-def test_a_rank_that_does_not_come_to_initialize_ends_all(mpirun):
+def test_rank_missing_from_initialize_ends_all(mpirun):
+    """A rank that does not call `initialize` ends all ranks."""
     code = (
         "from mpi4py import MPI\nimport threading\n"
         "if MPI.COMM_WORLD.Get_rank() == 1:\n    threading.Event().wait()\n" + START.format(watchdog=12)
@@ -99,7 +103,8 @@ def test_a_rank_that_does_not_come_to_initialize_ends_all(mpirun):
     assert "jaxcross: rank 0 has waited 12 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
 
 
-def test_a_stuck_rank_is_aborted_even_if_it_ignores_everything(mpirun):
+def test_unresponsive_stuck_rank_is_aborted(mpirun):
+    """A stuck rank is aborted even if it ignores everything."""
     # The late rank holds the interpreter lock, so it cannot answer.
     code = (
         TOGETHER
@@ -146,7 +151,8 @@ sys.meta_path.insert(0, Told())
     ],
     ids=["as measured", "the user's own", "the script has started MPI"],
 )
-def test_mpi_starts_with_the_settings_that_were_measured_unless_there_are_others(before, own, expected, monkeypatch):
+def test_mpi_starts_with_measured_default_settings(before, own, expected, monkeypatch):
+    """MPI starts with the settings that were measured unless others are given."""
     after = 'print(os.environ.get("OMPI_MCA_mpi_yield_when_idle"))\n'
     for name in [name for name in os.environ if name.startswith("OMPI_MCA_")]:  # of a world in this very process
         monkeypatch.delenv(name)
@@ -244,7 +250,8 @@ def launched(tmp_path, code, **environ):
     return script, lines, [path.name for path in left.glob("jaxcross-events-*")]
 
 
-def test_a_job_that_raises_is_one_traceback_and_a_line_for_each_rank(tmp_path):
+def test_failing_job_prints_one_traceback(tmp_path):
+    """A job that raises prints one traceback and a line for each rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
     wanted = [line.format(script=script) for line in JOB_LINES]
     assert [line for line in lines if line in wanted] == wanted
@@ -255,7 +262,8 @@ def test_a_job_that_raises_is_one_traceback_and_a_line_for_each_rank(tmp_path):
     assert left == []
 
 
-def test_a_script_that_raises_is_one_traceback_and_a_line_for_each_rank(tmp_path):
+def test_failing_script_prints_one_traceback(tmp_path):
+    """A script that raises prints one traceback and a line for each rank."""
     script, lines, left = launched(tmp_path, SCRIPT_RAISES)
     assert len(lines) == 7 and left == [], lines
     assert lines.count("OSError: no more data") == lines.count("Traceback (most recent call last):") == 1
@@ -268,7 +276,8 @@ def test_jax_may_be_told_to_leave_all_lines(tmp_path):
     assert any("runpy" in line for line in lines)
 
 
-def test_a_rank_that_dies_without_a_word_leaves_a_post_mortem(tmp_path):
+def test_silently_dying_rank_leaves_a_post_mortem(tmp_path):
+    """A rank that dies without a message leaves a post-mortem."""
     dies = "import os\nif world.rank == 1:\n    os._exit(1)"
     _, lines, left = launched(tmp_path, START.format(watchdog=300) + dies + WAIT)
     assert any("post-mortem" in line for line in lines) and len(left) == 1

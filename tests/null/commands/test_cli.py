@@ -61,7 +61,8 @@ def test_zero_jobs_is_a_usage_error(capsys):
     assert "argument --jobs: `0` is not a number above 0" in capsys.readouterr().err
 
 
-def test_unknown_models_are_refused_with_the_known_ones(capsys):
+def test_unknown_model_error_lists_known_models(capsys):
+    """Unknown models are refused with a list of the known ones."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(["demo", "--model", "resnet51"])
     error = capsys.readouterr().err
@@ -149,7 +150,7 @@ def test_both_ways_in_one_table():
     assert text.splitlines()[-1] == "2.00x: 2.00 s per job-step (sequential), 1.00 s (crossover)"
 
 
-def test_a_machine_that_was_busy_in_one_run_gives_no_speed_up():
+def test_busy_machine_in_one_run_gives_no_speed_up():
     """Two like jobs gain a factor of 2 at most; in the first run all took 1.3 times as long."""
     compared = Comparison.of([report("sequential", compute=1.3, exchange=1.3)], [report("crossover")])
     assert (compared.ratio, compared.speedup) == (pytest.approx(2.6), None)
@@ -176,7 +177,7 @@ def test_why_there_is_no_speed_up(alone, crossed, reason):
     assert (compared.speedup is None) == bool(reason)
 
 
-def test_a_slow_crossover_shows_what_compute_takes_alone():
+def test_slow_crossover_shows_compute_time_alone():
     """It is no faster than one job after the other, and yet as fast as its own, slow, compute allows."""
     slow = report("crossover", compute=2.1, exchange=2.1)
     compared = Comparison.of([report("sequential")], [slow])

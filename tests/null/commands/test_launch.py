@@ -36,7 +36,8 @@ def test_mpich():
     assert extra == {"PJRT_NPROC": "4", **PAGES}
 
 
-def test_openmpi_is_not_bound_and_may_be_root_and_oversubscribed():
+def test_openmpi_is_unbound_and_may_oversubscribe():
+    """Open MPI does not bind its ranks, and may run as root and oversubscribe."""
     line, extra = command(OPENMPI, ranks=8, root=True)
     assert line == ["mpirun", "-n", "8", "--bind-to", "none", "python", "a.py", "--x"]
     assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == extra["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
@@ -55,7 +56,8 @@ def test_the_users_settings_stay():
     assert extra == {}
 
 
-def test_who_computes_on_cpus_without_kept_memory_is_told():
+def test_advice_for_cpus_without_malloc_settings():
+    """A user who computes on CPUs without the `malloc` settings that retain memory gets advice."""
     told = malloc.advice({}, libc="glibc", accelerators=0)
     assert told is not None and f"GLIBC_TUNABLES={PAGES['GLIBC_TUNABLES']}" in told and "jaxcross launch" in told
     assert malloc.advice(PAGES, libc="glibc", accelerators=0) is None
@@ -136,6 +138,7 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
         (1, [], False), (0, [], True),
     ],
 )  # fmt: skip
-def test_what_the_ranks_said_themselves_is_not_explained_again(code, words, explained):
+def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
+    """What the ranks reported themselves is not explained again."""
     records = [SimpleNamespace(words=each) for each in words]
     assert launch._explained(code, records) == explained

@@ -25,7 +25,8 @@ def test_the_page_is_what_the_results_say() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_table_whose_result_is_not_kept_yet_is_left_out(tmp_path: Path) -> None:
+def test_table_without_a_stored_result_is_left_out(tmp_path: Path) -> None:
+    """A table whose result is not stored yet is left out."""
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("Before.\n\n<!-- table convergence -->\n| a | b |\n\nAfter.\n")
@@ -66,7 +67,7 @@ def test_a_changed_number_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1 and "benchmarks.md is not what the results say" in done.stdout, done.stderr
 
 
-def test_the_choice_of_an_exchange_is_by_what_was_measured() -> None:
+def test_exchange_choice_follows_the_measurements() -> None:
     """Where a benchmark calls an exchange otherwise than the table, its figures are gone and nothing fails."""
 
     def read(name: str) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_the_choice_of_an_exchange_is_by_what_was_measured() -> None:
     assert lacking == {"`ParameterServer`"}, "of which no accuracy is measured"
 
 
-def test_a_repeat_is_held_against_the_fastest_of_its_own_run() -> None:
+def test_repeat_is_compared_with_fastest_of_its_run() -> None:
     """And only where all of a kind took part; of the runs that have as many steps as the latest."""
 
     def row(run: int, rival: str, *seconds: float, c: float = 1.0) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def test_who_failed_in_a_later_repeat_is_named() -> None:
     assert told(row("ddp", 2)) == (*before, "gloo")
 
 
-def test_wait_free_is_held_against_uncut_of_its_own_run_at_rates_in_order() -> None:
+def test_wait_free_is_compared_with_uncut_of_its_run() -> None:
     """Where `uncut` never ran beside it there is nothing to say; a rate that was given as such comes last."""
     facts = {"pieces": 4, "c_s": 2.0, "m_s": 1.0, "first_bucket_s": 1.0, "last_bucket_s": 0.5}
     runs = {  # of each: what was raced, and how long it took

@@ -67,7 +67,8 @@ def test_a_segment_costs_the_same_in_a_long_step(graph: Any) -> None:
 
 
 @pytest.mark.parametrize(("graph", "steps", "most"), [(chain(31), 3, 1.5), (backward_pass(3), 6, 1.2)])
-def test_a_segment_costs_about_the_same_beside_many_jobs(graph: StepGraph, steps: int, most: float) -> None:
+def test_segment_cost_is_similar_beside_many_jobs(graph: StepGraph, steps: int, most: float) -> None:
+    """A segment costs about the same beside many jobs."""
     few, many = (calls_a_segment(graph, jobs=k, steps=steps) for k in (4, 64))
     assert many <= most * few
 

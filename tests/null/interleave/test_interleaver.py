@@ -76,7 +76,8 @@ def test_work_without_exchanges_counts_as_a_turn():
     assert order == [0, 1, 0, 1, 0, 1]
 
 
-def test_sequential_starts_the_second_job_when_the_first_is_over():
+def test_sequential_starts_second_job_after_the_first():
+    """The policy `Sequential` starts the second job when the first is over."""
     one = Interleaver(2, Sequential())
     assert feed(one, m.RunStarted())[0] == m.StartJob(0)
     out = vote(one, feed(one, m.JobReturned(0)))
@@ -84,7 +85,8 @@ def test_sequential_starts_the_second_job_when_the_first_is_over():
     assert vote(one, feed(one, m.JobReturned(1))) == [m.JobFinished(1, "ended", 0), m.Finish()]
 
 
-def test_failure_inside_an_admitted_step_sends_zeros_and_does_not_commit():
+def test_failure_in_a_step_sends_zeros_without_commit():
+    """A failure inside an admitted step sends zeros and does not commit."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
@@ -106,7 +108,8 @@ def test_a_call_after_the_job_failed_raises_at_once():
     assert m.Raised(0) in feed(one, m.StepCalled(0, PLAIN))
 
 
-def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_them():
+def test_stop_ends_waiting_jobs_after_committed_steps():
+    """A stop ends jobs where they wait and never withholds a committed step from them."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     vote(one, feed(one, m.StepCalled(0, PLAIN)))
@@ -124,7 +127,8 @@ def test_stop_ends_jobs_where_they_wait_and_never_keeps_a_committed_step_from_th
     assert m.Raised(0) in out
 
 
-def test_stop_reaches_a_job_of_which_nothing_else_is_new():
+def test_stop_reaches_a_job_without_other_news():
+    """A stop reaches a job about which nothing else is new."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted(), m.BatchWanted(0, 0, 0))
     out = vote(one, feed(one, m.BackoffElapsed()))  # it was said that the job waits, and nothing came of it
@@ -134,7 +138,8 @@ def test_stop_reaches_a_job_of_which_nothing_else_is_new():
     assert one.finished
 
 
-def test_a_loop_that_begins_ends_those_that_are_not_read_beside_it():
+def test_new_loop_ends_those_not_read_beside_it():
+    """A loop that begins ends those that are not read beside it."""
     one = Interleaver(1, RoundRobin())
     mine, shared = one._jobs[0], one.shared.jobs[0]
     feed(one, m.RunStarted())
@@ -151,7 +156,8 @@ def test_a_loop_that_begins_ends_those_that_are_not_read_beside_it():
     assert mine.prepared.keys() == shared.streams.keys() == {0, 3}
 
 
-def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
+def test_stop_prevents_later_jobs_from_starting():
+    """A stop prevents jobs whose turn has not come from starting."""
     one = Interleaver(3, Sequential())
     assert [i.job for i in feed(one, m.RunStarted()) if isinstance(i, m.StartJob)] == [0]
     out = vote(one, feed(one, m.BatchWanted(0, 0, 0), m.StopRequested()))
@@ -164,7 +170,8 @@ def test_stop_keeps_jobs_from_starting_whose_turn_has_not_come():
     assert one.finished
 
 
-def test_a_step_graph_refuses_an_exchange_that_waits_for_its_own_commit():
+def test_step_graph_rejects_a_commit_cycle():
+    """A step graph refuses an exchange that waits for its own commit."""
     with pytest.raises(ValueError, match="exchange segment 1 waits for the commit that waits for it"):
         StepGraph(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
     with pytest.raises(ValueError, match="segment 0 needs"):
@@ -196,7 +203,8 @@ def test_a_job_joins_with_the_wish_that_came_before_it():
     assert out[:2] == [m.JobFinished(1, "stopped", 0, stop_requested=True), m.Raised(1)]  # a stop is for good
 
 
-def test_what_comes_late_from_a_job_that_left_disturbs_nobody():
+def test_late_events_of_a_job_that_left_are_harmless():
+    """What comes late from a job that left disturbs no other job."""
     one = Interleaver(2, RoundRobin(), depth=1)
     feed(one, m.RunStarted())
     out = vote(one, feed(one, m.StepCalled(0, LOCAL), m.JobRaised(0, "boom")))
@@ -210,7 +218,8 @@ def test_what_comes_late_from_a_job_that_left_disturbs_nobody():
         one.handle(m.ExchangeDone(0, 1))
 
 
-def test_a_paused_job_dispatches_nothing_for_its_next_step():
+def test_paused_job_does_not_dispatch_its_next_step():
+    """A paused job dispatches nothing for its next step."""
     one = Interleaver(1, RoundRobin())
     out = vote(one, feed(one, m.RunStarted(), m.JobRequested(0, "", JobRequest.PAUSE)))
     assert m.JobPaused(0, True) in out
@@ -237,7 +246,8 @@ def test_paused_job_in_a_local_step_can_be_stopped(stop):
     assert m.JobFinished(0, "stopped", 0, stop_requested=not isinstance(stop, m.StopRequested)) in out
 
 
-def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
+def test_pending_waits_tell_local_from_shared():
+    """A job waits for the other ranks or for something local to its own rank."""
     one = Interleaver(1, RoundRobin())
     feed(one, m.RunStarted())
     assert one.pending_waits() == {}  # its own code
@@ -263,7 +273,8 @@ def test_a_job_waits_for_the_others_or_for_what_is_its_ranks_own_affair():
     assert one.pending_waits() == {0: Wait(2, "other ranks, to leave")}
 
 
-def test_the_end_of_a_job_may_wait_for_whatever_moves_on():
+def test_end_of_a_job_may_wait_while_others_advance():
+    """The end of a job may wait for anything that still makes progress."""
     here, there = ranks = [Interleaver(2, RoundRobin()) for _ in range(2)]
     last = [feed(here, m.RunStarted(), m.JobReturned(0)), feed(there, m.RunStarted())]
     before = here.pending_waits()[0]
@@ -289,7 +300,7 @@ def test_who_is_held_is_not_awaited():
         assert one.pending_waits() == {}
 
 
-def test_a_job_that_fails_behind_local_calls_left_after_its_last_step():
+def test_failure_after_local_calls_is_at_the_last_step():
     """Calls without exchanges, whether they count as steps or not, need not be made on all ranks."""
     local = StepGraph(kinds=("compute",), needs=((),), local_step=True)
     one = Interleaver(1, RoundRobin())

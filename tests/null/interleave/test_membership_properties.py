@@ -134,7 +134,8 @@ def test_jobs_join_once_every_rank_has_added_them(seed):
 
 @settings(max_examples=150, deadline=None)
 @given(seed=SEEDS)
-def test_wishes_and_failures_take_effect_between_the_same_two_steps_everywhere(seed):
+def test_requests_and_failures_take_effect_uniformly(seed):
+    """Requests and failures take effect between the same two steps on every rank."""
     case = Case(seed)
     rng = case.rng
     everybody = range(case.jobs + len(case.pending))
@@ -172,7 +173,8 @@ def endless():
         yield Step(graph(1, 1), (0.1, 0.0, 0.0))
 
 
-def test_one_ranks_wish_is_enough_and_a_pause_wins_over_a_resume():
+def test_one_ranks_request_suffices_and_pause_wins():
+    """One rank's request is enough, and a pause takes precedence over a resume."""
     plan = [graph(1, 1)] * 3
     requests = [
         (0.0, 1, 0, JobRequest.PAUSE),
@@ -199,7 +201,8 @@ def test_while_all_are_paused_the_lanes_rest():
     assert 100 / 0.05 <= len(rest) <= 100 / 0.05 + 20  # patience, and no vote more
 
 
-def test_a_paused_job_can_be_stopped_and_one_that_has_not_begun():
+def test_paused_and_unstarted_jobs_can_be_stopped():
+    """A paused job can be stopped, and so can one that has not begun."""
     requests = [(1.0, 0, 0, JobRequest.PAUSE), (5.0, 1, 0, JobRequest.STOP), (0.5, 0, 2, JobRequest.STOP)]
     scripts = [[endless(), script(random.Random(rank), [graph(2, 1)] * 4), endless()] for rank in range(2)]
     results = Simulation(scripts, policy=Sequential(), requests=requests).run()
@@ -238,12 +241,13 @@ def test_a_job_may_add_its_successor_as_its_last_act():
         assert len(inner._ballot_writer._ballot.cast()) == 4 + 11 * agreed.rows
 
 
-def test_joiners_of_a_weighted_run_get_its_mean_share_or_what_is_said():
+def test_joiners_of_weighted_run_get_mean_or_set_share():
+    """Jobs that join a weighted run get its mean share or the one that is given."""
     assert [Weighted((1, 3)).share(job) for job in range(4)] == [1, 3, 2, 2]
     assert [Weighted((1, 3), joining=0.5).share(job) for job in range(3)] == [1, 3, 0.5]
 
 
-def test_a_failure_waits_until_every_rank_has_what_was_committed():
+def test_failure_waits_for_every_rank_to_commit():
     """Rank 1 fails after a step whose last segment the other rank, busy with another job, has yet to begin."""
 
     def fails(rank):

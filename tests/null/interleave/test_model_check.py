@@ -75,7 +75,8 @@ def test_in_every_order_all_ranks_make_all_steps(case, steps):
         ((step(SHORT), step(BETWEEN), step(SHORT)), (step(SHORT), step(SHORT), step(BETWEEN)), {1}),
     ],
 )
-def test_in_every_order_a_fault_of_one_rank_ends_the_job_on_all(bad, good, steps):
+def test_in_any_order_a_fault_ends_the_job_on_all(bad, good, steps):
+    """In every order of events, a fault of one rank ends the job on all ranks."""
     assert ends(unlike(bad, good)) == {((n, "failed"),) for n in steps}
 
 
@@ -92,7 +93,8 @@ def test_in_every_order_a_fault_of_one_rank_ends_the_job_on_all(bad, good, steps
         ((step(PLAIN, s1="eject"),), (step(PLAIN),), (0, "ejected")),
     ],
 )
-def test_in_every_order_two_other_ranks_hear_of_a_fault_of_one(bad, good, end):
+def test_in_any_order_two_other_ranks_hear_of_a_fault(bad, good, end):
+    """In every order of events, two other ranks hear of a fault of one rank."""
     assert ends(unlike(bad, good, good)) == {(end,)}
 
 
@@ -103,7 +105,8 @@ def test_in_every_order_the_other_job_does_not_notice(ranks):
     assert found == {((0, "failed"), (1, "ended"))}
 
 
-def test_an_interrupt_at_any_moment_stops_all_ranks_at_one_step():
+def test_interrupt_stops_all_ranks_at_one_step():
+    """An interrupt at any moment stops all ranks at one step."""
     stopped = {((n, "stopped"),) for n in (0, 1)}
     assert ends(alike(2, (step(SHORT),) * 2, outside=((m.StopRequested(),), ()))) == {*stopped, ((2, "ended"),)}
 
@@ -169,7 +172,8 @@ def test_what_was_found_is_counted():
 # States as values.
 
 
-def test_a_copy_moves_apart_and_equal_states_have_equal_names():
+def test_copies_are_independent_and_names_match_states():
+    """A copy changes independently, and equal states have equal names."""
     model = RankModel(alike(1, fed(1), (step(TWICE),)), 0)
     for _ in range(30):
         if model.arrival is not None:

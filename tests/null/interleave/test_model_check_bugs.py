@@ -185,7 +185,8 @@ def test_a_wrong_interleaver_is_found_out(wrong, case, message):
     assert "moves of one rank:" in str(error.value)
 
 
-def test_ranks_that_do_not_ask_each_other_end_elsewhere():
+def test_ranks_that_do_not_vote_end_differently():
+    """Ranks that do not ask each other end differently."""
     case = unlike(fed(0, SHORT), fed(1, SHORT))
     assert ends(case) == {((0, "ended"),)}
     assert ends(replace(case, make=CountsForItself)) == {((0, "failed"),)}

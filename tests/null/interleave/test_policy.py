@@ -41,7 +41,8 @@ def shares_of(policy, turns, amounts):
     return [each / sum(had) for each in had]
 
 
-def test_weighted_gives_each_job_its_share_whatever_the_size_of_its_turns():
+def test_weighted_shares_ignore_the_size_of_turns():
+    """The policy `Weighted` gives each job its share, whatever the size of its turns."""
     assert shares_of(Weighted((1, 3)), 4000, (10.0, 1.0)) == pytest.approx([0.25, 0.75], abs=0.01)
     assert shares_of(Weighted((1, 1, 2)), 4000, (1.0, 5.0, 2.0)) == pytest.approx([0.25, 0.25, 0.5], abs=0.01)
     assert shares_of(RoundRobin(), 4000, (10.0, 1.0)) == pytest.approx([10 / 11, 1 / 11], abs=0.01)
@@ -136,7 +137,7 @@ def seconds_a_round(policy, jobs, steps=20):
     return result.end_s / steps
 
 
-def test_a_large_job_in_pieces_with_the_larger_share_hides_behind_itself_too():
+def test_larger_share_lets_a_large_job_hide_in_pieces():
     """Uncut, its own c + m is the bound; in pieces that take turns with the other job's step, it waits for that one."""
     large, small = (1.4, 1.25), (0.5, 0.7)
     uncut = seconds_a_round(RoundRobin(), [(*large, 1), (*small, 1)])

@@ -180,7 +180,8 @@ def test_a_fault_on_one_rank_ends_one_job_on_all_ranks(part, seed, fault, how):
 @PARTS
 @settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
-def test_data_that_ends_on_one_rank_ends_the_loop_everywhere(part, seed):
+def test_data_ending_on_one_rank_ends_loop_everywhere(part, seed):
+    """Data that ends on one rank ends the loop on every rank."""
     rng = random.Random(seed)
     ranks, jobs = rng.randint(1, 4), rng.randint(1, 3)
     lengths = [[rng.randint(0, 5) for _ in range(jobs)] for _ in range(ranks)]

@@ -43,7 +43,8 @@ def test_a_job_that_never_returns_is_noticed():
         Simulation([[stuck()], [loop(1)]], policy=RoundRobin()).run(events=500)
 
 
-def test_ranks_that_meet_in_different_slots_are_noticed():
+def test_ranks_meeting_in_different_slots_are_detected():
+    """Ranks that meet in different slots are detected."""
     simulation = Simulation([[loop(2)], [loop(2)]], policy=RoundRobin())
     simulation._ranks[1].interleaver.shared.commit = 0  # as if this rank alone had made an exchange
     with pytest.raises((InternalError, AssertionError)):

@@ -52,7 +52,8 @@ def test_one_rank_hears_what_it_said():
     assert (second.waiting, second.good, second.limit) == (False, False, None)
 
 
-def test_a_ballot_is_kept_from_vote_to_vote_and_a_cast_one_stays_as_it_was():
+def test_ballot_persists_and_a_cast_one_is_unchanged():
+    """A ballot persists from vote to vote, and one that was cast stays as it was."""
     ballot = Ballot(3)
     before = ballot.cast()
     ballot.set_job(1, JobBallot(point=5))

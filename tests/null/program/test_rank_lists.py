@@ -164,7 +164,8 @@ def test_a_schedule_in_one_order_fits(calls: dict[int, list[Exchange]]) -> None:
 
 
 @given(schedules(), st.data())
-def test_two_calls_swapped_are_an_error_where_they_block(calls: dict[int, list[Exchange]], data: st.DataObject) -> None:
+def test_swapping_two_calls_is_an_error_if_it_blocks(calls: dict[int, list[Exchange]], data: st.DataObject) -> None:
+    """Two calls that are swapped are an error exactly where they block."""
     rank = data.draw(st.sampled_from([r for r in WORLD if len(calls[r]) > 1] or [0]))
     if len(calls[rank]) > 1:
         a, b = data.draw(st.permutations(range(len(calls[rank]))))[:2]

@@ -113,7 +113,8 @@ def test_verify_says_what_is_wrong(broken: Program, message: str) -> None:
     assert str(error.value).startswith(f"program `step` is not well formed: {message}")
 
 
-def test_verify_marks_the_guilty_segment_among_its_neighbours() -> None:
+def test_verify_marks_the_invalid_segment_in_context() -> None:
+    """The error of `verify` marks the invalid segment among its neighbours."""
     with pytest.raises(InternalError) as error:
         verify(with_segment(1, inputs=(4,)))
     assert str(error.value).splitlines()[1:] == [
@@ -121,7 +122,8 @@ def test_verify_marks_the_guilty_segment_among_its_neighbours() -> None:
     ]  # fmt: skip
 
 
-def test_state_is_given_away_only_after_the_last_exchange() -> None:
+def test_state_is_donated_only_after_the_last_exchange() -> None:
+    """State is donated only after the last exchange."""
     whole = program()
     assert whole.donates() == (frozenset(), frozenset(), {0, 3})
     assert whole.after_commit == {2} and whole.last_collective == 1
@@ -144,7 +146,8 @@ def test_digest_sees_structure_types_and_donation() -> None:
     assert len({program_digest(p) for p in programs}) == 4
 
 
-def test_disagreement_names_both_ranks_and_the_first_line() -> None:
+def test_mismatch_names_both_ranks_and_the_first_line() -> None:
+    """The message about a mismatch names both ranks and the first line that differs."""
     mine = program().exchange_signature()
     theirs = with_segment(1, exchanges=(replace(SUM, shape=(8,)),)).exchange_signature()
     message = signature_mismatch("step", [mine, mine, theirs])

@@ -195,7 +195,8 @@ def as_report(seed, kind):
     return Report(spans=tuple(spans), jobs=tuple(facts), wall_ns=wall, policy=IN_TURN if kind == "sequential" else kind)
 
 
-def test_the_policy_of_runs_in_turn_is_known_by_its_name():
+def test_in_turn_policy_is_recognised_by_its_name():
+    """The policy of runs in turn is recognised by its name."""
     assert Sequential().name == IN_TURN
     assert RoundRobin().name != IN_TURN != Weighted((1.0,)).name
 
@@ -254,7 +255,7 @@ def test_traces_of_all_runs_are_well_formed(tmp_path_factory, seed, kind):
     check_trace(json.loads(path.read_text())["traceEvents"])
 
 
-def test_an_exchange_next_to_its_own_backward_pass_gets_the_arrow_of_its_maker():
+def test_exchange_beside_backward_has_its_makers_arrow():
     """Segment 2 computes while segment 1 travels, and is short: it ends first, and made nothing of it."""
 
     def span(kind, segment, start, end, ready):

@@ -80,7 +80,8 @@ def test_the_live_view_shows_no_loss_as_another_step_s():
 
 
 @pytest.mark.parametrize("ends", [("done", "ended"), ("status", "disk full")])
-def test_the_live_view_shows_another_run_of_a_job_from_its_beginning(ends):
+def test_live_view_shows_a_rerun_from_its_beginning(ends):
+    """The live view shows another run of a job from its beginning."""
     live, out = view()
     with live:
         for step in (1, 2, 3):
@@ -96,7 +97,8 @@ def test_the_live_view_shows_another_run_of_a_job_from_its_beginning(ends):
     assert again == ["a: has data, traces and compiles its first step", "a: step 1/3", "a: step 2/3, done"]
 
 
-def test_what_is_said_of_a_job_that_left_does_not_hide_why():
+def test_later_notes_on_a_job_do_not_hide_why_it_left():
+    """What is reported later about a job that left does not hide why it left."""
     live, out = view()
     with live:
         for step in (1, 2, 3):
@@ -118,7 +120,8 @@ def test_a_loss_says_that_the_first_step_is_made():
     assert out.getvalue() == "a: loss 0.500 of step 1\n"
 
 
-def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():
+def test_live_view_of_an_endless_job_prints_ever_less():
+    """The live view of a job without end prints fewer and fewer lines."""
     out = io.StringIO()
     with LiveView({"a": None}, console=Console(file=out, width=100)) as live:
         for step in range(1, 302):
@@ -127,7 +130,8 @@ def test_the_live_view_of_a_job_without_end_prints_ever_fewer_lines():
     assert shown == [*range(1, 10), *range(10, 100, 10), 100, 200, 300]
 
 
-def test_the_live_view_counts_the_last_step_of_a_job_that_fails():
+def test_live_view_counts_a_failing_jobs_last_step():
+    """The live view counts the last step of a job that fails."""
     live, out = view()
     with live:
         for step in (1, 2):
@@ -136,7 +140,8 @@ def test_the_live_view_counts_the_last_step_of_a_job_that_fails():
     assert out.getvalue().splitlines()[-1] == "a: step 2/3, disk full"
 
 
-def test_the_live_view_shows_the_step_of_a_job_that_had_ended_before():
+def test_live_view_shows_step_of_an_earlier_ended_job():
+    """The live view shows the step of a job that had ended before."""
     live, out = view()
     with live:
         live.note(job="a", kind="done", step=3)

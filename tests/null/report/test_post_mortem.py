@@ -58,7 +58,8 @@ def test_who_is_reported_gone_ended_first(tmp_path):
     )
 
 
-def test_under_a_launcher_that_ends_all_the_one_that_did_not_come_is_named(tmp_path):
+def test_rank_that_did_not_arrive_is_named(tmp_path):
+    """If the launcher ends all ranks, the one that did not arrive is named."""
     for rank in range(4):
         late = rank == 2
         first = begin(1, 9, "vote", number=7), end(1, 9.1)
@@ -71,7 +72,8 @@ def test_under_a_launcher_that_ends_all_the_one_that_did_not_come_is_named(tmp_p
     )
 
 
-def test_signs_of_life_tell_who_was_first_in_one_exchange(tmp_path):
+def test_heartbeats_tell_who_ended_first(tmp_path):
+    """Heartbeats tell which rank ended first in one exchange."""
     for rank in range(4):
         write(tmp_path, rank, begin(1, 10, **EXCHANGE, number=8), beat(11 if rank == 3 else 20))
     assert verdict(read(tmp_path)).startswith("Rank 3 ended first, without a word")
@@ -112,14 +114,16 @@ def test_a_good_end_and_a_stop(tmp_path):
     assert verdict(read(tmp_path)).startswith("Rank 0 ended first (SIGTERM)")
 
 
-def test_the_place_of_a_rank_without_a_segment_under_way(tmp_path):
+def test_place_of_a_rank_between_segments(tmp_path):
+    """The place of a rank without a segment under way is reported."""
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), end(1, 2), begin(2, 3, "vote", number=1), size=1)
     assert read(tmp_path)[0].place == "in vote, after job 'a', step 3, segment 0 (compute)"
     write(tmp_path, 0, begin(1, 1, "compute", "a", 3, 0), begin(2, 3, "vote", number=1), size=1)
     assert read(tmp_path)[0].place == "in vote, next to job 'a', step 3, segment 0 (compute)"
 
 
-def test_of_a_rank_that_died_all_is_named_that_it_was_in(tmp_path):
+def test_every_activity_of_a_dead_rank_is_named(tmp_path):
+    """All activities in which a dead rank was engaged are named."""
     exchange, write_out = begin(1, 1, "exchange", "a", 4, 1, number=9), begin(2, 2, "checkpoint", "b", 3)
     write(tmp_path, 0, exchange, write_out, beat(3), size=2)
     write(tmp_path, 1, begin(1, 1, "vote", number=9), beat(9), size=2)
@@ -129,7 +133,8 @@ def test_of_a_rank_that_died_all_is_named_that_it_was_in(tmp_path):
     assert f", {beside}. " in verdict(read(tmp_path))
 
 
-def test_a_torn_last_line_is_normal_and_others_are_counted(tmp_path):
+def test_torn_last_line_is_normal_others_are_counted(tmp_path):
+    """A torn last line is normal, and other unreadable lines are counted."""
     write(tmp_path, 0, begin(1, 10, **EXCHANGE, number=8), size=1)
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write('nonsense\n[]\n{"begin":2,"at":"x"}\n{"begin":3,"at":1100')

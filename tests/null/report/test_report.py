@@ -164,7 +164,8 @@ def test_chrome_trace_has_the_events_that_viewers_read(tmp_path):
     assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} <= tids
 
 
-def test_every_arrow_starts_in_a_compute_slice_and_ends_at_its_exchange():
+def test_arrows_lead_from_compute_to_their_exchange():
+    """Every arrow starts in a compute slice and ends at its exchange."""
     from jaxcross.report.chrome import trace_events
 
     events = trace_events(two_ranks())["traceEvents"]

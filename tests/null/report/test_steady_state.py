@@ -18,7 +18,7 @@ def test_a_single_step_is_no_steady_state():
     assert (job.compute_s, job.exchange_s, job.period_s) == (1.0, 1.0, 0.0)
 
 
-def test_jobs_that_were_never_in_steady_state_together_have_no_round():
+def test_jobs_never_steady_together_have_no_round():
     """b compiles for as long as a trains."""
     spans = [*alone("a", 4), piece("compile", "b", 0, 0, 10), *alone("b", 4, begin=10)]
     result = break_down(spans, facts("a", "b", steps=4), {0: 20 * S})
@@ -34,7 +34,8 @@ def test_less_than_a_round_together_is_none():
     assert break_down(spans, facts("a", "b", steps=4), {0: 20 * S}).period_s is None
 
 
-def test_a_job_without_a_second_step_has_no_part_in_the_round():
+def test_job_without_a_second_step_is_not_in_the_round():
+    """A job without a second step has no part in the round."""
     spans = [*crossed(5), piece("compute", "c", 1, 4, 4.5)]
     result = break_down(spans, facts("a", "b", "c"), {0: 12 * S})
     assert (result.period_s, result.s_per_step) == (2.0, 1.0)
@@ -62,7 +63,7 @@ def test_an_evaluation_is_no_step():
     assert result.bound_s == result.period_s
 
 
-def test_jobs_in_steady_state_have_a_round_though_a_third_left_early():
+def test_steady_jobs_have_a_round_after_a_third_left():
     """c has ended before a and b pass their first steps; the round is one of a and b, on both ranks."""
     spans = [s for rank in (0, 1) for s in (*crossed(8, rank=rank, begin=20), *alone("c", 4, rank=rank))]
     result = break_down(spans, facts("a", "b", "c", steps=8), {0: 40 * S, 1: 40 * S})
@@ -71,7 +72,7 @@ def test_jobs_in_steady_state_have_a_round_though_a_third_left_early():
     assert [job.period_s for job in result.jobs] == [2.0, 2.0, 2.0]  # c's own steady state
 
 
-def test_a_job_that_leaves_just_after_another_begins_leaves_the_round_to_the_others():
+def test_job_leaving_soon_leaves_the_round_to_others():
     """a and c are in steady state together for less than a round, c and b for eight."""
     spans = [*alone("a", 4), *(replace(s, job={"a": "b", "b": "c"}[s.job]) for s in crossed(10, begin=5))]
     result = break_down(spans, facts("a", "b", "c", steps=10), {0: 40 * S})
@@ -79,7 +80,7 @@ def test_a_job_that_leaves_just_after_another_begins_leaves_the_round_to_the_oth
     assert result.period_s == 2.0
 
 
-def test_a_job_that_leaves_after_two_rounds_does_not_set_the_round():
+def test_job_leaving_after_two_rounds_does_not_set_it():
     """a, b and c make two rounds of 3 s after their first steps; then a and b make thirty of 2 s."""
     spans = [piece("compute", job, n, 3 * n + k, 3 * n + k + 1) for n in range(3) for k, job in enumerate("abc")]
     spans += [
@@ -98,7 +99,7 @@ def test_a_step_that_does_not_count_is_none():
     assert (result.period_s, result.rounds, result.jobs[0].bytes_per_step) == (2.0, 4, 64)
 
 
-def test_the_hidden_share_of_all_is_that_of_the_jobs_in_the_round():
+def test_total_hidden_share_is_that_of_the_round():
     """c exchanges alone, before: it has no row of numbers, and no part in the last row."""
     spans = [*alone("c", 4, exchange=9), *crossed(8, begin=60)]
     result = break_down(spans, facts("a", "b", "c", steps=8), {0: 90 * S})
@@ -106,13 +107,14 @@ def test_the_hidden_share_of_all_is_that_of_the_jobs_in_the_round():
     assert result.hidden_share == 1.0
 
 
-def test_steps_that_end_at_one_time_are_no_steady_state():
+def test_simultaneous_step_ends_are_no_steady_state():
+    """Steps that end at one time are not a steady state."""
     spans = [piece("compute", "a", step, 1, 1) for step in (1, 2)]
     result = break_down(spans, facts("a", steps=2), {0: 2 * S})
     assert (result.period_s, result.rounds) == (None, 0)
 
 
-def test_one_step_that_ends_among_many_short_ones_is_no_round():
+def test_one_step_among_many_short_ones_is_no_round():
     """While a makes two steps of 60 s, b makes ten of 6 s and ends."""
     spans = [piece("collective", "a", n, 60 * n, 60 * n + 60) for n in range(4)]
     spans += [piece("compute", "b", n, 61 + 6 * n, 67 + 6 * n) for n in range(11)]
@@ -122,7 +124,7 @@ def test_one_step_that_ends_among_many_short_ones_is_no_round():
     )
 
 
-def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
+def test_jobs_beside_a_job_mid_step_have_a_round():
     """c's second step takes as long as all steps of a and b."""
     spans = [
         *crossed(8, begin=10),
@@ -133,7 +135,7 @@ def test_jobs_next_to_one_that_makes_no_whole_step_have_a_round():
     assert result.period_s == 2.0
 
 
-def test_turns_with_rounds_of_other_jobs_are_not_averaged():
+def test_turns_with_rounds_of_other_jobs_are_separate():
     """In one turn all three jobs share rounds of 3 s, in another, where c had left, two share rounds of 2 s."""
 
     def turn(spans):

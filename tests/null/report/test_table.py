@@ -45,7 +45,8 @@ def test_jobs_that_never_ran_together_get_no_round():
     assert cells(text, "all 2") == ["all 2", "8", "-", "-", "-", "-"]
 
 
-def test_the_same_jobs_one_after_the_other_on_purpose_have_one():
+def test_jobs_run_in_turn_on_purpose_have_a_round():
+    """The same jobs run one after the other on purpose have a round."""
     spans = [*steps_of("a", 4), *steps_of("b", 4, begin=12)]
     text = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4), policy="sequential"))
     assert "Round 4.00 s (one step of every job), bound 2.00 s" in text
@@ -63,7 +64,8 @@ def test_a_job_that_resumed_is_at_its_own_step():
     assert (job["steps"], job["first_step"], job["last_step"]) == (4, 704, 708)
 
 
-def test_a_job_that_had_ended_before_has_no_range_of_steps():
+def test_previously_ended_job_has_no_step_range():
+    """A job that had ended before has no range of steps."""
     spans = steps_of("a", 4, first=21)
     text = str(
         report(spans, JobSummary(name="a", steps=4, first_step=20), JobSummary(name="b", steps=0, first_step=10))
@@ -166,7 +168,7 @@ def test_jobs_of_parameter_servers_have_no_efficiency():
     assert not any(word in text for word in ("efficiency", "Lost", "The bound takes"))
 
 
-def test_steps_that_no_span_is_of_are_said_to_be_uncounted():
+def test_steps_without_spans_are_reported_as_uncounted():
     """A job of a plain `jax.jit`, alone and next to another one."""
     plain = JobSummary(name="plain", steps=0, replicas="differ after batch 30, first `w` on ranks 0 and 1")
     line = "plain: 0 steps: only those of `crossover` and of a parameter server are counted."
@@ -175,7 +177,7 @@ def test_steps_that_no_span_is_of_are_said_to_be_uncounted():
     assert "steps of `crossover`" not in str(report(steps_of("a", 4), JobSummary(name="a", steps=4)))
 
 
-def test_calls_that_exchange_more_than_the_steps_are_said_to_be_none():
+def test_other_exchanging_calls_are_not_called_steps():
     """A job that evaluated before its first training step: its evaluations are its steps."""
     spans = [*steps_of("a", 4), *steps_of("b", 4)]
     spans += [replace(s, step=4, other_calls=1, in_step=False, nbytes=9) for s in steps_of("a", 1, begin=9)]

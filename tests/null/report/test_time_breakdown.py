@@ -34,7 +34,8 @@ def test_a_perfect_crossover_reaches_its_bound():
     assert result.start_up_s == 3.0
 
 
-def test_one_after_the_other_adds_the_jobs_periods_and_blames_the_order():
+def test_sequential_run_adds_periods_and_blames_order():
+    """A run of one job after the other adds the jobs' periods and blames the order."""
     spans = alone("a", 4) + alone("b", 4, begin=8)
     result = break_down(spans, facts("a", "b", steps=4), {0: 16 * S}, in_turn=True)
     assert (result.period_s, result.bound_s, result.efficiency) == (4.0, 2.0, 0.5)
@@ -77,7 +78,8 @@ def test_waiting_for_a_batch_and_voting_are_named():
     assert sum(result.lost_s.values()) == pytest.approx(result.period_s - result.bound_s)
 
 
-def test_the_rank_that_arrives_early_waits_for_its_peer():
+def test_early_rank_waits_for_its_peer():
+    """The rank that arrives early waits for its peer."""
     # rank 0 computes 1 s, rank 1 computes 1.5 s; the exchange itself takes 1 s; clocks differ by 100 s
     early = alone("a", 5, compute=1.0, exchange=1.5, rank=0)
     late = alone("a", 5, compute=1.5, exchange=1.0, rank=1, begin=100)
@@ -90,7 +92,8 @@ def test_the_rank_that_arrives_early_waits_for_its_peer():
     assert result.lost_s["peer"] == result.lost_s["other"] == 0
 
 
-def test_jitter_between_equal_ranks_is_waiting_for_a_peer():
+def test_jitter_between_equal_ranks_is_peer_waiting():
+    """Jitter between equal ranks is counted as waiting for a peer."""
     # each rank is late in every other step by 0.5 s, so each computes 1.25 s on average, and the pair 1.5
     spans = []
     for step in range(5):
@@ -147,7 +150,7 @@ def test_votes_cost_only_what_they_hold_up():
 
 
 @pytest.mark.parametrize("ready", [1.2, 1.1])
-def test_a_vote_that_waits_for_a_late_rank_is_waiting_for_a_peer(ready):
+def test_vote_waiting_for_a_late_rank_is_peer_waiting(ready):
     """Rank 0 votes for 1 s, of which rank 1, whose batch is late, takes part in 0.1 s; there may be ready work."""
     early, late = [], []
     for step in range(5):
@@ -166,7 +169,8 @@ def test_a_vote_that_waits_for_a_late_rank_is_waiting_for_a_peer(ready):
     assert result.lost_s["votes"] == pytest.approx(0.1)
 
 
-def test_enqueued_compute_begins_when_its_forerunner_ends():
+def test_enqueued_compute_begins_when_previous_ends():
+    """Enqueued compute begins when the previous compute ends."""
     spans = [
         piece("compute", "a", 0, 0, 1),
         piece("compute", "a", 1, 0.1, 2),
@@ -177,7 +181,8 @@ def test_enqueued_compute_begins_when_its_forerunner_ends():
     assert (result.period_s, result.bottleneck) == (1.0, "compute")
 
 
-def test_an_exchange_beside_its_own_backward_pass_shortens_the_chain():
+def test_exchange_beside_own_backward_shortens_chain():
+    """An exchange beside its own backward pass shortens the chain."""
     # segments 0, 1 (exchange of 0), 2: the exchange of 1 s runs beside the second compute of 2 s
     spans = []
     for step in range(4):
@@ -238,7 +243,7 @@ def test_a_step_that_failed_hands_over_no_bytes():
     assert job.bytes_per_step == 64
 
 
-def test_idle_votes_beside_work_on_the_host_cost_nothing():
+def test_idle_votes_beside_host_work_cost_nothing():
     """Compiling for 3 s; meanwhile nothing is ready, and the exchange lane votes all the time."""
     spans = [
         *alone("a", 3),
@@ -251,7 +256,7 @@ def test_idle_votes_beside_work_on_the_host_cost_nothing():
 
 
 @pytest.mark.parametrize("ready", [6, 9])
-def test_what_a_job_does_on_all_ranks_at_once_is_no_vote(ready):
+def test_work_on_all_ranks_at_once_is_no_vote(ready):
     """Saving for 3 s on the exchange lane, whether or not an exchange is ready and waits for it."""
     spans = [*alone("a", 3), *(replace(s, step=s.step + 3) for s in alone("a", 3, begin=9, compute=0))]
     spans = [replace(s, ready_ns=ready * S) if s.start_ns == 9 * S and s.kind == "collective" else s for s in spans]

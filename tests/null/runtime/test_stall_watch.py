@@ -41,7 +41,8 @@ def world():
     return Watching()
 
 
-def test_a_wait_is_watched_from_the_second_look_to_its_end(world):
+def test_wait_is_watched_from_the_second_look(world):
+    """A wait is watched from the second look to its end."""
     waits = JobWaits(world)
     waits.look({"a": Wait(4, "batch 4 of data 1")})
     assert world.now == []
@@ -85,7 +86,8 @@ def test_for_whom_a_wait_is():
     }
 
 
-def test_who_waits_for_what_is_its_own_affair_is_not_blamed_by_others():
+def test_rank_waiting_locally_is_not_blamed():
+    """A rank that waits for something local to it is not blamed by others."""
     assert absent("a", "batch 4 of data 1", {1: status("batch 4 of data 1", local=True)}) == {}
     assert absent("a", "call of the step", {1: status("evaluation", local=True)}) == {}
     assert absent("a", "call of the step", {1: status("evaluation")}) == {1: "it waits for its evaluation"}
@@ -102,7 +104,7 @@ def test_what_moves_on_stays_watched_and_begins_anew(world):
     assert world.renewed == [wait] * 2
 
 
-def test_who_waited_for_what_is_its_own_affair_a_short_while_ago_is_not_blamed_either():
+def test_rank_that_just_waited_locally_is_not_blamed():
     """Evaluations one after the other, each shorter than the watchdog's time."""
     between = RankStatus(entered=9, waits=(), recent_local=frozenset({"a"}))
     assert absent("a", "call of the step", {1: between}) == {}

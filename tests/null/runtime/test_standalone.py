@@ -113,7 +113,7 @@ class Interrupted(Execution):
             self.ended.append(index)
 
 
-def test_after_an_interrupt_no_exchange_is_left_under_way_and_none_begins(owner: ExchangeOwner) -> None:
+def test_interrupt_leaves_no_exchange_and_begins_none(owner: ExchangeOwner) -> None:
     """The caller may catch it and save its state: not beside what was under way. The other ranks have perhaps left the
     step elsewhere.
     """

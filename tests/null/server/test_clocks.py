@@ -20,7 +20,8 @@ def test_with_staleness_0_all_go_on_together():
     assert clocks.now == (1, 1, 1)
 
 
-def test_a_worker_waits_for_the_slowest_beyond_the_bound_only():
+def test_worker_waits_for_the_slowest_beyond_the_bound():
+    """A worker waits for the slowest one beyond the bound only."""
     clocks = Clocks(2, 2)
     for _ in range(2):
         clocks.push(0)

@@ -100,7 +100,8 @@ def test_a_rank_takes_the_device_of_its_local_rank(settings, local_rank, acceler
 
 
 @pytest.mark.parametrize(("accelerators", "said"), [(0, ""), (1, "1 accelerator."), (2, "2 accelerators."), (4, "")])
-def test_ranks_that_share_an_accelerator_are_told_so_once(caplog, monkeypatch, accelerators, said):
+def test_ranks_sharing_an_accelerator_are_warned_once(caplog, monkeypatch, accelerators, said):
+    """Ranks that share an accelerator are warned once."""
     monkeypatch.setattr(start.compat, "backends_started", lambda: True)  # this process keeps its devices
     for local_rank in range(4):
         start._take_device([{}] * 4, local_rank=local_rank, accelerators=accelerators)
@@ -145,7 +146,8 @@ def test_the_report_of_a_wait_that_says_for_whom_it_is():
     assert "rank 1" not in text and "different things" not in text
 
 
-def test_the_report_when_the_ranks_wait_for_different_things():
+def test_report_if_ranks_wait_for_different_things():
+    """The report covers ranks that wait for different things."""
     agreement = Activity(job="a", step=3, segment=-1, what="agreement", number=7, since_s=0.0)
     answers = {1: RankStatus(entered=7, waits=(agreement,)), 2: RankStatus(entered=7, waits=(WAIT,))}
     text = stall_report(0, WAIT, 300.0, answers)
