@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, final
 
 from jaxcross._pytree import PyTree
-from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
-from jaxcross.interleave.instrument import Listeners, SpanKind
+from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.arguments import check_batches
 from jaxcross.jobs.data_position import START
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
-from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
+from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.prefetch import Prefetcher, to_device
-from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
-from jaxcross.runtime.collective_call import run_collectively
-from jaxcross.runtime.driver import Driver
-from jaxcross.runtime.job_record import Initial, JobRecord, NonFinite, check_choice
-from jaxcross.runtime.stall_watch import after_run
+from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
 
-_log = logging.getLogger("jaxcross")
 _END = object()
 
 
@@ -78,27 +70,15 @@ class JobContext:
         unread: The error of reading back what it logged, on this rank. All ranks get it after the run.
     """
 
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        *,
-        listeners: Listeners,
-        world: World,
-        checks: CheckReplicas | None = None,
-    ) -> None:
-        self.name = name
-        self._function = fn
-        self._arguments = arguments
-        self._listeners = listeners
+    def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
+        self.name = life.name
+        self._life = life
+        self._metrics = metrics
         self._world = world
-        self._life = JobLifecycle(name)
-        self.host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
-        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
-        self.history = self._metrics.history
-        self.cuts = self.host.cuts
-        self.done = self.host.done
+        self.host = host
+        self.history = metrics.history
+        self.cuts = host.cuts
+        self.done = host.done
         self.status: str | None = None
         self.error: Exception | None = None
         self.unread: Exception | None = None
@@ -286,7 +266,9 @@ class JobContext:
         self.state = state
         resumption = self._life.resumption
         if resumption is not None:
-            every = resumption.save(state, self.step, self.run_on_all_ranks, unsavable_reason=self._unsavable_reason())
+            every = resumption.save(
+                state, self.step, self.run_on_all_ranks, unsavable_reason=self.host.unsavable_reason()
+            )
             self.host.replicas.saved(self.step, every)
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
@@ -353,118 +335,14 @@ class JobContext:
         if self.status is None:  # else it is over, and a request too late
             self._life.request(request)
 
-    # For the runner.
-
-    @property
-    def order(self) -> float:
-        """Its place among the jobs of the run, the same on all ranks; after all others if it never joined."""
-        record = self._life.record
-        return float("inf") if record is None or record.number < 0 else record.number
+    # For jaxcross itself.
 
     @property
     def steps_made(self) -> int:
         """The number of steps that it made in this run."""
-        resumption = self._life.resumption
-        return self.step if resumption is None else self.step - resumption.first_step
+        return self.host.steps_made
 
     @property
     def save_every(self) -> int | None:
         """The number of steps after which the plain loop saves, if it does."""
         return None if self._life.resumption is None else self._life.resumption.every
-
-    def make_thread(self) -> JobThread:
-        """Returns the thread that runs the job."""
-        living = self._world.exchange_owner.job_threads
-        return JobThread(self.name, partial(self._life.main, self), self, living)
-
-    def attach(self, driver: Driver, record: JobRecord, resumption: Resumption | None = None) -> None:
-        """Takes the job's place in a run that begins, or that the job is added to."""
-        self._life.attach(self, driver, record, resumption)
-
-    def call_function(self) -> None:
-        """Runs the job's function and keeps what it returns. In the job's thread."""
-        driver, record = self._life.running()
-        result = self._function(self, **self._arguments)
-        self._life.running()
-        if result is not None:
-            self.host.latest.set(result, self.step)
-        del result
-        self._save_last(partial(driver.run_on_all_ranks, record))
-
-    def close_loops(self) -> None:
-        """Ends the threads that prepare batches. Does not wait."""
-        for loop in self.host.loops:
-            loop.close()
-
-    def close(self) -> None:
-        """Ends the job here: reads back what is left, and drops all but the state. Waits for the device."""
-        life, host = self._life, self.host
-        if self.done.is_set():
-            return
-        record = life.record
-        if record is not None:
-            status = record.status and life.final_status(record.status)
-            self.status, self.error, self.skipped = status or "left out", record.error, record.skipped
-            if self.error is not None:
-                forget_locals(self.error)
-            if status != "ended":
-                host.latest.adopt_results()
-            host.replicas.finish(self.status, self.step)
-            host.latest.release()
-        failure = self._metrics.read_remaining()
-        if failure is not None and self.error is None:  # of a failed step's metrics the job's own error says more
-            self.unread = failure
-        if record is not None and record.status == "ended":
-            kind = "done" if self.status == "ended" else "status"
-            self._listeners.note(job=self.name, kind=kind, step=self.step, value=self.status)
-        # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
-        life.detach()
-        self._function, self._arguments = _no_function, {}
-        host.registry.forget()
-        host.loops = []
-        self.done.set()
-
-    def close_unbegun(self) -> None:
-        """Closes the job after the run broke, if it has no thread that does."""
-        thread = None if self._life.record is None else self._life.record.thread
-        if thread is None or not thread.is_alive():
-            self.close()
-
-    def save_left(self) -> None:
-        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
-        record = self._life.record
-        # The record's status, which all ranks agreed on; `status` may differ between them.
-        if record is None or record.status in (None, "ended"):
-            return
-
-        def together(label: str, work: Callable[[Control], T]) -> T:
-            with after_run(self._world, label, job=self.name, step=self.step):
-                return run_collectively(work, self._world.control)
-
-        try:
-            self._save_last(together)
-        except JobError as error:
-            _log.warning("%s", error)
-
-    def _save_last(self, together: RunOnAllRanks) -> None:
-        resumption = self._life.resumption
-        if resumption is not None:
-            resumption.save_last(self.state, self.step, together, unsavable_reason=self._unsavable_reason())
-
-    def _unsavable_reason(self) -> str:
-        """Returns why a restart could not go on from the state; empty if it can."""
-        latest = self.host.latest
-        if self.steps_made and self.host.registry.training is None:
-            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
-        if latest.step != self.step:
-            return "its function neither returned nor saved its latest state"
-        if latest.is_guess:
-            return (
-                "its function changes what its step returns before the next one, and has not said what it makes of the "
-                "latest: assign that to `job.state` in each step"
-            )
-        return "" if self._life.resumption is None else self._life.resumption.unsavable_reason
-
-
-def _no_function(*_: object, **__: object) -> None:
-    """Does nothing, in place of the function of a job that is over."""

@@ -74,6 +74,25 @@ class JobHost:
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
+    @property
+    def steps_made(self) -> int:
+        """The number of steps that the job made in this run."""
+        resumption = self._life.resumption
+        return self.step if resumption is None else self.step - resumption.first_step
+
+    def unsavable_reason(self) -> str:
+        """Returns why a restart could not go on from the state; empty if it can."""
+        if self.steps_made and self.registry.training is None:
+            return "the job trains by a `ParameterServer`, which has a state of its own on every rank"
+        if self.latest.step != self.step:
+            return "its function neither returned nor saved its latest state"
+        if self.latest.is_guess:
+            return (
+                "its function changes what its step returns before the next one, and has not said what it makes of the "
+                "latest: assign that to `job.state` in each step"
+            )
+        return "" if self._life.resumption is None else self._life.resumption.unsavable_reason
+
     def cut_before_restart(self, key: str) -> int | None:
         """Returns the number of segments that the step with this key was cut into in an earlier run, if known."""
         return self.cuts.get(key)

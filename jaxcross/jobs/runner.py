@@ -24,6 +24,7 @@ from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.jobs import arguments
 from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.job_run import JobRun
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
@@ -98,7 +99,7 @@ class Runner:
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
         self.check_replicas = as_checks(check_replicas)
-        self.jobs: list[JobContext] = []
+        self._runs: list[JobRun] = []
         self.report: Report | None = None
         self._recorder = Recorder()
         if events is not None:
@@ -110,6 +111,11 @@ class Runner:
         self._functions = RegisteredFunctions()
         self._session: Session | None = None
         self._submitted: set[str] = set()  # names of jobs that not all ranks have heard of
+
+    @property
+    def jobs(self) -> list[JobContext]:
+        """The jobs that were added; after the run in the order in which they joined, the same on every rank."""
+        return [run.context for run in self._runs]
 
     def __enter__(self) -> Self:
         return self
@@ -141,20 +147,20 @@ class Runner:
             if (known := self._added_before(name)) is not None:
                 return known
             self._check_name(name)
-            job = self._context(name, fn, kwargs)
+            run = self._job_run(name, fn, kwargs)
             if self._used:
                 driver = self._driver
-                attach = partial(job.attach, resumption=self._resumption(job))
-                record = None if driver is None else driver.join(name, job.make_thread, attach)
+                attach = partial(run.attach, resumption=self._resumption(run.context))
+                record = None if driver is None else driver.join(name, run.make_thread, attach)
                 if record is None:
                     raise JobError(f"Job `{name}` comes too late: this runner has run. Make a new Runner.")
                 if self._session is not None:
                     self._session.added(name)
-            self.jobs.append(job)
-        return job
+            self._runs.append(run)
+        return run.context
 
-    def _context(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobContext:
-        return JobContext(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
+    def _job_run(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobRun:
+        return JobRun(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=..., **arguments)`.
@@ -226,7 +232,7 @@ class Runner:
                 if name != listed:  # a name that is listed is one that a job can have, and its folder is known
                     raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
                 self._check_name(name)
-                self.jobs.append(self._context(name, fn, {**arguments}))
+                self._runs.append(self._job_run(name, fn, {**arguments}))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 _log.warning(
                     "A submission of an earlier run cannot be understood, and is left out: %s.", clause(str(error))
@@ -260,7 +266,7 @@ class Runner:
             return self._run()
 
     def _run(self) -> Report:
-        if not self.jobs:
+        if not self._runs:
             raise ValueError(
                 "A runner without jobs has nothing to run. Call `runner.add(name, fn)` on every rank first."
             )
@@ -268,18 +274,18 @@ class Runner:
         with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
-            jobs = tuple(self.jobs)
-            if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(jobs):
-                raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(jobs)} jobs")
+            runs = tuple(self._runs)
+            if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(runs):
+                raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(runs)} jobs")
             self._used = True
-            self._agree(jobs)
-            self._session = self._open(jobs)
+            self._agree(runs)
+            self._session = self._open(runs)
             if self._session is not None:
                 self._take_over(self._session)
-                jobs = tuple(self.jobs)
+                runs = tuple(self._runs)
             driver = self._driver = Driver(
                 world=self.world,
-                jobs=[(job.name, job.make_thread) for job in jobs],
+                jobs=[(run.name, run.make_thread) for run in runs],
                 policy=self.policy,
                 depth=self.depth,
                 listeners=self._listeners,
@@ -287,8 +293,8 @@ class Runner:
                 on_text=self._add_submitted,
                 chaos=self.chaos,
             )
-            for job, record in zip(jobs, driver.records, strict=True):
-                job.attach(driver, record, self._resumption(job))
+            for run, record in zip(runs, driver.records, strict=True):
+                run.attach(driver, record, self._resumption(run.context))
         start_ns = time.monotonic_ns()
         with defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
             try:
@@ -298,19 +304,20 @@ class Runner:
                 raise
             end_ns = time.monotonic_ns()
             with self._lock:  # who is adding a job gets it into the list first
-                for job in self.jobs:
-                    job.close()
-                self.jobs.sort(key=lambda job: job.order)  # added in other orders elsewhere, perhaps
+                for run in self._runs:
+                    run.close()
+                self._runs.sort(key=lambda run: run.order)  # added in other orders elsewhere, perhaps
+            jobs = self.jobs
             if self._session is not None:
-                for job in self.jobs:
-                    job.save_left()
+                for run in self._runs:
+                    run.save_left()
                 self._session.close()
             with after_run(self.world, "report"):
-                compare_replicas(self.world, self.jobs)
-                missing = left_out(self.world, self.jobs, [*driver.left_out, *sorted(self._submitted)])
-                tell_unread(self.world, self.jobs)
+                compare_replicas(self.world, jobs)
+                missing = left_out(self.world, jobs, [*driver.left_out, *sorted(self._submitted)])
+                tell_unread(self.world, jobs)
             self.report = report_of(
-                self.jobs,
+                jobs,
                 self._recorder,
                 world=self.world,
                 policy=self.policy.name,
@@ -325,23 +332,23 @@ class Runner:
             ending = held[0]
         if ending is not None:
             raise ending
-        raise_errors(self.jobs, missing)
+        raise_errors(jobs, missing)
         return self.report
 
     def _break_off(self) -> None:
         """A lane broke: ends what no thread of a job ends. Waits for what is being written."""
         with self._lock:
-            for job in self.jobs:
-                job.close_unbegun()
+            for run in self._runs:
+                run.close_unbegun()
         if self._session is not None:
             self._session.close()
 
-    def _agree(self, jobs: Sequence[JobContext]) -> None:
+    def _agree(self, runs: Sequence[JobRun]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
         kept = self.checkpoints and (self.checkpoints.every, self.checkpoints.keep)
         mine = json.dumps(
             {
-                "jobs": [job.name for job in jobs],
+                "jobs": [run.name for run in runs],
                 "policy": repr(self.policy),
                 "checkpoints": kept,
                 "check_replicas": repr(self.check_replicas),
@@ -356,12 +363,12 @@ class Runner:
                     "same order, with the same policy, checkpoints and `check_replicas`, on every rank."
                 )
 
-    def _open(self, jobs: Sequence[JobContext]) -> Session | None:
+    def _open(self, runs: Sequence[JobRun]) -> Session | None:
         """Opens the checkpoints. Waits for all ranks."""
         if self.checkpoints is None:
             return None
         with self.world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
-            names = [job.name for job in jobs]
+            names = [run.name for run in runs]
             return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
 
     def _resumption(self, job: JobContext) -> Resumption | None:

@@ -1,0 +1,156 @@
+"""The runner's side of a job: its function, its place in the run, and its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, final
+
+from jaxcross.checkpoint.rank_gather import RunOnAllRanks
+from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import Listeners
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.host import JobHost
+from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
+from jaxcross.jobs.metrics import MetricLog
+from jaxcross.jobs.replicas import CheckReplicas
+from jaxcross.jobs.resumption import Resumption
+from jaxcross.jobs.thread import JobThread
+from jaxcross.runtime.collective_call import run_collectively
+from jaxcross.runtime.driver import Driver
+from jaxcross.runtime.job_record import JobRecord
+from jaxcross.runtime.stall_watch import after_run
+from jaxcross.runtime.step_host import T
+from jaxcross.world import World
+from jaxcross.world.control_plane import Control
+
+_log = logging.getLogger("jaxcross")
+
+
+@final
+class JobRun:
+    """One job of a runner. Implements `jaxcross.jobs.lifecycle.ManagedJob`.
+
+    Attributes:
+        context: The object that the job's function receives, and that the caller of `Runner.add` keeps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        *,
+        listeners: Listeners,
+        world: World,
+        checks: CheckReplicas | None = None,
+    ) -> None:
+        self._function = fn
+        self._arguments = arguments
+        self._listeners = listeners
+        self._world = world
+        self._life = JobLifecycle(name)
+        self._host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
+        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
+        self.context = JobContext(self._life, self._host, self._metrics, world)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self._life.name
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the job has made."""
+        return self._host.step
+
+    @property
+    def order(self) -> float:
+        """Its place among the jobs of the run, the same on all ranks; after all others if it never joined."""
+        record = self._life.record
+        return float("inf") if record is None or record.number < 0 else record.number
+
+    def make_thread(self) -> JobThread:
+        """Returns the thread that runs the job."""
+        living = self._world.exchange_owner.job_threads
+        return JobThread(self.name, partial(self._life.main, self), self.context, living)
+
+    def attach(self, driver: Driver, record: JobRecord, resumption: Resumption | None = None) -> None:
+        """Takes the job's place in a run that begins, or that the job is added to."""
+        self._life.attach(self, driver, record, resumption)
+
+    def call_function(self) -> None:
+        """Runs the job's function and keeps what it returns. In the job's thread."""
+        driver, record = self._life.running()
+        result = self._function(self.context, **self._arguments)
+        self._life.running()
+        if result is not None:
+            self._host.latest.set(result, self.step)
+        del result
+        self._save_last(partial(driver.run_on_all_ranks, record))
+
+    def close_loops(self) -> None:
+        """Ends the threads that prepare batches. Does not wait."""
+        for loop in self._host.loops:
+            loop.close()
+
+    def close(self) -> None:
+        """Ends the job here: reads back what is left, and drops all but the state. Waits for the device."""
+        life, host, context = self._life, self._host, self.context
+        if context.done.is_set():
+            return
+        record = life.record
+        if record is not None:
+            status = record.status and life.final_status(record.status)
+            context.status, context.error, context.skipped = status or "left out", record.error, record.skipped
+            if context.error is not None:
+                forget_locals(context.error)
+            if status != "ended":
+                host.latest.adopt_results()
+            host.replicas.finish(context.status, self.step)
+            host.latest.release()
+        failure = self._metrics.read_remaining()
+        if failure is not None and context.error is None:  # of a failed step's metrics the job's own error says more
+            context.unread = failure
+        if record is not None and record.status == "ended":
+            kind = "done" if context.status == "ended" else "status"
+            self._listeners.note(job=self.name, kind=kind, step=self.step, value=context.status)
+        # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
+        life.detach()
+        self._function, self._arguments = _no_function, {}
+        host.registry.forget()
+        host.loops = []
+        context.done.set()
+
+    def close_unbegun(self) -> None:
+        """Closes the job after the run broke, if it has no thread that does."""
+        thread = None if self._life.record is None else self._life.record.thread
+        if thread is None or not thread.is_alive():
+            self.close()
+
+    def save_left(self) -> None:
+        """Saves what a stop or a failure left, after the run. Waits for all ranks. Never hides why the job ended."""
+        record = self._life.record
+        # The record's status, which all ranks agreed on; the context's may differ between them.
+        if record is None or record.status in (None, "ended"):
+            return
+
+        def together(label: str, work: Callable[[Control], T]) -> T:
+            with after_run(self._world, label, job=self.name, step=self.step):
+                return run_collectively(work, self._world.control)
+
+        try:
+            self._save_last(together)
+        except JobError as error:
+            _log.warning("%s", error)
+
+    def _save_last(self, together: RunOnAllRanks) -> None:
+        resumption = self._life.resumption
+        if resumption is not None:
+            reason = self._host.unsavable_reason()
+            resumption.save_last(self._host.latest.state, self.step, together, unsavable_reason=reason)
+
+
+def _no_function(*_: object, **__: object) -> None:
+    """Does nothing, in place of the function of a job that is over."""
