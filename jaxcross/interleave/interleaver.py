@@ -113,6 +113,16 @@ class Interleaver:
     def _apply(self, event: m.Event) -> None:
         """Applies what the driver reports of the run and of its lanes."""
         match event:
+            # First what comes with every segment: cases are tried in their order.
+            case m.SegmentDispatched(job):
+                self._jobs[job].note(event)
+            case m.SegmentCompleted(job, call, segment, ns):
+                self._compute.ended((job, call, segment), ns)
+            case m.ExchangeDone(job, segment, finite):
+                self._exchange_done(job, segment, finite)
+            case m.SegmentFailed(job, call, segment, text, ejects):
+                self._compute.ended((job, call, segment))
+                self._fail(job, text, ejects)
             case m.RunStarted():
                 self._start_jobs()
             case m.JobAdded(name):
@@ -123,13 +133,6 @@ class Interleaver:
                 self._ballot_writer.stop()
             case m.BackoffElapsed():
                 self._begin_slot(backoff_over=True)
-            case m.SegmentCompleted(job, call, segment, ns):
-                self._compute.ended((job, call, segment), ns)
-            case m.SegmentFailed(job, call, segment, text, ejects):
-                self._compute.ended((job, call, segment))
-                self._fail(job, text, ejects)
-            case m.ExchangeDone(job, segment, finite):
-                self._exchange_done(job, segment, finite)
             case m.VoteDone(verdict):
                 self._expect("vote")
                 self._vote_done(verdict)
@@ -179,7 +182,7 @@ class Interleaver:
             case m.JobRequested(job, _, request):
                 self._jobs[job].add_request(request)
                 self._ballot_writer.urgent = True
-            case m.SegmentDispatched() | m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned():
+            case m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned():
                 self._jobs[event.job].note(event)
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
