@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,54 @@ settings.register_profile("jaxcross", deadline=None, suppress_health_check=[Heal
 settings.load_profile("jaxcross")
 
 
+ALL_TESTS_S = 1000.0
+"""Time of all tests of a plain `pytest`, added up over its workers, on the machine of the table in README.md."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--longest-file",
+        type=float,
+        metavar="SECONDS",
+        help="fail if the tests of one file take longer; on a slower machine, by as much as all tests take longer",
+    )
+
+
+class FileTimes:
+    """The time that the tests of each file took, its fixtures included."""
+
+    def __init__(self, longest_s: float | None) -> None:
+        self._longest_s = longest_s
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+
+    def too_long(self) -> list[str]:
+        """The files over the limit, with their seconds."""
+        if self._longest_s is None:
+            return []
+        limit_s = self._longest_s * max(1.0, self._seconds.total() / ALL_TESTS_S)
+        return [f"{name} took {took:.0f} s, more than {limit_s:.0f} s"
+                for name, took in self._seconds.items() if took > limit_s]  # fmt: skip
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._seconds.total() < 60:
+            return
+        terminalreporter.section(f"slowest files, of {self._seconds.total():.0f} s")
+        for name, took in self._seconds.most_common(10):
+            terminalreporter.line(f"{took:6.1f} s  {name}")
+        for line in self.too_long():
+            terminalreporter.line(f"TOO LONG  {line}: split it, speed it up, or mark it `integration`", red=True)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
+        config.pluginmanager.register(FileTimes(config.getoption("longest_file")))
     # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not faulthandler.is_enabled():
