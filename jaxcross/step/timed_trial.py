@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import clause, first_line
-from jaxcross.program.execution import Compiled
+from jaxcross.program.execution import Compiled, Execution
 from jaxcross.program.trace import Traced
 from jaxcross.runtime.failure_text import describe
 from jaxcross.runtime.standalone import run_execution
@@ -68,7 +68,7 @@ class _Trial:
 
     def __init__(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         self._compiled = compiled
-        self._execution = compiled.execution(inputs)
+        self._execution = Execution(compiled, inputs)
         self.wait_outputs = self._execution.wait_outputs
         self.forget = self._execution.forget
         self.error_text = ""

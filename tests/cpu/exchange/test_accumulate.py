@@ -217,7 +217,7 @@ def repeated(tx: Any, wrap: Callable[[Any], Any] = lambda step: step) -> list[st
 def test_multi_steps_around_an_exchange_is_found(name: str, wrap: Callable[[Any], Any]) -> None:
     """By the user's line, which calls `update`, wherever in the step it stands."""
     (source,) = repeated(REPEATED[name], wrap)
-    assert "test_exchange_accumulate.py" in source and "step_of.<locals>.step" in source
+    assert "test_accumulate.py" in source and "step_of.<locals>.step" in source
 
 
 @pytest.mark.parametrize("name", NOT_REPEATED)

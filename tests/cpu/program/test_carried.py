@@ -92,5 +92,5 @@ def test_keys_in_a_shard_map() -> None:
 
 
 def test_keys_are_not_added() -> None:
-    with pytest.raises(CutError, match=r"`psum` of random keys at .*test_program_carried.py.*all_gather"):
+    with pytest.raises(CutError, match=r"`psum` of random keys at .*test_carried.py.*all_gather"):
         trace(lambda k: lax.psum(k, "x"), [jax.random.key(0)], axes={"x": 2}, wire=LocalRanks())

@@ -34,7 +34,7 @@ def test_eight_bytes_beside_the_exchange() -> None:
     ]  # fmt: skip
     (decision,) = decisions(program)
     assert (decision.axes, decision.takers) == (("batch",), (1,))
-    assert "test_program_decision.py" in decision.source and "(by_value)" in decision.source
+    assert "test_decision.py" in decision.source and "(by_value)" in decision.source
 
 
 def test_none_where_there_is_nothing_to_decide() -> None:

@@ -80,7 +80,7 @@ def test_vote_is_four_bytes_and_printed() -> None:
     program = cut(micro_batches, jnp.float32(0), jnp.int32(0), jnp.float32(0))
     assert loops(program) == ["pmax batch int32[] loop='while ?'", "psum batch float32[] loop='while ?'"]
     (vote,) = (x for x in program.exchanges if x.op == "pmax")
-    assert vote.nbytes == 4 and "test_program_loops.py" in vote.source and "(micro_batches)" in vote.source
+    assert vote.nbytes == 4 and "test_loops.py" in vote.source and "(micro_batches)" in vote.source
     assert parse(program.text()).text() == program.text()
 
 
@@ -151,7 +151,7 @@ def test_callback_with_results_is_refused() -> None:
 
         return lax.fori_loop(0, n, body, x)
 
-    with pytest.raises(CutError, match=r"test_program_loops\.py:\d+:\d+ \(.*body\).*would call back"):
+    with pytest.raises(CutError, match=r"test_loops\.py:\d+:\d+ \(.*body\).*would call back"):
         cut(step, jnp.int32(1), X)
 
 
@@ -168,7 +168,7 @@ def test_mutable_array_from_outside_is_refused() -> None:
 
         return lax.scan(body, x, None, length=2)[0]
 
-    with pytest.raises(CutError, match=r"test_program_loops\.py.*mutable array from outside"):
+    with pytest.raises(CutError, match=r"test_loops\.py.*mutable array from outside"):
         cut(step, jnp.int32(1), X)
 
 
@@ -294,7 +294,7 @@ def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, n
         else:
             with pytest.raises(ExchangeError, match="1 that is through with it did not come to the end") as raised:
                 run_program(program, [list(a) for a in args])
-            assert str(raised.value).count("test_program_loops.py") == 2
+            assert str(raised.value).count("test_loops.py") == 2
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -323,5 +323,5 @@ def test_notice_tells_of_the_vote(step: Any, votes: bool, caplog: pytest.LogCapt
         advise(program.traced, program, set())
     (record,) = caplog.records
     text = record.getMessage()
-    assert "exchanges inside a while at" in text and "test_program_loops.py" in text and "correct" not in text
+    assert "exchanges inside a while at" in text and "test_loops.py" in text and "correct" not in text
     assert ("vote before each" in text) == votes

@@ -138,7 +138,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
         runner = runner_of(
             world, policy=Sequential(), instruments=[BreaksIn(kind)], checkpoints=Checkpoints(tmp_path / "kept")
         )
-        second = runner.add("b", runner.jobs[0]._function)
+        second = runner.add("b", runner._runs[0]._function)
         with pytest.raises(OSError, match="no space left"):
             runner.run()
         assert all(job.done.wait(60) for job in runner.jobs)
@@ -181,7 +181,7 @@ def test_stop_request_does_not_overtake_earlier_events(monkeypatch):
 
     def steps_once_it_is_asked(job):
         found[1].join()
-        return Overtaken.runner.jobs[0]._function(job)
+        return Overtaken.runner._runs[0]._function(job)
 
     class Overtaken(Driver):
         def run(self, held):

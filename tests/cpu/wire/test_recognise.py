@@ -46,7 +46,7 @@ TABLE = [
 def test_exchange_lines(function, line):
     (exchange,) = exchanges(function, X)
     assert exchange.line() == line
-    assert "test_wire_recognise.py" in exchange.source
+    assert "test_recognise.py" in exchange.source
 
 
 def test_one_exchange_an_operand():
