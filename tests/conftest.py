@@ -79,7 +79,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        mostly = item.get_closest_marker("mostly_integration")
+        rest = mostly is not None and item.get_closest_marker("exhaustive") is None
+        if rest and item.callspec.id not in mostly.args:  # type: ignore[attr-defined, union-attr]
+            item.add_marker("integration")
     without = pytest.mark.skip(reason="no accelerator")
     for item in items:
         in_folder = item.path.is_relative_to(TESTS / "gpu")

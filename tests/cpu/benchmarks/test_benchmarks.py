@@ -70,6 +70,7 @@ def test_leaves(smoke):
     assert all(len(row[how]["first_s"]["raw"]) == 1 for row in result["rows"] for how in ("jit", "jaxcross"))
 
 
+@pytest.mark.integration
 def test_model_check(smoke):
     rows = smoke("model_check.py")["rows"]
     assert len(rows) == 6
@@ -77,7 +78,7 @@ def test_model_check(smoke):
     assert {tuple(row["ends"]) for row in rows} == {("ended",), ("ended", "stopped"), ("failed",)}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_endurance(smoke, tmp_path):
     """Counts, not times: jobs that come and go leave nothing behind but their results."""
     if find_mpirun() is None:
@@ -199,7 +200,7 @@ def test_unequal(smoke):
         assert over["progress"] == pytest.approx(sum(over["relative"].values()))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_crossover(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")

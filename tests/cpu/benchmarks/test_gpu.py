@@ -186,6 +186,7 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
     assert done.stderr.startswith("This machine has no accelerator. `--stand-in` runs")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name", ["step", "placement", "selection", pytest.param("crossover", marks=pytest.mark.exhaustive)]
 )

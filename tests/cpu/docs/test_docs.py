@@ -118,6 +118,7 @@ def with_python() -> list[Any]:
     return [pytest.param(p, marks=pytest.mark.exhaustive if p.name in LONG else [], id=p.name) for p in pages]
 
 
+@pytest.mark.mostly_integration("README.md", "your-step.md", "limits.md")
 @pytest.mark.parametrize("page", with_python())
 def test_page_code_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     """The code of a page runs and prints what the page says."""

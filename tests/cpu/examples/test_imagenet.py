@@ -26,6 +26,7 @@ def example() -> Iterator[ModuleType]:
 
 
 # Parameters with 1000 classes, as published for ResNet v1.5.
+@pytest.mark.mostly_integration("resnet18-11.69", "resnet50-25.557")
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -44,6 +45,7 @@ def test_number_of_parameters(example: ModuleType, name: str, millions: float) -
     assert round(count / 1e6, 3) == millions
 
 
+@pytest.mark.integration
 def test_resnet_stride_and_last_norm_initial_scale(example: ModuleType) -> None:
     """The stride is in the 3x3 convolution, and the last norm's scale starts at zero."""
     model = example.MODELS["resnet50"](num_classes=10)
@@ -81,6 +83,7 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
     return compiled(step)(state, batch)
 
 
+@pytest.mark.mostly_integration("float16")
 @pytest.mark.parametrize(
     ("precision", "options"),
     [("bfloat16", {}), ("float16", {}), ("float32", {"axis_name": "batch"})],

@@ -140,6 +140,20 @@ def test_bytes_on_the_wire_are_those_of_the_formula(row: Row, ranks: int) -> Non
 
 
 # Selection by threshold takes as long to compile as ten other rows.
+@pytest.mark.mostly_integration(
+    "mean",
+    "mean, two axes",
+    "mean, hierarchical, bfloat16",
+    "mean, tree",
+    "top_k, bucket",
+    "sign_sgd",
+    "adasum",
+    "local_sgd",
+    "elastic_average",
+    "gossip, ring",
+    "sharded_optimizer",
+    "asynchronous",
+)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name) for row, n in WORLDS if n == 4 and row.name != "top_k, threshold"]
 )

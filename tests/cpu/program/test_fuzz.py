@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(recipe: Recipe, bucket_bytes: 
             assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}\n{program}"
 
 
+@pytest.mark.integration
 @seed(2)
 @settings(FUZZ, max_examples=120)
 @given(RECIPES)
@@ -87,6 +89,7 @@ def test_digest_and_signature_depend_on_the_step_alone(recipe: Recipe) -> None:
     assert len(lines) == 1, "without buckets, every cut makes the same exchanges"
 
 
+@pytest.mark.integration
 def test_fuzzer_reaches_what_it_is_for() -> None:
     """Most random programs hold exchanges, many several segments, some a `cond` the host decides and some a loop."""
     counts = dict.fromkeys(("exchange", "two collectives", "undecided", "loop", "cond", "bucket"), 0)

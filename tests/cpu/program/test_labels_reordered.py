@@ -73,6 +73,7 @@ ALIKE = st.builds(
 """Steps whose exchanges are alike: of one shape, over one axis."""
 
 
+@pytest.mark.integration
 def test_random_steps_in_another_order() -> None:
     moved = []
 

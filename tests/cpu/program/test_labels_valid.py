@@ -51,6 +51,9 @@ def test_batch_size_is_no_error(row: Any, cut: Any) -> None:
     assert verdict(programs) == ""
 
 
+@pytest.mark.mostly_integration(
+    "mean", "mean, hierarchical", "sign_sgd", "one_bit_adam", "adasum", "local_sgd", "gossip, ring", "bounded_stale"
+)
 @pytest.mark.parametrize("row", [row for row in TABLE if row.worlds(4)], ids=lambda row: row.name)
 def test_batch_size_is_no_error_for_strategies(row: Any) -> None:
     tx = row.made(4)

@@ -42,6 +42,22 @@ def compare(name: str, ranks: int) -> None:
                 np.testing.assert_allclose(a, b, rtol=row.rtol, atol=row.rtol, err_msg=f"rank {rank}, call {t}")
 
 
+@pytest.mark.mostly_integration(
+    "frozen carry",
+    "nested",
+    "cond inside",
+    "micro-batches-2",
+    "micro-batches-4",
+    "zero iterations-2",
+    "line search-2",
+    "nested, local-4",
+    "predicate exchanges-4",
+    "two axes-4",
+    "one of two axes-2",
+    "groups-4",
+    "in a cond-2",
+    "equal loop inside-2",
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", TABLE)
 def test_loop_equals_vmap(name: str, ranks: int) -> None:

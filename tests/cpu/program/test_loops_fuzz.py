@@ -162,6 +162,7 @@ def agrees(seed: int) -> set[str]:
     return came
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("frozen", [lockstep.FROZEN, 1])
 def test_random_nested_loops_equal_vmap_or_fail(monkeypatch: Any, frozen: int) -> None:
     """Random loops in loops equal `vmap` or are an error."""

@@ -90,6 +90,7 @@ def test_scanned_blocks_are_the_python_loop(remat: bool) -> None:
         assert len(program.collectives) == len(python.collectives)
 
 
+@pytest.mark.integration
 def test_more_iterations_reuse_the_same_executables() -> None:
     """More iterations are more segments of the same executables."""
     programs = []

@@ -100,6 +100,7 @@ def found(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+@pytest.mark.mostly_integration("0-False")
 @pytest.mark.parametrize("in_job", [True, False])
 @pytest.mark.parametrize("after", [0, 3])
 def test_copies_too_large_on_one_rank_leave_step_uncut(
@@ -120,6 +121,7 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
     assert len(made) == after
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("in_job", [True, False])
 def test_cut_not_compilable_on_one_rank_is_not_tried(in_job: bool, found: Callable[..., list[str]]) -> None:
     """A cut that cannot be compiled on one rank is not tried."""
@@ -140,6 +142,7 @@ def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[s
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
+@pytest.mark.mostly_integration("1-False")
 @pytest.mark.parametrize("in_job", [True, False])
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_cut_that_fails_on_one_rank_is_not_taken(

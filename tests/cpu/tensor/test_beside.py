@@ -62,6 +62,7 @@ def on_parts(call: Any, params: Any, held: Mesh, over: Mesh) -> list[Any]:
     return over_ranks(call, over.axes)(args)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -80,6 +81,7 @@ def test_data_beside_depth(mesh: Mesh, serial: tuple[Any, Any, Any]) -> None:
     tensor.unshard([gradients for _, gradients in told], specs, mesh)  # copies are the same bits
 
 
+@pytest.mark.integration
 def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
     """`exchange.mean` of the gradients of two grids, each with half of the batch, is a mesh of depth 2."""
     grid, deep, mean = Mesh(side=2), Mesh(side=2, depth=2), jaxcross.exchange.mean("depth")

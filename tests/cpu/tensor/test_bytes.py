@@ -108,6 +108,7 @@ def test_a_block_on_a_line(mesh: Mesh) -> None:
     assert received(exchanges(both_ways(model), mesh, params, x), mesh) == 2 * once
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mesh", [Mesh(tensor=4), Mesh(side=2)], ids=["1-D on 4", "[2,2,1]"])
 def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
     """Its layers are alike, and so are the segments between their exchanges."""
@@ -122,6 +123,7 @@ def test_a_deeper_model_needs_no_more_executables(mesh: Mesh) -> None:
     assert distinct[2] == distinct[6] < segments[2] < segments[6]
 
 
+@pytest.mark.integration
 def test_recomputation_repeats_the_forward_pass() -> None:
     """But for each block's last product, whose result the backward pass does not read."""
     mesh, tokens, blocks = Mesh(side=2), B * LENGTH, 2

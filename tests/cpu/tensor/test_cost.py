@@ -42,6 +42,7 @@ SOME = [(name, tied, remat) for name in MESHES for tied, remat in ((True, False)
 USUAL = {("[2,2,2]", True, False), ("1-D on 4", False, True), ("data 2 x 1-D on 2", True, False)}
 
 
+@pytest.mark.mostly_integration("data 2 x 1-D on 2-True-False")
 @pytest.mark.parametrize(
     ("name", "tied", "remat"),
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in SOME],

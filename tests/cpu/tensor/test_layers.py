@@ -160,6 +160,7 @@ class PlainAttention(nn.Module):
         return nn.Dense(h, name="out")(y.reshape(b, s, h))
 
 
+@pytest.mark.mostly_integration("2-data 2 x 1-D on 2")
 @EVERY
 @pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_attention(mesh: Mesh, each: int) -> None:

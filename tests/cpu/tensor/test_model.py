@@ -45,6 +45,7 @@ def trained(name: str) -> tuple[Training, list[Any], list[Any]]:
     return training, *training.run(STEPS)
 
 
+@pytest.mark.mostly_integration("data 2 x 1-D on 2")
 @EVERY
 def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     training, states, told = trained(name)
@@ -69,6 +70,7 @@ def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
     assert len(set(kernels)) == training.mesh.side**2 * training.mesh.tensor
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["[2,2,2]", *MORE, pytest.param("[3,3,2]", marks=pytest.mark.exhaustive)])
 def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
     """The gradients of two rematerialised blocks and an untied head equal the serial ones."""
@@ -81,6 +83,7 @@ def test_gradients_with_remat_blocks_and_untied_head(name: str) -> None:
         close(gradients, tensor.shard(want, cut.specs, mesh, rank), 2e-5, f"rank {rank}: ")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["1-D on 4", pytest.param("[2,2,2]", marks=pytest.mark.exhaustive)])
 def test_float64_agrees_to_rounding(name: str) -> None:
     mesh, wide = MESHES[name], {"dtype": jnp.float64, "param_dtype": jnp.float64, "layers": 1}
@@ -111,6 +114,7 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
 
 
+@pytest.mark.integration
 def test_depth_is_data_parallelism_of_the_grid() -> None:
     """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks, to the bit."""
     deep, beside = Training(Mesh(side=2, depth=2), layers=1), Training(Mesh(side=2, data=2), layers=1)
@@ -118,6 +122,7 @@ def test_depth_is_data_parallelism_of_the_grid() -> None:
         assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.integration
 def test_gathered_params_are_the_serial_tree() -> None:
     """Gathered parameters are the serial tree on every rank."""
     training, states, _ = trained("[2,2,2]")
@@ -127,6 +132,7 @@ def test_gathered_params_are_the_serial_tree() -> None:
         assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", GRIDS)
 def test_init_inside_a_step_gives_the_serial_shards(name: str) -> None:
     """Initialising inside a step gives the serial parameters, cut for each rank."""
@@ -207,6 +213,7 @@ for mesh in (Mesh(side=2), Mesh(tensor=4), Mesh(depth=4), Mesh(data=2, tensor=2)
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_shard_map_gives_the_same_gradients(check_vma: bool, on_four_devices: Callable[..., str]) -> None:
     """Four CPU devices need a process of their own. The global arrays go in: their specs cut them."""
