@@ -19,6 +19,9 @@ import pytest
 from jaxcross.commands import launch
 from jaxcross.data import synthesise
 
+pytestmark = pytest.mark.integration
+
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 BENCHMARK = BENCHMARKS / "imagenet_resnet.py"
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/kill_resume.py"
 
 

@@ -12,6 +12,9 @@ import pytest
 
 from jaxcross.report import Report
 
+pytestmark = pytest.mark.integration
+
+
 TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "6"]
 
 

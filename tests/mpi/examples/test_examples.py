@@ -9,6 +9,9 @@ import pytest
 
 from jaxcross.data import synthesise
 
+pytestmark = pytest.mark.integration
+
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

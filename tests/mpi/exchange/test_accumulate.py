@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 
 def test_accumulate_exchanges_3_times_in_12_steps(mpirun: Any) -> None:
     """`optax.MultiSteps`, and a mean in front, twelve times; all of them, and `top_k`, equal `vmap`."""

@@ -48,6 +48,7 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
         assert f"rank {rank}: exchanges done" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.integration
 def test_one_exchange_of_each_kind_on_two_nodes_of_two(mpirun: Any, quick_compiler: dict[str, str]) -> None:
     check(mpirun, 4, *QUICK, env=quick_compiler)
 

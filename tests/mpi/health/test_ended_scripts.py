@@ -1,6 +1,10 @@
 """A rank whose script has ended, or has failed outside of a run: the others say so and end."""
 
+import pytest
+
 from tests.support.fault_scripts import START, WAIT
+
+pytestmark = pytest.mark.integration
 
 
 def test_waiter_learns_that_a_ranks_script_has_ended(mpirun):

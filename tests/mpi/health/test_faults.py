@@ -14,6 +14,9 @@ from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
 from tests.support.fault_scripts import HURT, START, WAIT
 
+pytestmark = pytest.mark.integration
+
+
 USUAL = (
     ("raise", "compile", 2), ("raise", "exchange", 2), ("kill", "exchange", 3), ("stop", "compute", 2),
     ("term", "vote", 2),

@@ -17,7 +17,7 @@ from jaxcross.report.event_files import read
 
 ENDS = "jaxcross: rank 0 ends all ranks while in job 'a', step "
 REASON = available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 RANK = """
 import sys

@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
+
 # The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they begin.
 HANGS = """
 import os, threading, jaxcross

@@ -13,6 +13,8 @@ import faults
 from jaxcross.report.event_files import read
 from tests.support.fault_scripts import HURT, START, WAIT
 
+pytestmark = pytest.mark.integration
+
 
 def test_stop_outside_a_run_ends_all_with_its_code(mpirun):
     """A stop signal outside of a run ends all ranks with its exit code."""

@@ -1,5 +1,7 @@
 """A job under `jax.enable_x64(True)` over real exchanges: what it restores, how it is cut and how it fails."""
 
+import pytest
+
 SCRIPT = """
 from functools import partial
 
@@ -122,6 +124,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.integration
 def test_plain_loop_keeps_each_ranks_own_dropout_key(mpirun):
     """As `vmap` over the ranks has it; without `initial` the error says what to write."""
     assert mpirun(2, INITIAL).check().stdout.splitlines() == ["end"] * 2

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 
 def passed(finished: Any) -> int:
     return finished.stdout.count("passed ")

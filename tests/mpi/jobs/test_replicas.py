@@ -2,6 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
+
 CASES = [
     "plain_jit_is_warned_of_twice", "a_state_that_was_handed_over_and_donated_is_no_fault",
     "a_rate_of_each_rank_is_found_at_the_end",

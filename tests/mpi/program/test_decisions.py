@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.mostly_integration("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_are_told(mpirun, ranks):
     finished = mpirun(ranks, "decisions.py", timeout=900).check()

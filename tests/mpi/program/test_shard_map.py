@@ -12,6 +12,9 @@ import pytest
 
 from tests.support.shard_map_table import ROWS, cases
 
+pytestmark = pytest.mark.integration
+
+
 ROOT = Path(__file__).parents[3]
 QUICK = ("inserted", "local loop")
 

@@ -18,6 +18,7 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
         assert f"rank {rank}: zoo done" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.integration
 def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any, quick_compiler: dict[str, str]) -> None:
     """One of each kind: linen, statistics that others depend on, NNX in place, branches, several axes."""
     check(mpirun, 2, *QUICK, env=quick_compiler)
@@ -30,6 +31,7 @@ def test_zoo_equals_vmap_and_one_fused_executable(mpirun: Any, ranks: int, quick
     check(mpirun, ranks, env=quick_compiler if ranks != 2 else {})
 
 
+@pytest.mark.integration
 def test_mpi4jax_steps_are_cut_in_program_order(mpirun: Any) -> None:
     """Point-to-point calls that differ by rank keep their order, whatever depends on what."""
     done = mpirun(2, "zoo_mpi4jax.py").check()

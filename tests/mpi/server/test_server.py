@@ -40,6 +40,7 @@ print(float(new["w"].sum()))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 5, 8))])
 def test_servers_over_mpi(mpirun, ranks, quick_compiler):
     finished = mpirun(ranks, "server_table.py", timeout=900, env=quick_compiler).check()
@@ -48,6 +49,7 @@ def test_servers_over_mpi(mpirun, ranks, quick_compiler):
     ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("steps", "what"), [(9, "step 2 (parameter server)"), (1, "(end of all workers)")])
 def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
     """The watchdog names the worker that the others wait for."""
@@ -58,6 +60,7 @@ def test_watchdog_names_the_worker_others_wait_for(mpirun, steps, what):
     assert "jaxcross: stacks of rank 1:" in done.stdout + done.stderr
 
 
+@pytest.mark.integration
 def test_parameters_stay_on_their_devices(mpirun):
     """Parameters stay on the devices on which they were."""
     done = mpirun(2, PLACED, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}).check()

@@ -1,5 +1,7 @@
 """Steps outside a runner, on two ranks: which thread may call them, and when the ranks agree anew."""
 
+import pytest
+
 SCRIPT = """
 import threading, warnings
 import jax, jax.numpy as jnp, numpy as np
@@ -201,6 +203,7 @@ def test_threads_and_agreements(mpirun) -> None:
     assert finished.stdout.count("apart") == 2, finished.stdout + finished.stderr
 
 
+@pytest.mark.integration
 def test_several_devices_a_rank(mpirun):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = mpirun(2, "several_devices.py", env=flags).check()

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
+
 BUSY = "while True: sum(range(10_000))"
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_call_alone_is_as_under_jit(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
     done = mpirun(ranks, "mpi4jax_table.py", "alone", env=quick_compiler).check()
     assert done.stdout.count("alone done") == ranks, done.stdout + done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
     """In chaos mode, next to a job of named axes."""
@@ -22,6 +24,7 @@ def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, s
     assert done.stdout.count("jobs done") == ranks, done.stdout + done.stderr
 
 
+@pytest.mark.mostly_integration("3-a_rank_fails_before_its_calls")
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [

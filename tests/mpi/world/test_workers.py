@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
+
 CASE = Path(__file__).parents[1] / "cases" / "workers.py"
 LINE = next(n for n, line in enumerate(CASE.read_text().splitlines(), 1) if "must not come to" in line)
 

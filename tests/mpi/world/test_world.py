@@ -42,6 +42,7 @@ def test_an_exception_in_a_thread_ends_all(mpirun):
     assert "OSError: disk" in done.stderr
 
 
+@pytest.mark.integration
 def test_an_interrupt_ends_all_without_a_traceback(mpirun):
     code = START.format(watchdog=300) + "if world.rank == 0:\n    raise KeyboardInterrupt" + WAIT
     done = mpirun(2, code)
@@ -50,6 +51,7 @@ def test_an_interrupt_ends_all_without_a_traceback(mpirun):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.integration
 def test_daemon_thread_error_ends_all_at_exit(mpirun):
     """An exception in a daemon thread ends all ranks even as the main thread ends."""
     code = START.format(watchdog=300) + (
@@ -61,6 +63,7 @@ def test_daemon_thread_error_ends_all_at_exit(mpirun):
     assert "OSError: disk" in done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "worse", ["sys.stderr.close()", "import os, signal\n    threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()"]
 )
@@ -70,6 +73,7 @@ def test_nothing_keeps_an_exception_from_ending_all(mpirun, worse):
     assert mpirun(2, code).returncode != 0
 
 
+@pytest.mark.integration
 def test_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     """The watchdog names the rank that has not arrived."""
     code = (
@@ -92,6 +96,7 @@ def test_watchdog_names_the_rank_that_has_not_arrived(mpirun):
     assert "jaxcross: stacks of rank 1:" in output and "decode_for_ever" in output
 
 
+@pytest.mark.integration
 def test_rank_missing_from_initialize_ends_all(mpirun):
     """A rank that does not call `initialize` ends all ranks."""
     code = (
@@ -103,6 +108,7 @@ def test_rank_missing_from_initialize_ends_all(mpirun):
     assert "jaxcross: rank 0 has waited 12 s for all ranks to call `jaxcross.initialize()`; all 2 ranks" in done.stderr
 
 
+@pytest.mark.integration
 def test_unresponsive_stuck_rank_is_aborted(mpirun):
     """A stuck rank is aborted even if it ignores everything."""
     # The late rank holds the interpreter lock, so it cannot answer.
@@ -250,6 +256,7 @@ def launched(tmp_path, code, **environ):
     return script, lines, [path.name for path in left.glob("jaxcross-events-*")]
 
 
+@pytest.mark.integration
 def test_failing_job_prints_one_traceback(tmp_path):
     """A job that raises prints one traceback and a line for each rank."""
     script, lines, left = launched(tmp_path, JOB_RAISES)
@@ -271,11 +278,13 @@ def test_failing_script_prints_one_traceback(tmp_path):
     assert sum(line.startswith("jaxcross: rank 0 of 2 ends while") for line in lines) == 1
 
 
+@pytest.mark.integration
 def test_jax_may_be_told_to_leave_all_lines(tmp_path):
     _, lines, _ = launched(tmp_path, SCRIPT_RAISES, JAX_TRACEBACK_FILTERING="off")
     assert any("runpy" in line for line in lines)
 
 
+@pytest.mark.integration
 def test_silently_dying_rank_leaves_a_post_mortem(tmp_path):
     """A rank that dies without a message leaves a post-mortem."""
     dies = "import os\nif world.rank == 1:\n    os._exit(1)"
