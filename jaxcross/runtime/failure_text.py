@@ -40,8 +40,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             for rank, body in guilty:
                 alike.setdefault(clause(body), []).append(str(rank))
             together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
-            if len(guilty) == len(texts) and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state.
+            others = {kind for kind, _ in parts} - {how}
+            if others <= {""} and len(alike) == 1 and body.startswith(together):
+                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state. A rank
+                # that was busy has found it, too: its thread has not come to say so.
                 why = body.removeprefix(together)
                 return ExchangeError(why if why.startswith(f"Job `{job}`") else f"Job `{job}`, step {step + 1}: {why}")
             what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())

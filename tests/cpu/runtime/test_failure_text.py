@@ -103,7 +103,9 @@ def test_explanations():
     assert str(alike).startswith("Job `a` failed on ranks 0, 2 after step 3: X. Every rank leaves")
     apart = explain("a", 3, ["failed\nafter step 3: ExchangeError: X"] * 2)
     assert (type(apart), str(apart)) == (ExchangeError, "Job `a`, step 4: X")
-    assert isinstance(explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""]), JobError)
+    busy = explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""])
+    assert (type(busy), str(busy)) == (ExchangeError, "Job `a`, step 4: X"), "the other rank had no time to say so"
+    assert isinstance(explain("a", 3, ["failed\nafter step 3: ExchangeError: X", "sync\nrestore"]), JobError)
     mixed = explain("a", 1, ["batch\nasked for batch 2 of data 1", "sync\nrestore", ""])
     assert str(mixed).startswith(
         "Job `a` does different things on different ranks after step 1: "
