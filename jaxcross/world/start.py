@@ -63,6 +63,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
             process is a subprocess of a rank that is not a worker of `multiprocessing`.
         ValueError: An argument that makes no sense, or that differs from those of the first call.
     """
+    _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
     if _CURRENT:
         started = _CURRENT[0]
         wanted = (stall_timeout_s, lanes, heartbeat_timeout_s)
@@ -73,7 +74,6 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
                 f"{stall_timeout_s}, {lanes}, {heartbeat_timeout_s}. Give them to the first call."
             )
         return started
-    _check_arguments(stall_timeout_s, heartbeat_timeout_s, lanes)
     if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
         return worker

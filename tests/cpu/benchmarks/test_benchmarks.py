@@ -51,6 +51,7 @@ def test_overhead(smoke):
     assert 1 <= result["memory_transformer"]["cut_whole_over_fused"] < 1.05
 
 
+@pytest.mark.integration
 def test_wire_call(smoke):
     assert "question" in smoke("wire_call.py")
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "data.py"
 
 
+@pytest.mark.integration
 def test_smoke(tmp_path: Path) -> None:
     out = tmp_path / "data.json"
     subprocess.run([sys.executable, str(BENCHMARK), "--smoke", "--json", str(out)], check=True, timeout=240)

@@ -139,6 +139,7 @@ def run(
     return done
 
 
+@pytest.mark.integration
 def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     out = tmp_path / "gpu.json"
     words = ("--smoke", "--stand-in", "--cases", "split,transfers,profile", "--json", str(out))

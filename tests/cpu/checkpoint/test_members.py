@@ -96,6 +96,7 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
     assert sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("by", ["submit", "add"])
 def test_a_step_that_adds_a_job_may_be_made_again(by, tmp_path):
     """Killed after the job was added, and before the adding one saved that step."""

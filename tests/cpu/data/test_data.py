@@ -120,6 +120,7 @@ for batch in it:
 """
 
 
+@pytest.mark.integration
 def test_killed_and_resumed(folder: Path, tmp_path: Path) -> None:
     def go(name: str, kill_at: int) -> int:
         command = [sys.executable, "-c", RESUME, folder, tmp_path / f"{name}.json", tmp_path / f"{name}.log", kill_at]

@@ -166,6 +166,7 @@ def exchanges_of(tx: Any, steps: int) -> list[int]:
     return found
 
 
+@pytest.mark.integration
 def test_accumulate_exchanges_only_in_every_kth_step() -> None:
     """In `accumulate`, only every k-th step exchanges, and in `optax.MultiSteps` each step does."""
     tx = optax.chain(mean("batch"), optax.sgd(0.1))

@@ -56,6 +56,7 @@ def test_several_axes():
     assert (jax.vmap(step, axis_name="a")(grads) == grads.mean()).all()
 
 
+@pytest.mark.mostly_integration("auto")
 @pytest.mark.parametrize("pattern", ["auto", "ring", "tree"])
 def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     grads = jnp.full((8, 16), 1e4)
@@ -66,6 +67,7 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
 
 
+@pytest.mark.mostly_integration("auto", "tree")
 @pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
 def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
     """Different types are exchanged separately, and integers have a mean."""

@@ -25,6 +25,7 @@ class Data:
     """What a job's arguments hold, so that it can be seen to go."""
 
 
+@pytest.mark.mostly_integration("ended")
 @pytest.mark.parametrize("how", ["ended", "stopped", "failed", "ejected"])
 def test_memory_of_a_job_that_left_is_released(how):
     """The memory of a job that left is free while other jobs run."""

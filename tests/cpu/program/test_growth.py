@@ -93,6 +93,9 @@ def calls(work: Callable[[], Any]) -> int:
     return counted
 
 
+@pytest.mark.mostly_integration(
+    "gradients-whole", "gradients-16", "chain-16", "one_conditional-16", "conditionals_in_one-16"
+)
 @pytest.mark.parametrize("cut", ["whole", 16])
 @pytest.mark.parametrize(
     "step", [gradients, chain, recomputed, one_conditional, conditionals, conditionals_in_one], ids=lambda f: f.__name__

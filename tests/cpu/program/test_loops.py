@@ -64,6 +64,7 @@ def test_loop_equals_vmap(name: str, ranks: int) -> None:
     compare(name, ranks)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["frozen carry", "early stop", "nested", "cond inside"])
 def test_loop_equals_vmap_in_64_bits(name: str) -> None:
     with jax.enable_x64(True):
@@ -294,6 +295,7 @@ def left_early(outer: Any, inner: Any, *, kind: str) -> Any:
 KINDS = ["exchanges", "computes", "in a scan", "in a cond", "hidden by a maximum"]
 
 
+@pytest.mark.mostly_integration("exchanges-float32", "computes-int32", "in a cond-int32")
 @pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_inner_loop_is_an_error_on_all(monkeypatch: Any, kind: str, number: Any) -> None:

@@ -122,6 +122,7 @@ def test_peak_is_near_that_of_the_fused_step() -> None:
     assert done.memory_bytes()["arguments"] == floor
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("make", "share"),
     [

@@ -77,6 +77,7 @@ def received(program: Program) -> int:
     return sum(wire_bytes(x, dict(program.axes)) for x in program.exchanges)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_scanned_blocks_are_the_python_loop(remat: bool) -> None:
     scanned, looped, args = gradients(3, remat=remat)

@@ -53,6 +53,7 @@ print("as on devices")
 """
 
 
+@pytest.mark.integration
 def test_so_they_are_on_devices(on_four_devices: Callable[..., str]) -> None:
     assert "as on devices" in on_four_devices(ON_DEVICES)
 

@@ -52,6 +52,7 @@ for what, row, check in cases():
 """
 
 
+@pytest.mark.integration
 def test_every_row_equals_devices(on_four_devices: Callable[..., str]) -> None:
     """Four XLA devices need a process of their own."""
     assert on_four_devices(ON_DEVICES).count("holds") == sum(len(row.checks) for row in ROWS.values())

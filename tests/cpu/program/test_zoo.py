@@ -31,6 +31,19 @@ def traced(row: Row, ranks: int) -> tuple[Any, Any, Traced]:
     return step, state, trace(step, args, axes=row.axes(ranks), wire=LocalRanks(), donate_argnums=(0,))
 
 
+@pytest.mark.mostly_integration(
+    "linen pmap-style",
+    "MultiSteps",
+    "schedule, injected",
+    "dependent exchanges",
+    "cond by data",
+    "scan",
+    "while",
+    "literal and passed-through results",
+    "vmap inside",
+    "gradient through collectives",
+    "an index inside a solver",
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_lock_step_equals_vmap(row: Row) -> None:
     step, state, whole = traced(row, RANKS)

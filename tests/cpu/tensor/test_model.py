@@ -59,6 +59,7 @@ def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     assert serial_told[0]["norm"] > 0.5, "the clipping did something"
 
 
+@pytest.mark.integration
 @EVERY
 def test_copies_are_the_same_bits_and_parts_are_not(name: str) -> None:
     """`unshard` compares copies bit for bit; here the optimizer's state with them, and that blocks do differ."""

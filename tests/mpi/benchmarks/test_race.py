@@ -108,6 +108,7 @@ def test_a_team_that_cannot_start_is_quoted(tmp_path):
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.mostly_integration("options2-lab: one host has no link to measure")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -105,6 +105,7 @@ def test_live_lab_rate_changes_in_both_directions():
     assert all(0 < rate <= 44e6 for rate in rates), rates
 
 
+@pytest.mark.mostly_integration("4mbit-4400000.0")
 @needs_lab
 @pytest.mark.parametrize(("rate", "most"), [("500kbit", 5.5e5), ("4mbit", 4.4e6)])
 def test_slow_link_is_measured_and_idle_afterwards(rate, most):

@@ -10,6 +10,7 @@ def passed(finished):
     return [line.removeprefix("passed ") for line in finished.stdout.splitlines() if line.startswith("passed ")]
 
 
+@pytest.mark.integration
 def test_jobs_whose_threads_are_late(mpirun, quick_compiler):
     finished = mpirun(
         2, "runner_table.py", *DISORDERED, timeout=900, env={"JAXCROSS_CHAOS": "1", **quick_compiler}

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_exchanges_in_different_orders(mpirun, ranks):
     finished = mpirun(ranks, "orders.py", timeout=900).check()

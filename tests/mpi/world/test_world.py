@@ -148,6 +148,7 @@ sys.meta_path.insert(0, Told())
 """
 
 
+@pytest.mark.mostly_integration("as measured")
 @pytest.mark.parametrize(
     ("before", "own", "expected"),
     [
