@@ -80,6 +80,7 @@ def train(folder, *, killed=None, by="submit", offers=True, added=()):
     return run_ranks(2, work)
 
 
+@pytest.mark.mostly_integration("add")
 @pytest.mark.parametrize("by", ["submit", "add"])
 def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
     whole = train(tmp_path / "whole", killed=tmp_path / "killed", by=by)

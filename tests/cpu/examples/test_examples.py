@@ -60,6 +60,7 @@ def test_imagenet_resnet(tmp_path: Path) -> None:
     assert written == {f"{run}.{kind}" for run in runs for kind in ("json", "png", "trace.json")}
 
 
+@pytest.mark.integration
 def test_missing_data_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "imagenet_resnet.py"), "--data-dir", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

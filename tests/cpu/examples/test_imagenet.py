@@ -83,7 +83,7 @@ def on_two_ranks(step: Any, state: Any, batch: Any) -> tuple[Any, Any]:
     return compiled(step)(state, batch)
 
 
-@pytest.mark.mostly_integration("float16")
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("precision", "options"),
     [("bfloat16", {}), ("float16", {}), ("float32", {"axis_name": "batch"})],

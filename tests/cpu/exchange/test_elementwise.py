@@ -144,6 +144,19 @@ def real(optimizer: optax.GradientTransformation) -> None:
 BOTH = pytest.mark.parametrize(("server", "name"), [(collective, "`sharded_optimizer`"), (real, "a parameter server")])
 
 
+@pytest.mark.mostly_integration(
+    "collective-`sharded_optimizer`-sgd",
+    "collective-`sharded_optimizer`-adam",
+    "collective-`sharded_optimizer`-adamw, masked",
+    "collective-`sharded_optimizer`-clip",
+    "collective-`sharded_optimizer`-several steps",
+    "collective-`sharded_optimizer`-flattened",
+    "real-a parameter server-sgd",
+    "real-a parameter server-adam",
+    "real-a parameter server-adamw, masked",
+    "real-a parameter server-clip",
+    "real-a parameter server-several steps",
+)
 @pytest.mark.parametrize("optimizer", [pytest.param(tx, id=name) for name, tx in GOOD.items()])
 @BOTH
 def test_element_by_element(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:

@@ -40,6 +40,7 @@ def traced(recipe: Recipe) -> tuple[Traced, list[list[Any]]]:
     return trace(build(recipe), leaves[0], axes=sizes, wire=LocalRanks(), donate_argnums=(0, 1)), leaves
 
 
+@pytest.mark.integration
 @seed(1)
 @settings(FUZZ, max_examples=150)
 @given(RECIPES, st.sampled_from([0, 40, 1 << 20]))

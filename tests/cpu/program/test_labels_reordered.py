@@ -94,6 +94,7 @@ def test_random_steps_in_another_order() -> None:
     assert sum(moved) >= 15, f"only {sum(moved)} of {len(moved)} steps had exchanges that moved"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
 def test_zoo_in_another_order(row: Any) -> None:
     step, state = row.build(2)

@@ -45,7 +45,7 @@ def trained(name: str) -> tuple[Training, list[Any], list[Any]]:
     return training, *training.run(STEPS)
 
 
-@pytest.mark.mostly_integration("data 2 x 1-D on 2")
+@pytest.mark.integration
 @EVERY
 def test_ten_steps_end_in_the_serial_state(name: str) -> None:
     training, states, told = trained(name)

@@ -10,6 +10,8 @@ CASE = """
 import hashlib, sys
 import jax, jax.numpy as jnp
 import jaxcross
+
+import pytest
 from jaxcross.data import SharedDecode, train_batches
 
 world = jaxcross.initialize()
@@ -38,6 +40,7 @@ if world.rank == 0:
 """
 
 
+@pytest.mark.integration
 def test_one_decode_in_crossover(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     synthesise(tmp_path, images=16, classes=2, width=24, height=24)
     done = mpirun(2, CASE, str(tmp_path)).check()

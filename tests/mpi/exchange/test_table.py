@@ -36,6 +36,7 @@ assert (w == 1).all(), "the world works on"
 """
 
 
+@pytest.mark.integration
 def test_unsupported_worlds_are_rejected_on_every_rank(mpirun: Any) -> None:
     """Worlds that an exchange cannot serve are refused on every rank."""
     done = mpirun(3, REFUSED).check()

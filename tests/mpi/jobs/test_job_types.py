@@ -73,6 +73,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.integration
 def test_a_job_keeps_64_bits_and_fails_alone(mpirun) -> None:
     finished = mpirun(2, SCRIPT)
     assert finished.check().stdout.count("end") == 2, finished.stdout + finished.stderr
