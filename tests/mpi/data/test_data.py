@@ -4,14 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxcross.data import synthesise
 
 CASE = """
 import hashlib, sys
 import jax, jax.numpy as jnp
 import jaxcross
-
-import pytest
 from jaxcross.data import SharedDecode, train_batches
 
 world = jaxcross.initialize()
