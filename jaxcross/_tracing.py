@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 
-class Exchanged(NamedTuple):
+class ExchangedLeaf(NamedTuple):
     """A leaf that an exchange returned: the leaf, the exchange's name, and the axes that it went over."""
 
     leaf: weakref.ref[Any]
@@ -31,14 +31,14 @@ class Tracing:
     def __init__(self, axes: Iterable[str] = ()) -> None:
         self.axes = tuple(axes)
         self.running: list[tuple[str, frozenset[Hashable]]] = []
-        self._exchanged: dict[int, Exchanged] = {}  # by the identity of a leaf, as long as it lives
+        self._exchanged: dict[int, ExchangedLeaf] = {}  # by the identity of a leaf, as long as it lives
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:
         """Notes that an exchange returned this array or tracer. Does not keep it alive."""
         key, exchanged = id(leaf), self._exchanged
-        exchanged[key] = Exchanged(weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes)
+        exchanged[key] = ExchangedLeaf(weakref.ref(leaf, lambda _: exchanged.pop(key, None)), by, axes)
 
-    def exchanged(self, leaf: Any) -> Exchanged | None:
+    def exchanged(self, leaf: Any) -> ExchangedLeaf | None:
         """Returns what was noted of a leaf, if it came out of an exchange."""
         found = self._exchanged.get(id(leaf))
         return found if found is not None and found.leaf() is leaf else None
@@ -49,7 +49,7 @@ _CURRENT: ContextVar[Tracing | None] = ContextVar("tracing", default=None)
 
 @contextmanager
 def tracing(axes: Iterable[str] = ()) -> Iterator[Tracing]:
-    """While a step is traced over `axes`, outermost first."""
+    """Marks this context as tracing a step over `axes`, outermost first."""
     trace = Tracing(axes)
     before = _CURRENT.set(trace)
     try:

@@ -23,7 +23,7 @@ settings.load_profile("jaxcross")
 
 
 ALL_TESTS_S = 1000.0
-"""Time of all tests of a plain `pytest`, added up over its workers, on the machine of the table in README.md."""
+"""Time of all tests of a plain `pytest`, added up over its workers, on the machine of the table in tests/README.md."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--longest-file",
         type=float,
         metavar="SECONDS",
-        help="fail if the tests of one file take longer; on a slower machine, by as much as all tests take longer",
+        help="fail if the tests of one file take longer, or on a slower machine more than that share of all tests",
     )
 
 
@@ -81,11 +81,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    unknown: dict[str, set[str]] = {}  # ids of `mostly_integration` by test
     for item in items:
-        mostly = item.get_closest_marker("mostly_integration")
-        rest = mostly is not None and item.get_closest_marker("exhaustive") is None
-        if rest and item.callspec.id not in mostly.args:  # type: ignore[attr-defined, union-attr]
+        if (mostly := item.get_closest_marker("mostly_integration")) is None:
+            continue
+        case = item.callspec.id  # type: ignore[attr-defined]
+        unknown.setdefault(item.nodeid.partition("[")[0], set(mostly.args)).discard(case)
+        if case not in mostly.args and item.get_closest_marker("exhaustive") is None:
             item.add_marker("integration")
+    wrong = {name: ids for name, ids in unknown.items() if ids}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"`mostly_integration` names cases that do not exist: {wrong}")
     without = pytest.mark.skip(reason="no accelerator")
     for item in items:
         in_folder = item.path.is_relative_to(TESTS / "gpu")

@@ -23,7 +23,7 @@ def exchange_once(
 
     Raises:
         ValueError: When jaxcross traces the step, before the first one and on every rank. In a trace of JAX's own
-            (`pmap`, `shard_map`) nothing is checked.
+            (`vmap`, `pmap`, `shard_map`) nothing is checked.
     """
     axes = frozenset(collectives.axis_names(axis_name))
     exchange = optax.with_extra_args_support(exchange)

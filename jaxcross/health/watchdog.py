@@ -312,9 +312,9 @@ class Watchdog:
         """Reports and aborts, unless another rank does so or the wait ends first.
 
         One report is enough. Of two ranks, either one was asked before it began to ask, and leaves the report to the
-        other; or both asked at once, see that in each other's answers, and the lower one reports. One that asked and
-        does not answer is reporting already. A rank that holds back reports after all if it still lives 10 s later.
-        Local waits a rank reports itself, whichever other asks.
+        other; or both asked at once, see that in each other's answers, and the lower one reports. A rank that asked
+        and does not answer is probably reporting. A rank that holds back reports after all if it still lives 10 s
+        later. Local waits a rank reports itself, whichever other asks.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))

@@ -3,7 +3,7 @@
 runner          `Runner`: several jobs share this rank's device
 plain_loop      `Job` and `run`, for jobs that are the plain loop `state, metrics = step(state, batch)`
 context         what a job's function receives
-job_run         the runner's side of a job: its function, its place in the run, its end; owns the three around it
+job_run         the runner's side of a job: its function, its place in the run, its end; owns context, lifecycle, host
 lifecycle       the part that a job takes in a run: its driver, record, thread and end; `thread` is the thread's class
 host            runs a job's steps and counts them; `examples` counts what they use
 prefetch        batches, prepared ahead; `data_position` says where a job is in its data

@@ -338,11 +338,6 @@ class JobContext:
     # For jaxcross itself.
 
     @property
-    def steps_made(self) -> int:
-        """The number of steps that it made in this run."""
-        return self.host.steps_made
-
-    @property
     def save_every(self) -> int | None:
         """The number of steps after which the plain loop saves, if it does."""
         return None if self._life.resumption is None else self._life.resumption.every

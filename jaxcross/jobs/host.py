@@ -29,7 +29,7 @@ from jaxcross.world.control_plane import Control, all_equal
 
 @final
 class JobHost:
-    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the job's context.
+    """The host of a job's steps; implements `jaxcross.runtime.step_host.StepHost`. Owned by the job's `JobRun`.
 
     Attributes:
         name: The job's name.

@@ -32,7 +32,7 @@ class ManagedJob(Protocol):
 
 @final
 class JobLifecycle:
-    """Owned by a job's context, whose thread it runs and ends.
+    """Owned by the job's `JobRun`, whose thread it runs and ends.
 
     Attributes:
         name: The job's name.

@@ -57,7 +57,7 @@ def _facts(job: JobContext) -> JobSummary:
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name,
-        steps=job.steps_made,
+        steps=job.host.steps_made,
         examples_per_step=job.examples_per_step,
         final_loss=loss,
         metrics=metrics,
@@ -65,7 +65,7 @@ def _facts(job: JobContext) -> JobSummary:
         why="" if job.error is None else str(job.error),
         skipped=job.skipped,
         replicas=job.host.replicas.findings.text,
-        first_step=job.step - job.steps_made,
+        first_step=job.step - job.host.steps_made,
         unit=job.unit,
     )
 

@@ -42,9 +42,13 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             together, body = f"after step {step}: {ExchangeError.__name__}: ", guilty[0][1]
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
-                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state. A rank
-                # that was busy has found it, too: its thread has not come to say so.
+                # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state. The
+                # thread of a rank that was busy may just not have come to say so: the error's type stays the same.
                 why = body.removeprefix(together)
+                if any(not kind for kind, _ in parts):
+                    why = (
+                        f"{clause(why)} (found on rank {', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
+                    )
                 return ExchangeError(why if why.startswith(f"Job `{job}`") else f"Job `{job}`, step {step + 1}: {why}")
             what = "; on ".join(f"rank{'s' * (len(them) > 1)} {', '.join(them)} {body}" for body, them in alike.items())
             return JobError(

@@ -147,9 +147,9 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks, and with them the job's context."""
+        """Drops the callbacks, and with them the job's `JobRun`."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 
 def _ignore(*_: object) -> None:
-    """Does nothing, in place of a callback of the job's context."""
+    """Does nothing, in place of a callback of the job's `JobRun`."""

@@ -52,7 +52,8 @@ def mpirun() -> Callable[..., Finished]:
 
     def call(n: int, case: str, *args: str, timeout: float = 240, env: dict[str, str] | None = None) -> Finished:
         program: Sequence[str] = [str(CASES / case)] if case.endswith(".py") else ["-c", case]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}  # cases may import `tests.support`
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # cases import `tests.support`
+        environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
         line, extra = mpirun_command(
             mpirun=launcher,
             ranks=n,

@@ -100,7 +100,7 @@ def test_one_rank_reports(ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "other", "asks", "holds_back"),
     [
-        (1, None, True, True),  # the other asked meanwhile, and is busy with its report
+        (1, None, True, True),  # the other asked in the same moment, and is busy with its report
         (0, None, True, True),
         (0, None, False, False),  # it is lost
         (1, RankStatus(entered=1, waits=(), asking=True), True, True),
@@ -108,7 +108,8 @@ def test_one_rank_reports(ranks, monkeypatch):
         (1, RankStatus(entered=1, waits=(), asking=False), True, False),  # its wait was over before it reported
     ],
 )
-def test_who_leaves_the_report_to_a_rank_that_asks_too(rank, other, asks, holds_back, monkeypatch):
+def test_report_is_left_to_another_rank_that_asks(rank, other, asks, holds_back, monkeypatch, clock):
+    """A rank leaves the report to a lower one that asks, and to any that asked and then does not answer."""
     monkeypatch.setattr(watchdog, "_HOLD_S", 0)
     monkeypatch.setattr(watchdog, "abort_everywhere", lambda *_: None)
     dog = Watchdog(
@@ -124,7 +125,7 @@ def test_who_leaves_the_report_to_a_rank_that_asks_too(rank, other, asks, holds_
 
     dog._ask = ask
     with dog.monitor(job="a", step=3, segment=0, what="psum"):
-        threading.Event().wait(0.05)
+        clock[0] += 0.5
         dog._look_at_waits()
     assert questions.count("standing") == 1 + holds_back  # after holding back it asks again
 

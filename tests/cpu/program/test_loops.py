@@ -43,9 +43,9 @@ def compare(name: str, ranks: int) -> None:
 
 
 @pytest.mark.mostly_integration(
-    "frozen carry",
-    "nested",
-    "cond inside",
+    "frozen carry-2",
+    "nested-2",
+    "cond inside-2",
     "micro-batches-2",
     "micro-batches-4",
     "zero iterations-2",

@@ -14,15 +14,13 @@ from jaxcross.report.event_files import read
 from jaxcross.report.post_mortem import verdict
 from tests.support.fault_scripts import HURT, START, WAIT
 
-pytestmark = pytest.mark.integration
-
-
 USUAL = (
     ("raise", "compile", 2), ("raise", "exchange", 2), ("kill", "exchange", 3), ("stop", "compute", 2),
     ("term", "vote", 2),
 )  # fmt: skip
 
 
+@pytest.mark.integration
 def test_faults_at_points():
     """Several at once: most of their time they wait. Beside other tests a rank may get the processor seldom."""
     cases = [faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL]
@@ -32,6 +30,7 @@ def test_faults_at_points():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.integration
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", faults.table(2), ids=lambda case: f"{case.fault}-{case.point}")
 def test_every_fault_at_every_point(case):
@@ -77,6 +76,7 @@ def test_a_limit_tells_a_promise_from_the_watchdog():
             assert faults.PROMISED_S[case.fault] < case.limit_s < faults.WATCHDOG_S
 
 
+@pytest.mark.integration
 def test_event_files_are_evidence_under_plain_mpirun(mpirun, tmp_path):
     """Under a plain `mpirun`, the event files are the evidence."""
     code = START.format("heartbeat_timeout_s=5") + HURT.format("KILL") + WAIT

@@ -4,9 +4,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.integration
-
-
 # The watchdogs here are short: what takes ranks unlike times, such as imports, comes before they begin.
 HANGS = """
 import os, threading, jaxcross
@@ -42,6 +39,7 @@ runner.run()
 """
 
 
+@pytest.mark.mostly_integration("own-loop")
 @pytest.mark.parametrize(
     ("loop", "then", "said"),
     [
@@ -103,6 +101,7 @@ runner.run()
 """
 
 
+@pytest.mark.integration
 def test_hang_after_commit_is_named_despite_a_failure(mpirun):
     """A hang after the commit is named although another rank has failed meanwhile."""
     done = mpirun(2, AFTER_THE_COMMIT)
@@ -167,6 +166,7 @@ for policy, functions in (
 """
 
 
+@pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
     """All last twice the watchdog's time: for the policy, a rest, an evaluation, one in pieces, others at the end."""
@@ -202,6 +202,7 @@ runner.run()
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("policy", "other"), [("jaxcross.Sequential()", "trains"), ("None", "waits")])
 def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
     """A hang at the end of a job is named where no other job continues."""
@@ -213,6 +214,7 @@ def test_hang_at_the_end_of_an_idle_job_is_named(mpirun, policy, other):
     assert re.search(said, done.stderr), done.stderr
 
 
+@pytest.mark.integration
 def test_a_disk_that_hangs_is_named(mpirun, tmp_path):
     """A file system that is gone keeps `fsync` for ever."""
     script = HANGS.replace("{loop}", "job.batches(data(False))").replace("{then}", "job.save(w)")
