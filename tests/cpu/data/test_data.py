@@ -33,6 +33,7 @@ def take(batches: Batches, count: int) -> list[dict]:
     return taken
 
 
+@pytest.mark.integration
 def test_no_tensorflow(folder: Path) -> None:
     code = (
         "import sys; from jaxcross.data import *\n"

@@ -101,6 +101,7 @@ def test_step_keeps_ranks_equal_and_params_float32(example: ModuleType, precisio
     assert np.isfinite(metrics["loss"]).all()
 
 
+@pytest.mark.integration
 def test_sync_norm_on_two_ranks_equals_joined_batch(example: ModuleType) -> None:
     """Synchronised norm on two ranks equals one rank with both batches."""
     state, batch = make(example, axis_name="batch")

@@ -72,6 +72,7 @@ INNER = {
 }
 
 
+@pytest.mark.mostly_integration("mean, adam", "top_k")
 @pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 def test_accumulate_equals_its_optimizer_on_the_means(make: Callable[[], Any]) -> None:
     """Updates between two steps are zero, and neither parameters nor the optimizer's state change."""

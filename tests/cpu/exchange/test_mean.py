@@ -67,7 +67,7 @@ def test_a_sum_beyond_float16_is_seen_on_every_rank(pattern):
     assert (over_ranks(mean("batch", jnp.float16, pattern=pattern), small) == small).all()
 
 
-@pytest.mark.mostly_integration("auto", "tree")
+@pytest.mark.mostly_integration("tree")
 @pytest.mark.parametrize("pattern", ["auto", "hierarchical", "ring", "tree"])
 def test_dtypes_travel_apart_and_integers_are_averaged(pattern):
     """Different types are exchanged separately, and integers have a mean."""

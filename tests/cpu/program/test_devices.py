@@ -96,6 +96,7 @@ def output() -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", ["sharded", "split parameters", "handed over"])
 def test_several_devices(output: str, stage: str) -> None:
     assert stage in output.splitlines(), output

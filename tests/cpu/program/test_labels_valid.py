@@ -40,6 +40,9 @@ def test_order_of_a_dict_does_not_matter() -> None:
     assert both(step, TREE) == ""
 
 
+@pytest.mark.mostly_integration(
+    "whole-linen pmap-style", "whole-dropout", "whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted"
+)
 @pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
 @pytest.mark.parametrize("cut", ["whole", 3])
 def test_batch_size_is_no_error(row: Any, cut: Any) -> None:

@@ -239,6 +239,7 @@ def program_peak_bytes(program: Any) -> int:
     return peak
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
     "sizes", [pytest.param({"side": 2}, id="2-D"), pytest.param({"tensor": 4}, id="1-D", marks=pytest.mark.exhaustive)]

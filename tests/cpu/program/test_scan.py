@@ -143,6 +143,7 @@ def one_row(x: jax.Array) -> Any:
     return lax.scan(lambda c, row: (c, lax.pmax(c + row, "batch")), x, x[None])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("step", [reverse, nested, gradient, one_row], ids=lambda f: f.__name__)
 def test_unrolled_scans_equal_jax(step: Any) -> None:
     args = [(jnp.asarray([1.0, -2.0, 0.5]) * (rank + 1),) for rank in range(2)]

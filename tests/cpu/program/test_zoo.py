@@ -32,8 +32,6 @@ def traced(row: Row, ranks: int) -> tuple[Any, Any, Traced]:
 
 
 @pytest.mark.mostly_integration(
-    "linen pmap-style",
-    "MultiSteps",
     "schedule, injected",
     "dependent exchanges",
     "cond by data",

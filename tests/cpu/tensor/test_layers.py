@@ -160,7 +160,7 @@ class PlainAttention(nn.Module):
         return nn.Dense(h, name="out")(y.reshape(b, s, h))
 
 
-@pytest.mark.mostly_integration("2-data 2 x 1-D on 2")
+@pytest.mark.integration
 @EVERY
 @pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_attention(mesh: Mesh, each: int) -> None:
@@ -211,6 +211,7 @@ def in_plain_names(params: Any) -> Any:
     return told
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("tied", "layers"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.exhaustive)], ids=["tied", "untied"]
 )
