@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from jaxcross.program.trace import trace
 from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 from jaxcross.wire import offsets
+from tests.support.calls import count_calls
 
 AXES = {"batch": 2}
 
@@ -76,23 +76,6 @@ def made(step: Callable[..., Any], count: int, cut: Any = "whole") -> Program:
     )
 
 
-def calls(work: Callable[[], Any]) -> int:
-    """Calls of Python's functions, of built-in ones, and iterations of generators."""
-    counted = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return counted
-
-
 @pytest.mark.mostly_integration(
     "gradients-whole", "gradients-16", "chain-16", "one_conditional-16", "conditionals_in_one-16"
 )
@@ -110,9 +93,9 @@ def test_work_grows_as_the_leaves(step: Callable[..., Any], cut: Any) -> None:
     count = 8
     work()  # what is done once in a process
     count = 16
-    few = calls(work)
+    few = count_calls(work)
     count = 64
-    assert calls(work) < 4.4 * few
+    assert count_calls(work) < 4.4 * few
 
 
 @pytest.mark.parametrize("step", [one_conditional, conditionals_in_one], ids=lambda f: f.__name__)

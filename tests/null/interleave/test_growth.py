@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxcross.interleave.local_state import LocalCall
 from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Simulation, Step
 from jaxcross.interleave.step_graph import StepGraph
+from tests.support.calls import count_calls
 
 
 def chain(segments: int) -> StepGraph:
@@ -45,19 +45,7 @@ def calls_a_segment(graph: StepGraph, jobs: int, steps: int) -> float:
         [[script() for _ in range(jobs)] for _ in range(2)], policy=RoundRobin(), check=False,
         exchange_s=lambda *slot: 1e-3,
     )  # fmt: skip
-    counted = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        simulation.run(10**9)
-    finally:
-        sys.setprofile(before)
-    return counted / (segments * jobs * steps)
+    return count_calls(lambda: simulation.run(10**9)) / (segments * jobs * steps)
 
 
 @pytest.mark.parametrize("graph", [chain, backward_pass])
