@@ -45,7 +45,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                 # All ranks found, between two steps, that they differ: in exchanges, or in replicas of a state. The
                 # thread of a rank that was busy may just not have come to say so: the error's type stays the same.
                 why = body.removeprefix(together)
-                if any(not kind for kind, _ in parts):
+                if others:
                     why = (
                         f"{clause(why)} (found on rank {', '.join(str(rank) for rank, _ in guilty)}; others were busy)"
                     )
