@@ -212,7 +212,7 @@ class _Search:
         return number
 
     def _must_move(self, number: int) -> list[int]:
-        """What follows a state by itself: nobody needs to interrupt."""
+        """What follows a state by itself: no one needs to interrupt."""
         following = [successor for move, successor in self._next(number) if move != ("person",)]
         if not following and self.arrivals[number] is None:
             raise InternalError(f"a rank stands still\n{self._story(number)}")

@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _cloner(kind: type) -> Callable[[Any], Any] | None:
-    """How a mutable value is copied; None for what nobody changes."""
+    """How a mutable value is copied; None for what no one changes."""
     if kind in _ATOMS or kind in (tuple, frozenset, Verdict) or _frozen(kind) or issubclass(kind, Enum):
         return None
     if kind is list:

@@ -111,10 +111,10 @@ class FakeMailbox:
 
 
 class Unwatched(nullcontext[None]):
-    """A wait that nobody watches."""
+    """A wait that no one watches."""
 
     def renew(self) -> None:
-        """Nobody counts its time."""
+        """No one counts its time."""
 
 
 class FakeWorld:

@@ -244,7 +244,7 @@ def test_who_fails_is_left_out_from_there_on():
 
 @pytest.mark.parametrize("apart", [(), ("ddp",)])
 def test_baselines_race_again_only_if_a_rival_needs_it(monkeypatch, capsys, apart):
-    """Rivals that others are compared with race again only if somebody needs them."""
+    """Rivals that others are compared with race again only if someone needs them."""
     made, _ = entrants(1 << 30)
     made.rivals, made.apart = [cases.RIVALS[name] for name in ("ddp", "ddp-k", "crossover")], apart
     made.turn = lambda rival, steps: pytest.fail("nobody is to race")  # type: ignore[method-assign]

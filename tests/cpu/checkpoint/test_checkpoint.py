@@ -257,7 +257,7 @@ def test_resumed_job_counts_from_its_resume_point(tmp_path):
 
 
 def test_states_are_numpy_s_and_python_s_own(tmp_path):
-    """What a job gets back can be changed in place, and is nobody else's."""
+    """What a job gets back can be changed in place, and is no one else's."""
 
     def work(world):
         runner = Runner(world, checkpoints=Checkpoints(tmp_path))

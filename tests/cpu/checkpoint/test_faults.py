@@ -141,7 +141,7 @@ def test_what_was_never_whole_lets_the_job_begin_anew(whole, tmp_path, caplog):
 
 
 def test_deleted_checkpoints_are_forgotten(saved, tmp_path):
-    """Checkpoints that somebody deleted are forgotten."""
+    """Checkpoints that someone deleted are forgotten."""
     shutil.copytree(saved, folder := tmp_path / "copy")
     for name in names(folder):
         shutil.rmtree(folder / "a" / name)

@@ -94,7 +94,7 @@ def test_every_reader_gets_an_unreadable_batchs_error(folder: Path, monkeypatch:
 
 
 def test_idle_reader_does_not_block_resuming_readers(folder: Path) -> None:
-    """A reader that nobody asks for batches does not hold up the readers that resume."""
+    """A reader that no one asks for batches does not hold up the readers that resume."""
     shared = SharedDecode(train_batches(folder, batch_size=4, image_size=8, steps=STEPS))
     shared.reader()  # of a job that is over already
     ahead, *readers = [shared.reader() for _ in range(3)]

@@ -39,7 +39,7 @@ def test_deferred_signals_stay_ordered_then_raise(terminated, monkeypatch):
 
 
 def test_unclaimed_signal_lets_a_later_one_raise(terminated, monkeypatch):
-    """After a signal that nobody asks for, a later one is raised."""
+    """After a signal that no one asks for, a later one is raised."""
     now_s = [0.0]
     monkeypatch.setattr(deferred_signals.time, "monotonic", lambda: now_s[0])
     with defer_signals() as kept:

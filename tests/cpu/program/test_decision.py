@@ -38,7 +38,7 @@ def test_eight_bytes_beside_the_exchange() -> None:
 
 
 def test_none_where_there_is_nothing_to_decide() -> None:
-    """Nobody to differ from; a predicate that the host knows; no exchange inside."""
+    """No one to differ from; a predicate that the host knows; no exchange inside."""
     assert not decisions(cut(by_value, X, axes={"batch": 1}))
 
     def by_counter(n, x):

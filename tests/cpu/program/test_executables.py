@@ -66,7 +66,7 @@ class Thing:
 
 
 def test_latest_unused_executables_are_retained() -> None:
-    """Of the executables that nobody uses, the latest are retained."""
+    """Of the executables that no one uses, the latest are retained."""
     cache = ExecutableCache()
     used = [cache.get(("used", n), Thing) for n in range(3)]
     for n in range(2 * MAX_IDLE_EXECUTABLES):

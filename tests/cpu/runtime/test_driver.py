@@ -151,7 +151,7 @@ def test_who_waits_for_jobs_is_told_when_a_lane_breaks(kind, tmp_path):
 
 
 def test_broken_lane_wakes_waiter_on_a_joining_job():
-    """The job that adds it waits for it: nobody else can tell that one."""
+    """The job that adds it waits for it: no one else can tell that one."""
 
     def work(world):
         heard = []

@@ -53,7 +53,7 @@ def a_shorter_message():
 
 
 def a_rank_fails_before_its_calls():
-    """It makes its calls with zeros, so that all ranks come to the vote and leave; nobody has a changed state."""
+    """It makes its calls with zeros, so that all ranks come to the vote and leave; no one has a changed state."""
 
     def check(v):
         if rank == 1 and v.sum() > 100:

@@ -84,7 +84,7 @@ def unlike_exchanges_alone():
 
 
 def unlike_shapes():
-    """A shorter batch on one rank, with the same exchanges: nobody else need know, but where a cut is to be chosen."""
+    """A shorter batch on one rank, with the same exchanges: no one else need know, but where a cut is to be chosen."""
     if WORLD.size == 1:
         return
 

@@ -147,7 +147,7 @@ for job in runner.jobs:
 
 
 def test_job_failing_where_others_wait_leaves_alone(mpirun):
-    """In its compiler, while its state is compared, in what ranks do together: nobody waits for it, others go on."""
+    """In its compiler, while its state is compared, in what ranks do together: no one waits for it, others go on."""
     done = mpirun(2, ALONE).check()
     for rank in (0, 1):
         assert f"rank {rank}: JobError" in done.stdout

@@ -118,7 +118,7 @@ def test_run_that_lost_its_link_resumes_when_restarted(tmp_path, point, place):
 
 
 def wait_until(condition, patience_s=faults.DEADLINE_S):
-    """Looks again and again: what other processes write wakes nobody here."""
+    """Looks again and again: what other processes write wakes no one here."""
     deadline = time.monotonic() + patience_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -103,7 +103,7 @@ runner.run()
 
 @pytest.mark.integration
 def test_hang_after_commit_is_named_despite_a_failure(mpirun):
-    """A hang after the commit is named although another rank has failed meanwhile."""
+    """A hang after the commit is named although another rank has failed since."""
     done = mpirun(2, AFTER_THE_COMMIT)
     assert done.returncode != 0
     said = r"rank 1 has waited \d+ s in job 'a', step 4 \(own end of the step\).\n  rank 1 is late itself"

@@ -68,7 +68,7 @@ def test_parameters_stay_on_their_devices(mpirun):
 
 
 def test_uncaught_exception_ends_all_ranks(mpirun):
-    """An exception that nobody catches ends all ranks."""
+    """An exception that no one catches ends all ranks."""
     done = mpirun(2, STUCK.format(late="raise ValueError('boom')", steps=9))
     assert done.returncode != 0
     assert "ValueError: boom" in done.stderr

@@ -101,7 +101,7 @@ def test_repeat_is_compared_with_fastest_of_its_run() -> None:
 
 
 def test_who_failed_in_a_later_repeat_is_named() -> None:
-    """Beside who never came, and where nobody but PyTorch raced."""
+    """Beside who never came, and where no one but PyTorch raced."""
 
     def row(rival: str, repeats: int) -> dict[str, Any]:
         of_jobs = {"c_s": [1.0], "m_s": [2.0], "tax_s": [0.1], "slow_down": [1.2]}
