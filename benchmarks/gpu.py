@@ -8,8 +8,10 @@ Cases:
   split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other jobs (a piece per
              25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for). A cut step hands its
              gradients to the host and back, as with several ranks
-  transfers  which public call hands an array over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
-             the leaves of ResNet-50 one by one or in one call
+  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was queued
+             before it?
+  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and the
+             model's leaves one by one, in one call, or put together into one array
   profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
              has none: its copies and kernels depend on one another), and how long the device idled between segments
              that were ready (target: less than 1% of the time), against a loop of plain `jax.jit`
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from gpu_profile import NO_STREAMS, Recording, idleness, overlap, record
 from gpu_ranks import accelerator, measure, prepare, workload
@@ -40,6 +43,7 @@ import jaxcross
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
+CASES = ("ranks", "split", "depth", "transfers", "profile")
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
@@ -81,37 +85,100 @@ def split(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str,
     }
 
 
-def to_host(device: Any, host: Any) -> dict[str, Move]:
-    """Ways from the accelerator to an array on the host's CPU device. Each takes and gives a list of arrays."""
-    ways: dict[str, Move] = {}
-    if "pinned_host" in {memory.kind for memory in device.addressable_memories()}:
-        pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
+    """Seconds a job-step of two jobs with as many segments queued on the device, in turn."""
+    step = crossed(work)
+    batch = jax.device_put(work.batch(0), device)
+    initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(2)]
 
-        def by_pinned(arrays: list[Any]) -> Any:
-            return [jax.device_put(np.asarray(x), host) for x in jax.device_put(arrays, pinned)]
+    def run(depth: int) -> float:
+        states = jax.block_until_ready(jax.device_put(initial, device))
+        jobs = [jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps)) for n, state in enumerate(states)]
+        start = time.perf_counter()
+        jaxcross.run(jobs, depth=depth)
+        jax.block_until_ready([job.state for job in jobs])
+        return (time.perf_counter() - start) / (2 * steps)
 
-        ways["pinned_host"] = by_pinned
+    raw: dict[int, list[float]] = {depth: [] for depth in (1, 2, 3)}
+    for repeat in range(-1, repeats):
+        for depth, values in raw.items():
+            seconds = run(depth)
+            if repeat >= 0:
+                values.append(seconds)
+    return {"s_per_step": {str(depth): spread(values) for depth, values in raw.items()}}
+
+
+def pinned(device: Any) -> Any:
+    """Memory of the host that the device's copy engine reads and writes by itself; None where there is none."""
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    return SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+@jax.jit
+def together(arrays: list[Any]) -> Any:
+    return jnp.concatenate([x.reshape(-1) for x in arrays])
+
+
+def apart(arrays: list[np.ndarray]) -> Move:
+    """The function that undoes `together` for arrays of these shapes, on the device where its argument is."""
+    ends = list(itertools.accumulate(x.size for x in arrays))
+
+    @jax.jit
+    def cut(flat: Any) -> list[Any]:
+        return [flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays, strict=True)]
+
+    return cut
+
+
+def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
+    """Ways from the accelerator to arrays on the host's CPU device. Each takes and gives a list of arrays."""
 
     def copy_async(arrays: list[Any]) -> Any:
         for x in arrays:
             x.copy_to_host_async()
         return [jax.device_put(np.asarray(x), host) for x in arrays]
 
-    return ways | {
+    ways: dict[str, Move] = {
         "device_put": lambda arrays: [jax.device_put(x, host) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, host),
         "copy_to_host_async": copy_async,
         "asarray": lambda arrays: [jax.device_put(np.asarray(x), host) for x in arrays],
     }
+    cut = apart(arrays)
+    if (place := pinned(device)) is not None:
+
+        def by_pinned(arrays: list[Any]) -> Any:
+            return [jax.device_put(np.asarray(x), host) for x in jax.device_put(arrays, place)]
+
+        def by_dlpack(arrays: list[Any]) -> Any:
+            there = jax.block_until_ready(jax.device_put(arrays, place))
+            return [jax.device_put(np.from_dlpack(x), host) for x in there]
+
+        ways |= {"pinned": by_pinned, "pinned_put": lambda arrays: jax.device_put(jax.device_put(arrays, place), host)}
+        ways |= {"pinned_dlpack": by_dlpack, "pinned_only": lambda arrays: jax.device_put(arrays, place)}
+        if len(arrays) > 1:
+            ways["together_pinned"] = lambda arrays: cut(by_pinned([together(arrays)])[0])
+    if len(arrays) > 1:
+        ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), host))
+        ways["together_async"] = lambda arrays: cut(copy_async([together(arrays)])[0])
+    return ways
 
 
-def to_device(device: Any) -> dict[str, Move]:
-    """Ways from an array on the host's CPU device to the accelerator."""
-    return {
+def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
+    """Ways from arrays on the host's CPU device to the accelerator."""
+    ways: dict[str, Move] = {
         "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, device),
         "numpy_device_put": lambda arrays: [jax.device_put(np.asarray(x), device) for x in arrays],
     }
+    cut = apart(arrays)
+    if (place := pinned(device)) is not None:
+        there = SingleDeviceSharding(device, memory_kind="device")
+        ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
+    if len(arrays) > 1:
+        ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), device))
+    return ways
 
 
 def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int) -> dict[str, Any]:
@@ -119,34 +186,48 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
     cases: dict[str, list[np.ndarray]] = {f"{n}": [np.ones(n // 4, np.float32)] for n in sizes}
     cases["leaves"] = [np.asarray(x) for x in jax.tree.leaves(work.state(0)[0])]
     result: dict[str, Any] = {}
-    for direction, ways, source in (("to_host", to_host(device, host), device), ("to_device", to_device(device), host)):
+    for direction, find, source in (("to_host", to_host, device), ("to_device", to_device, host)):
         for case, arrays in cases.items():
-            raw = _race(ways, arrays, source, repeats)
+            raw, failed = _race(find(arrays, device, host), arrays, source, repeats)
             rows = {way: spread(values) for way, values in raw.items()}
-            best = min(rows, key=lambda way: rows[way]["median"])
+            best = min((way for way in rows if way != "pinned_only"), key=lambda way: rows[way]["median"])
             nbytes = sum(x.nbytes for x in arrays)
             result.setdefault(direction, {})[case] = {
                 "bytes": nbytes,
                 "arrays": len(arrays),
                 "s": rows,
+                "failed": failed,
                 "best": best,
                 "best_bytes_per_s": nbytes / rows[best]["median"],
             }
     return result
 
 
-def _race(ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int) -> dict[str, list[float]]:
+def _race(
+    ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each way, and why some do not work on this device."""
     fresh = jax.jit(lambda xs: [x + 1 for x in xs])  # an array keeps the copy that it once gave to NumPy
     held = jax.device_put(arrays, source)
-    raw: dict[str, list[float]] = {way: [] for way in ways}
+    raw: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
     for repeat in range(-1, repeats):
         for way, move in ways.items():
+            if way in failed:
+                continue
             there = jax.block_until_ready(fresh(held))
             start = time.perf_counter()
-            jax.block_until_ready(move(there))
+            try:
+                found = jax.block_until_ready(move(there))
+            except Exception as error:  # which ways there are depends on the device: a finding, not a fault
+                failed[way] = f"{type(error).__name__}: {error}"[:300]
+                continue
             if repeat >= 0:
-                raw[way].append(time.perf_counter() - start)
-    return raw
+                raw.setdefault(way, []).append(time.perf_counter() - start)
+            elif way != "pinned_only":
+                for a, b in zip(found, arrays, strict=True):
+                    np.testing.assert_array_equal(np.asarray(a), b + 1, err_msg=way)
+    return raw, failed
 
 
 def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
@@ -217,7 +298,7 @@ def show(name: str, result: dict[str, Any]) -> None:
         for direction, cases in result.items():
             for case, row in cases.items():
                 ways = {way: f"{statistics.median(r['raw']) * 1e6:.0f} us" for way, r in row["s"].items()}
-                print(f"transfers {direction} {case}: {row['best']} is best of {ways}", flush=True)
+                print(f"transfers {direction} {case}: {row['best']} is best of {ways}", row["failed"], flush=True)
     elif name == "profile":
         for case, row in result.items():
             print("profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True)
@@ -232,10 +313,11 @@ def show(name: str, result: dict[str, Any]) -> None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--stand-in", action="store_true", help="a second CPU device stands for the accelerator")
-    options.add_argument("--cases", default="ranks,split,transfers,profile", help="default %(default)s")
+    options.add_argument("--cases", default=",".join(CASES), help="default %(default)s")
     options.add_argument("--rate", default="10gbit", help="of the link between the ranks (default %(default)s)")
     options.add_argument("--no-lab", action="store_true", help="no shaped link, as where namespaces are refused")
-    options.add_argument("--batch-size", type=int, default=64, help="images a step (default %(default)s)")
+    options.add_argument("--model", choices=("resnet50", "gpt"), default="resnet50", help="default %(default)s")
+    options.add_argument("--batch-size", type=int, default=64, help="examples a step (default %(default)s)")
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
@@ -243,7 +325,7 @@ def main() -> None:
     if args.smoke:
         args.steps, args.repeats = 2, 2
     cases = args.cases.split(",")
-    if unknown := set(cases) - {"ranks", "split", "transfers", "profile"}:
+    if unknown := set(cases) - set(CASES):
         raise SystemExit(f"no such cases: {', '.join(sorted(unknown))}; see --help")
     if not args.stand_in and not some_accelerator():
         raise SystemExit("This machine has no accelerator. `--stand-in` runs the same code on a second CPU device.")
@@ -252,13 +334,15 @@ def main() -> None:
     if "ranks" in cases:  # first, while this process holds none of the device's memory
         result["ranks"] = measure(args)
         show("ranks", result["ranks"])
+        write_json(args.json, __doc__, result)
     jaxcross.initialize()
     device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
     result["device"] = described(device, args.stand_in)
-    work = workload(args.smoke, args.batch_size)
+    work = workload(args.model, args.smoke, args.batch_size)
     sizes = SIZES[:4] if args.smoke else SIZES
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "split": lambda: split(work, device, repeats=args.repeats, steps=args.steps),
+        "depth": lambda: depths(work, device, repeats=args.repeats, steps=args.steps),
         "transfers": lambda: transfers(work, device, host, sizes, repeats=args.repeats),
         "profile": lambda: profile(work, device, steps=args.steps),
     }
@@ -266,7 +350,7 @@ def main() -> None:
         if name in cases:
             result[name] = run[name]()
             show(name, result[name])
-    write_json(args.json, __doc__, result)
+            write_json(args.json, __doc__, result)  # after each case: a lent machine may be taken away
 
 
 if __name__ == "__main__":

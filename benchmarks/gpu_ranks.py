@@ -47,10 +47,13 @@ def accelerator(stand_in: bool) -> Any:
     return device
 
 
-def workload(smoke: bool, batch_size: int) -> workloads.Workload:
+def workload(model: str, smoke: bool, batch_size: int) -> workloads.Workload:
+    """ResNet-50 on images of 224 pixels, or a GPT of 0.2 billion parameters on sequences of 512 tokens."""
     if smoke:
         return workloads.mlp(width=64, batch_size=8)
-    return workloads.resnet("resnet50", batch_size=batch_size, image_size=224)
+    if model == "gpt":
+        return workloads.transformer(layers=12, width=1024, length=512, batch_size=batch_size, vocabulary=32768)
+    return workloads.resnet(model, batch_size=batch_size, image_size=224)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _words(args: argparse.Namespace) -> list[str]:
     flags = [f"--{name.replace('_', '-')}" for name in ("smoke", "stand_in") if getattr(args, name)]
-    names = ("rate", "jobs", "steps", "repeats", "batch_size")
+    names = ("model", "rate", "jobs", "steps", "repeats", "batch_size")
     return [*flags, *(word for n in names for word in (f"--{n.replace('_', '-')}", str(getattr(args, n))))]
 
 
@@ -142,7 +145,7 @@ def rank_main(args: argparse.Namespace) -> None:
     prepare(args.stand_in)
     world = jaxcross.initialize()
     device = accelerator(args.stand_in)
-    work = workload(args.smoke, args.batch_size)
+    work = workload(args.model, args.smoke, args.batch_size)
     step = jaxcross.crossover(
         work.make(lambda tree: jax.lax.pmean(tree, "batch")), axes="batch", cut=1, donate_argnums=0
     )
@@ -193,6 +196,7 @@ if __name__ == "__main__":
     options.add_argument("--role", choices=("jobs", "process"), required=True)
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--rate", required=True)
+    options.add_argument("--model", required=True)
     for number in ("jobs", "steps", "repeats", "batch-size"):
         options.add_argument(f"--{number}", type=int, required=True)
     for flag in ("smoke", "stand-in", "emulate"):

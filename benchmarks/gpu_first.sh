@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# The first minutes on a machine with a GPU: tests, benchmarks and two trainings, most valuable first.
+#
+#     benchmarks/gpu_first.sh pack WHEELS        on a machine with a package index: collects what the other may lack
+#     benchmarks/gpu_first.sh run WHEELS OUT     on the machine with the GPU, which needs no network
+#     benchmarks/gpu_first.sh rehearse OUT       here, without a GPU: the same at toy sizes on a second CPU device
+#
+# Needs Python 3.12, and for `run` JAX with CUDA, Flax and optax. OUT gets a log and a JSON for each part as it ends, and
+# `parts.txt` with its seconds and exit status: what the machine's time did not suffice for is missing, the rest is whole.
+# PARTS="tests selection" chooses parts; LIMIT is the seconds for all of them (default 520).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+# What `run` cannot take from the machine. The JAX is the one that mpi4jax was built for; another is built there.
+JAX="${JAX:-0.11.2}"
+WHEELS_NEEDED=(
+    mpich==5.0.2 mpi4py==4.1.2 grain==0.2.18 array-record==0.8.6 tensorflow-datasets==4.9.10 dm-tree immutabledict
+    portpicker simple-parsing tensorflow-metadata termcolor toml docstring-parser googleapis-common-protos
+)
+BUILD_NEEDED=("setuptools>=82.0.1" wheel nanobind)
+
+usage() {
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
+    exit 2
+}
+
+pack() {
+    local wheels work
+    mkdir -p "$1"
+    wheels=$(cd "$1" && pwd)
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    python3.12 -m venv "$work/venv"
+    "$work/venv/bin/pip" install -q "jax==$JAX" "jaxlib==$JAX" "${BUILD_NEEDED[@]}" mpich==5.0.2 mpi4py==4.1.2
+    "$work/venv/bin/pip" download -q --no-deps -d "$wheels" "${WHEELS_NEEDED[@]}" "${BUILD_NEEDED[@]}"
+    "$work/venv/bin/pip" wheel -q --no-deps --no-build-isolation -w "$wheels" promise==2.3
+    "$work/venv/bin/pip" download -q --no-deps --no-binary mpi4jax --no-build-isolation -d "$wheels" mpi4jax==0.9.1.post2
+    # An empty CUDA_PATH folder: only the targets for the CPU, which are all that jaxcross calls.
+    mkdir "$work/no-cuda"
+    PATH="$work/venv/bin:$PATH" CUDA_PATH="$work/no-cuda" "$work/venv/bin/pip" wheel -q --no-deps --no-build-isolation \
+        --no-cache-dir --no-binary mpi4jax -w "$wheels" mpi4jax==0.9.1.post2
+    echo "$JAX" >"$wheels/jax.txt"
+    du -sh "$wheels"
+}
+
+install() {
+    local wheels=$1
+    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade "$wheels"/{mpich,mpi4py,grain,array_record}-*.whl \
+        "$wheels"/{tensorflow_datasets,dm_tree,immutabledict,portpicker,simple_parsing,tensorflow_metadata}-*.whl \
+        "$wheels"/{termcolor,toml,docstring_parser,googleapis_common_protos,promise}-*.whl || return
+    if [ "$(python3 -c 'import jaxlib; print(jaxlib.__version__)')" = "$(cat "$wheels/jax.txt")" ]; then
+        python3 -m pip install -q --no-index --no-deps --no-compile "$wheels"/mpi4jax-*.whl || return
+    else
+        python3 -m pip install -q --no-index --no-deps "$wheels"/{setuptools,wheel,nanobind}-*.whl || return
+        CUDA_PATH=$(mktemp -d) python3 -m pip install -q --no-index --no-deps --no-build-isolation "$wheels"/mpi4jax-*.tar.gz || return
+    fi
+    export PYTHONPATH="$PWD"
+    python3 -c 'import jax, mpi4jax; print("JAX", jax.__version__, jax.devices())'
+}
+
+# part NAME SECONDS COMMAND...: runs one part within its seconds and what is left of all.
+part() {
+    local name=$1 most=$2 left start status
+    shift 2
+    case " ${PARTS:-$name} " in *" $name "*) ;; *) return ;; esac
+    left=$((LIMIT - SECONDS))
+    if [ "$left" -lt 10 ]; then
+        echo "$name: no time left" | tee -a "$OUT/parts.txt"
+        return
+    fi
+    start=$SECONDS
+    timeout --kill-after=5 "$((most < left ? most : left))" "$@" >"$OUT/$name.log" 2>&1
+    status=$?
+    echo "$name: status $status, $((SECONDS - start)) s" | tee -a "$OUT/parts.txt"
+    tail -n "${TAIL:-12}" "$OUT/$name.log" | cut -c 1-600
+}
+
+parts() {
+    export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)} PYTHONUNBUFFERED=1
+    part doctor 60 python3 -m jaxcross.cli doctor
+    part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --json "$OUT/gpu_transfers.json"
+    part tests 120 python3 -m pytest -q "${TESTS[@]}"
+    part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --batch-size 128 --steps 10 \
+        --repeats 5 --json "$OUT/gpu_resnet50.json"
+    part selection 90 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --json "$OUT/gpu_selection.json"
+    part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 10 --repeats 3 \
+        --json "$OUT/gpu_ranks_resnet50.json"
+    part gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --cases split,depth --batch-size 16 \
+        --steps 10 --repeats 5 --json "$OUT/gpu_gpt.json"
+    part ranks_gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --batch-size 8 --cases ranks --steps 5 \
+        --repeats 3 --json "$OUT/gpu_ranks_gpt.json"
+    part profile 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases profile --steps 10 --json "$OUT/gpu_profile.json"
+}
+
+STAND_IN=() SMOKE=() TESTS=(tests/gpu)
+LIMIT=${LIMIT:-520}
+case "${1:-}:$#" in
+pack:2) pack "$2" ;;
+run:3)
+    OUT=$3
+    mkdir -p "$OUT"
+    TESTS+=(-n 4)
+    part_start=$SECONDS
+    install "$2" >"$OUT/install.log" 2>&1
+    echo "install: status $?, $((SECONDS - part_start)) s" | tee -a "$OUT/parts.txt"
+    tail -n 3 "$OUT/install.log"
+    parts
+    ;;
+rehearse:2)
+    OUT=$2
+    mkdir -p "$OUT"
+    STAND_IN=(--stand-in --smoke) SMOKE=(--smoke) TESTS=(tests/cpu/benchmarks/test_gpu.py -k would_run -m "")
+    parts
+    ;;
+*) usage ;;
+esac
