@@ -10,8 +10,8 @@ Cases:
              gradients to the host and back, as with several ranks
   depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was queued
              before it?
-  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and the
-             model's leaves one by one, in one call, or put together into one array
+  transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
+             the model's leaves one by one, in one call, or put together into one array
   profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
              has none: its copies and kernels depend on one another), and how long the device idled between segments
              that were ready (target: less than 1% of the time), against a loop of plain `jax.jit`
