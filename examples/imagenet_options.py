@@ -29,6 +29,8 @@ def parse(description: str | None, argv: list[str] | None = None) -> argparse.Na
         required=True,
         help="TFDS imagenet2012 in ArrayRecord format; `jaxcross data synth DIR` writes one",
     )
+    add("--cache", metavar="DIR", help="keep records on this disk of the node; --data-dir may then be a URL")
+    add("--cache-gb", type=float, default=100, metavar="N", help="its size (default %(default)s)")
     add("--model", choices=MODELS, default="resnet50", metavar="NAME", help=", ".join(MODELS))
     add("--job", action="append", type=job, metavar="lr=0.1,seed=0", dest="jobs", help="one job; repeat for more")
     add("--batch-size", type=int, default=32, help="images a rank and step (default %(default)s)")

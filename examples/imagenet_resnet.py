@@ -24,7 +24,7 @@ from jax import lax
 from resnet import MODELS
 
 import jaxcross
-from jaxcross.data import SharedDecode, eval_batches, train_batches
+from jaxcross.data import Cache, SharedDecode, eval_batches, train_batches
 from jaxcross.report import Comparison, LiveView
 
 WARM_UP = 2  # steps before a comparison
@@ -121,7 +121,11 @@ def main():
     args = imagenet_options.parse(__doc__)
     world = jaxcross.initialize()
     say = partial(print, flush=True) if world.rank == 0 else lambda *_: None
-    share = {"batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size}
+    cache = Cache(args.cache, disk_bytes=int(args.cache_gb * 1e9)) if args.cache else None
+    share = {
+        "batch_size": args.batch_size, "image_size": args.image_size, "rank": world.rank, "size": world.size,
+        "cache": cache,
+    }  # fmt: skip
     data = train_batches(args.data_dir, **share, steps=args.steps, epochs=None if args.steps else args.epochs)
     axis = "batch" if args.sync_batch_norm else None
     model = MODELS[args.model](num_classes=data.num_classes, dtype=args.precision, axis_name=axis)

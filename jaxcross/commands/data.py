@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     synth.add_argument("--classes", type=int, default=8, metavar="C", help="labels (default %(default)s)")
     synth.add_argument("--size", type=_size, default=(500, 375), metavar="WxH", help="pixels (default 500x375)")
     synth.add_argument("--seed", type=int, default=0, help="of the images (default %(default)s)")
-    info = actions.add_parser("info", help="show what a data folder holds", description="Shows what a folder holds.")
-    info.add_argument("dir", metavar="DIR", help="the folder that `--data-dir` would name")
+    info = actions.add_parser(
+        "info",
+        help="show what a data folder or a cache holds",
+        description="Shows the splits of a data folder, or the levels of a cache and what its run has read from each.",
+    )
+    info.add_argument("dir", metavar="DIR", help="the folder that `--data-dir` would name, or that of a cache")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,10 +81,37 @@ def _synth(args: argparse.Namespace, console: Console) -> None:
 def _info(args: argparse.Namespace, console: Console) -> None:
     import tensorflow_datasets as tfds
 
+    from jaxcross.data.cache.info import is_cache
     from jaxcross.data.records import find_folder, open_records
 
+    if is_cache(Path(args.dir).expanduser()):
+        _cache_info(Path(args.dir).expanduser(), console)
+        return
     folder = find_folder(args.dir)
     for split in sorted(tfds.builder_from_directory(folder).info.splits):
         records = open_records(folder, split)
         line = f"{folder}: {split}, {len(records)} records, {records.num_classes} classes"
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _cache_info(folder: Path, console: Console) -> None:
+    from rich.table import Table
+
+    from jaxcross.data.cache.info import cache_info
+
+    table = Table("level", box=None, pad_edge=False)
+    for column in ("budget MB", "used MB", "holds", "hits", "share", "read MB", "read s", "waited s"):
+        table.add_column(column, justify="right")
+    levels = cache_info(folder)
+    every = max(1, sum(level.given.records for level in levels))
+    for level in levels:
+        given, budget = level.given, level.budget_bytes
+        sizes = ("-", "-", "-") if budget is None else (_mb(budget), _mb(level.used_bytes), str(level.records))
+        times = f"{given.seconds:.1f}", f"{given.waited_s:.1f}"
+        hits = str(given.records), f"{given.records / every:.1%}"
+        table.add_row(level.name, *sizes, *hits, _mb(given.nbytes), *times)
+    console.print(table)
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"

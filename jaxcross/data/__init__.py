@@ -4,18 +4,21 @@
     augment.py   a JPEG -> one normalised image
     batches.py   records -> seeded, resumable iterator of batches
     shared.py    one decode for several jobs
+    cache/       levels of memory and disk between slow storage and all of these
     synth.py     a small data set in the real format, for machines without ImageNet
 
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
 """
 
 from jaxcross.data.batches import Batches, eval_batches, train_batches
+from jaxcross.data.cache import Cache
 from jaxcross.data.records import Records, open_records
 from jaxcross.data.shared import SharedDecode, SharedReader
 from jaxcross.data.synth import synthesise
 
 __all__ = [
     "Batches",
+    "Cache",
     "Records",
     "SharedDecode",
     "SharedReader",

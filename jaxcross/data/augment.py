@@ -71,14 +71,22 @@ def _finish(image: np.ndarray, box: tuple[int, int, int, int], image_size: int, 
     return out
 
 
-def train_image(jpeg: bytes, image_size: int, rng: np.random.Generator) -> np.ndarray:
-    """A randomly cropped, scaled and flipped image: float32 RGB `[image_size, image_size, 3]`, normalised."""
-    image = decode(jpeg)
+def train_crop(image: np.ndarray, image_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Crops, scales and flips a decoded image at random: float32 RGB `[image_size, image_size, 3]`, normalised."""
     box = random_crop(image.shape[0], image.shape[1], rng)
     return _finish(image, box, image_size, flip=bool(rng.integers(2)))
 
 
-def eval_image(jpeg: bytes, image_size: int) -> np.ndarray:
-    """The centre of an image: float32 RGB `[image_size, image_size, 3]`, normalised."""
-    image = decode(jpeg)
+def eval_crop(image: np.ndarray, image_size: int) -> np.ndarray:
+    """Crops and scales the centre of a decoded image: float32 RGB `[image_size, image_size, 3]`, normalised."""
     return _finish(image, centre_crop(image.shape[0], image.shape[1]), image_size, flip=False)
+
+
+def train_image(jpeg: bytes, image_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Decodes a JPEG, then as `train_crop`."""
+    return train_crop(decode(jpeg), image_size, rng)
+
+
+def eval_image(jpeg: bytes, image_size: int) -> np.ndarray:
+    """Decodes a JPEG, then as `eval_crop`."""
+    return eval_crop(decode(jpeg), image_size)

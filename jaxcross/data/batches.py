@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, cast
 import grain
 import numpy as np
 
-from jaxcross.data.augment import eval_image, train_image
+from jaxcross.data.augment import decode, eval_crop, train_crop
+from jaxcross.data.cache.cache import Cache
+from jaxcross.data.cache.feed import Arrival, Feed
 from jaxcross.data.records import REMEDY, Records, open_records
 
 Batch = dict[str, np.ndarray]
@@ -55,32 +57,63 @@ class Stream:
         # Rank and size are the world's own: under mpirun JAX reports process 0 of 1 on every rank.
         return order[self.rank :: self.size][: self.steps_per_epoch * self.batch_size].repeat()
 
-    def example(self, position: StreamPosition) -> Batch:
-        """Reads, decodes and augments one record. The random numbers depend on seed, pass and record alone."""
-        jpeg, label = self.records.read(position.record)
+    def example(self, position: StreamPosition, arrival: Arrival | None = None) -> Batch:
+        """Reads, decodes and augments one record. The random numbers depend on seed, pass and record alone.
+
+        With a cache, `arrival` is what was read ahead.
+        """
         try:
-            if self.train:
-                rng = np.random.default_rng((self.seed % 2**32, position.epoch, position.record))
-                image = train_image(jpeg, self.image_size, rng)
-            else:
-                image = eval_image(jpeg, self.image_size)
+            image, label = self._image(position.record, arrival)
         except ValueError as error:
             where = f"record {position.record} of split `{self.records.split}` in `{self.records.folder}`"
             raise ValueError(f"{error} It is {where}.") from error
+        if self.train:
+            rng = np.random.default_rng((self.seed % 2**32, position.epoch, position.record))
+            image = train_crop(image, self.image_size, rng)
+        else:
+            image = eval_crop(image, self.image_size)
         return {"image": image, "label": np.asarray(label, np.int32)}
 
-    def open(self, step: int, threads: int) -> grain.DatasetIterator:
+    def _image(self, record: int, arrival: Arrival | None) -> tuple[np.ndarray, int]:
+        if arrival is None or self.records.cached is None:
+            jpeg, label = self.records.read(record)
+            return decode(jpeg), label
+        return self.records.cached.image(record, arrival.raw, _decoded)
+
+    @property
+    def _stop(self) -> int:
+        """Position after the last record."""
+        return sys.maxsize // 2 if self.steps is None else self.steps * self.batch_size
+
+    def feed(self, step: int) -> Feed | None:
+        """Starts reading ahead of batch `step` where there is a cache."""
+        if self.records.cached is None:
+            return None
+        order = self.order
+        return self.records.cached.feed(
+            lambda position: int(cast(int, order[position])),
+            length=self.steps_per_epoch * self.batch_size,
+            start=step * self.batch_size,
+            stop=self._stop,
+        )
+
+    def open(self, step: int, threads: int, feed: Feed | None = None) -> grain.DatasetIterator:
         """Starts Grain's threads at batch `step`."""
         order, per_epoch = self.order, self.steps_per_epoch * self.batch_size
-        stop = sys.maxsize // 2 if self.steps is None else self.steps * self.batch_size
-        positions = grain.MapDataset.range(step * self.batch_size, stop)
+        positions = grain.MapDataset.range(step * self.batch_size, self._stop)
 
         def load(position: int) -> Batch:
-            return self.example(StreamPosition(record=int(cast(int, order[position])), epoch=position // per_epoch))
+            record = int(cast(int, order[position]))
+            where = StreamPosition(record=record, epoch=position // per_epoch)
+            return self.example(where) if feed is None else self.example(where, feed.take(position, record))
 
         examples = positions.map(load)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 2 * self.batch_size))
         return iter(examples.to_iter_dataset(options).batch(self.batch_size, drop_remainder=True))
+
+
+def _decoded(example: Mapping[str, Any]) -> tuple[np.ndarray, int]:
+    return decode(example["image"]), int(example["label"])
 
 
 class Batches(Iterator[Batch]):
@@ -101,6 +134,7 @@ class Batches(Iterator[Batch]):
         self._stream = stream
         self._threads = threads
         self._iterator: grain.DatasetIterator | None = None
+        self._feed: Feed | None = None
         self.step = start_step
 
     @property
@@ -127,7 +161,8 @@ class Batches(Iterator[Batch]):
             self.close()
             raise StopIteration
         if self._iterator is None:
-            self._iterator = self._stream.open(self.step, self._threads)
+            self._feed = self._stream.feed(self.step)
+            self._iterator = self._stream.open(self.step, self._threads, self._feed)
         try:
             batch = next(self._iterator)
         except Exception:
@@ -139,6 +174,9 @@ class Batches(Iterator[Batch]):
     def close(self) -> None:
         """Ends the reading threads; the iterator can go on from where it stands."""
         iterator, self._iterator = self._iterator, None
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
         if iterator is not None:
             iterator.close()
 
@@ -200,6 +238,7 @@ def train_batches(
     start_step: int = 0,
     threads: int = 2,
     split: str = "train",
+    cache: Cache | None = None,
 ) -> Batches:
     """Opens the training stream of one rank: shuffled each pass, randomly cropped and flipped.
 
@@ -208,7 +247,7 @@ def train_batches(
     ranks.
 
     Args:
-        data_dir: TFDS's root folder, the data set's folder in it, or the version's.
+        data_dir: TFDS's root folder, the data set's folder in it, or the version's; with a cache also a URL of it.
         batch_size: Images a rank and step.
         image_size: Height and width in pixels.
         rank: `world.rank`.
@@ -219,13 +258,14 @@ def train_batches(
         start_step: Begin before this batch, to resume; `steps` and `epochs` still count from 0.
         threads: Reading threads.
         split: Which split.
+        cache: Levels of memory and disk through which records are read; the batches are the same without it.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
         ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less than one batch a rank.
     """
     stream = Stream(
-        records=open_records(data_dir, split),
+        records=open_records(data_dir, split, cache=cache),
         batch_size=batch_size,
         image_size=image_size,
         rank=rank,
@@ -247,6 +287,7 @@ def eval_batches(
     steps: int | None = None,
     threads: int = 2,
     split: str = "validation",
+    cache: Cache | None = None,
 ) -> Batches:
     """Opens the evaluation stream of one rank: stored order, central crop, one pass (or `steps` batches).
 
@@ -258,7 +299,7 @@ def eval_batches(
         ValueError: It is not a TFDS data set in ArrayRecord format with this split, or has less than one batch a rank.
     """
     stream = Stream(
-        records=open_records(data_dir, split),
+        records=open_records(data_dir, split, cache=cache),
         batch_size=batch_size,
         image_size=image_size,
         rank=rank,

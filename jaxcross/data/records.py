@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
+
+from jaxcross.data.cache.cache import Cache
+from jaxcross.data.cache.origin import LocalOrigin, Origin, RemoteOrigin, Shard
+from jaxcross.data.cache.remote import RemoteFolder, is_url, open_remote
+from jaxcross.data.cache.small_files import FooterFiles
+from jaxcross.data.cache.split import CachedSplit
 
 NAME = "imagenet2012"
 INFO_FILE = "dataset_info.json"
@@ -22,16 +29,18 @@ class Records:
     """One split of a data set: a sequence of `{"image": JPEG bytes, "label": int, ...}`, read when indexed.
 
     Attributes:
-        folder: The versioned TFDS folder that holds it.
+        folder: The versioned TFDS folder that holds it, or its URL.
         split: `train`, `validation` ...
         num_classes: How many values `label` can take.
         source: Random access by record number; safe to use from several threads.
+        cached: The same records, read through a cache; None without one.
     """
 
-    folder: Path
+    folder: Path | str
     split: str
     num_classes: int
-    source: Sequence[Any]
+    source: Sequence[Any] | CachedSplit
+    cached: CachedSplit | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -63,35 +72,77 @@ def find_folder(data_dir: str | Path) -> Path:
     return max(versions, key=lambda path: [int(part) for part in path.name.split(".") if part.isdecimal()])
 
 
-def open_records(data_dir: str | Path, split: str = "train") -> Records:
+def open_records(data_dir: str | Path, split: str = "train", *, cache: Cache | None = None) -> Records:
     """Opens one split for reading; reads the folder's metadata, not yet a record.
+
+    Args:
+        data_dir: A folder, or with a cache the URL of the versioned folder on a file system of fsspec.
+        split: Which split.
+        cache: Through which records are read.
 
     Raises:
         FileNotFoundError: `data_dir` does not exist.
-        ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds no labelled images.
+        OSError: The storage that a URL names does not answer.
+        ValueError: It is no TFDS data set, not in ArrayRecord format, has no such split, or holds no labelled images;
+            a URL without a cache; a cache inside the data set's folder.
     """
-    folder = find_folder(data_dir)
+    remote = None
+    if is_url(data_dir):
+        if cache is None:
+            raise ValueError(f"`{data_dir}` is a URL, which is read through a cache: pass `cache=Cache(FOLDER, ...)`.")
+        remote = open_remote(str(data_dir), cache)
+    folder = remote.metadata if remote else find_folder(data_dir)
+    where = str(data_dir) if remote else str(folder)
     builder: Any  # its methods are decorated: a type checker cannot read their signatures
     try:
         builder = tfds.builder_from_directory(folder)
     except Exception as error:
-        raise ValueError(f"TFDS cannot read the data set in `{folder}`: {error} {REMEDY}") from error
+        raise ValueError(f"TFDS cannot read the data set in `{where}`: {error} {REMEDY}") from error
     info = builder.info
     stored = getattr(info.file_format, "value", info.file_format)
     if stored != "array_record":
         raise ValueError(
-            f"The data set in `{folder}` is stored as `{stored}`, which only TensorFlow reads; jaxcross reads "
+            f"The data set in `{where}` is stored as `{stored}`, which only TensorFlow reads; jaxcross reads "
             f"`array_record`. Convert it with `python -m tensorflow_datasets.scripts.convert_format "
-            f"--dataset_dir={folder} --out_path=NEW --out_file_format=array_record`."
+            f"--dataset_dir={where} --out_path=NEW --out_file_format=array_record`."
         )
     if split not in info.splits:
-        raise ValueError(f"The data set in `{folder}` has no split `{split}`; it has {sorted(info.splits)}. {REMEDY}")
+        raise ValueError(f"The data set in `{where}` has no split `{split}`; it has {sorted(info.splits)}. {REMEDY}")
     features: Any = info.features or {}
     if "image" not in features or "label" not in features:
         raise ValueError(
-            f"The data set in `{folder}` has the features {sorted(features)}; training needs `image` (JPEG) and "
+            f"The data set in `{where}` has the features {sorted(features)}; training needs `image` (JPEG) and "
             f"`label`. {REMEDY}"
         )
     # The JPEG bytes are wanted as they lie: a crop is decoded and scaled once, by OpenCV, off the GIL.
-    source: Any = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
-    return Records(folder=folder, split=split, num_classes=features["label"].num_classes, source=source)
+    decoders = {"image": tfds.decode.SkipDecoding()}
+    known: dict[str, Any] = {
+        "folder": where if remote else folder,
+        "split": split,
+        "num_classes": features["label"].num_classes,
+    }
+    if cache is None:
+        source: Any = builder.as_data_source(split, decoders=decoders)
+        return Records(**known, source=source)
+    origin = _remote_origin(remote, builder, split, cache) if remote else _local_origin(folder, builder, split, cache)
+    parse = partial(features.deserialize_example_np, decoders=decoders)
+    cached = cache.split(origin, f"{where}: {split}", parse)
+    return Records(**known, source=cached, cached=cached)
+
+
+def _remote_origin(remote: RemoteFolder, builder: Any, split: str, cache: Cache) -> Origin:
+    shards = [each._replace(path=f"{remote.path}/{Path(each.path).name}") for each in _shards(builder, split)]
+    footers = FooterFiles(remote.metadata / "footers")
+    return RemoteOrigin(remote.fs, shards, remote.identity, footers, cache.stop)
+
+
+def _local_origin(folder: Path, builder: Any, split: str, cache: Cache) -> Origin:
+    if folder.resolve() in (cache.folder, *cache.folder.parents):
+        raise ValueError(f"The cache folder `{cache.folder}` lies in the data set's. Choose one outside of it.")
+    raw = builder.as_data_source(split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
+    return LocalOrigin(_shards(builder, split), raw, f"{folder.resolve()}: {split}")
+
+
+def _shards(builder: Any, split: str) -> list[Shard]:
+    files = builder.info.splits[split].file_instructions
+    return [Shard(str(each.filename), each.skip, each.take) for each in files]

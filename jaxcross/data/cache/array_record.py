@@ -1,0 +1,181 @@
+"""Places of records in an ArrayRecord shard, and a reader of some of them without the rest of the file.
+
+ArrayRecord's own reader opens a path only, and decodes and verifies a record if its bytes are in place. So the bytes
+that were fetched are put in their places in a sparse file in memory, next to the footer. The reader does not tell where
+a record lies; the footer does, in Riegeli's format (https://github.com/google/riegeli/blob/master/doc).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader
+
+BLOCK_BYTES = 1 << 16
+BLOCK_HEADER_BYTES = 24
+CHUNK_HEADER = struct.Struct("<QQQQQ")  # hashes of header and data, sizes, and the type with the number of records
+SIMPLE = ord("r")
+PLAIN, ZSTD = 0, ord("z")
+
+
+@dataclass(frozen=True)
+class Footer:
+    """The index at the end of a shard.
+
+    Attributes:
+        nbytes: Of the shard.
+        start: Offset at which the footer starts and the records end.
+        index: The shard's bytes from there on, without the zeros at the end.
+        postscript: Its last 64 KiB, without the zeros at the end.
+    """
+
+    nbytes: int
+    start: int
+    index: bytes
+    postscript: bytes
+
+    @cached_property
+    def chunks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets of the chunks and the end of the last; number of the first record of each chunk, and of all.
+
+        Raises:
+            ValueError: The footer is damaged, or compressed in another way than by zstd.
+        """
+        records = _records(self.index, self.start)
+        fields = [_fields(record) for record in records[1:]]
+        offsets = np.array([field.get(1, 0) for field in fields] + [self.start], np.int64)
+        counts = np.array([0] + [field.get(3, 0) for field in fields], np.int64)
+        return offsets, np.cumsum(counts)
+
+    @property
+    def n_records(self) -> int:
+        """Records in the shard."""
+        return int(self.chunks[1][-1])
+
+    def range_of(self, record: int) -> tuple[int, int]:
+        """Offsets of the first byte of a record's chunk and of the byte after its last."""
+        offsets, firsts = self.chunks
+        chunk = int(np.searchsorted(firsts, record, "right")) - 1
+        return int(offsets[chunk]), int(offsets[chunk + 1])
+
+
+def footer_start(last_block: bytes, nbytes: int) -> int:
+    """Reads the offset of the footer from the last 64 KiB of a shard of `nbytes`.
+
+    Raises:
+        ValueError: It is no ArrayRecord file.
+    """
+    if len(last_block) != BLOCK_BYTES:
+        raise ValueError("it is shorter than 64 KiB")
+    start = _fields(_records(last_block, nbytes - BLOCK_BYTES)[0]).get(1, -1)
+    if not 0 <= start < nbytes - BLOCK_BYTES:
+        raise ValueError("its postscript names no footer")
+    return start
+
+
+def read_records(footer: Footer, ranges: Mapping[int, bytes], records: Sequence[int]) -> list[bytes]:
+    """Decodes records of one shard from the bytes of their chunks, by offset. ArrayRecord verifies its own hashes.
+
+    Raises:
+        ValueError: The bytes are not what was written.
+    """
+    fd = os.memfd_create("jaxcross-shard", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, footer.nbytes)
+        ends = {footer.start: footer.index, footer.nbytes - BLOCK_BYTES: footer.postscript}
+        for offset, content in {**ranges, **ends}.items():
+            os.pwrite(fd, content, offset)  # what is not written reads as zeros, and takes no memory
+        try:
+            options = "readahead_buffer_size:0,max_parallelism:0,index_storage_option:in_memory"
+            reader = ArrayRecordReader(f"/proc/self/fd/{fd}", options, file_reader_buffer_size=32768)
+            found = reader.read(list(records))
+            reader.close()
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(str(error)) from error
+        return found
+    finally:
+        os.close(fd)
+
+
+def _records(content: bytes, offset: int) -> list[bytes]:
+    """Decodes the records of the chunk at the start of `content`, whose place in the file is `offset`."""
+    try:
+        data = _without_block_headers(content, offset)
+        *_, nbytes, _, kind, _ = CHUNK_HEADER.unpack_from(data)
+        return _decoded(data[CHUNK_HEADER.size :][:nbytes], kind)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"the index at its end is damaged ({error})") from error
+
+
+def _decoded(data: bytes, kind: int) -> list[bytes]:
+    if kind & 0xFF != SIMPLE:
+        raise ValueError(f"the index at its end is a chunk of type {kind & 0xFF}, not a simple one")
+    nbytes, place = _varint(data, 1)
+    sizes = _decompressed(data[0], data[place : place + nbytes])
+    values = _decompressed(data[0], data[place + nbytes :])
+    records = []
+    place = start = 0
+    for _ in range(kind >> 8):
+        size, place = _varint(sizes, place)
+        records.append(values[start : start + size])
+        start += size
+    return records
+
+
+def _without_block_headers(content: bytes, offset: int) -> bytes:
+    parts = []
+    place = 0
+    while place < len(content):
+        within = (offset + place) % BLOCK_BYTES
+        if within < BLOCK_HEADER_BYTES:
+            place += BLOCK_HEADER_BYTES - within
+            within = BLOCK_HEADER_BYTES
+        parts.append(content[place : place + BLOCK_BYTES - within])
+        place += BLOCK_BYTES - within
+    return b"".join(parts)
+
+
+def _decompressed(compression: int, data: bytes) -> bytes:
+    if compression == PLAIN:
+        return data
+    nbytes, place = _varint(data, 0)
+    if compression != ZSTD:
+        raise ValueError(f"the index at its end is compressed as `{chr(compression)}`; only zstd can be read remotely")
+    try:
+        import zstandard  # of the extra `remote`
+    except ImportError as error:
+        raise ImportError("Data sets at a URL need `zstandard`: install `jaxcross[remote]`.") from error
+    try:
+        return zstandard.ZstdDecompressor().decompress(data[place:], max_output_size=nbytes)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the index at its end is damaged ({error})") from error
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """Reads a number of 7 bits a byte, and returns it and the place after it."""
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            return value, place
+
+
+def _fields(message: bytes) -> dict[int, int]:
+    """Reads the whole numbers of a protocol buffer message, by field; other fields count by their length."""
+    found = {}
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        found[tag >> 3], place = _varint(message, place)
+        if tag & 7 == 2:
+            place += found[tag >> 3]
+        elif tag & 7:
+            raise ValueError(f"the index at its end has a field of type {tag & 7}")
+    return found

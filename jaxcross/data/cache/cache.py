@@ -1,0 +1,280 @@
+"""A cache of data sets in a folder of the node: its levels, its users, and what it has given."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from jaxcross._arguments import is_whole
+from jaxcross.data.cache.feed import Feed
+from jaxcross.data.cache.locks import Claims, FileLock, Users, has_users
+from jaxcross.data.cache.origin import Origin
+from jaxcross.data.cache.page_store import PageStore
+from jaxcross.data.cache.small_files import read_json, write_json
+from jaxcross.data.cache.split import CachedSplit, Levels
+from jaxcross.data.cache.statistics import LevelStatistics, Statistics, as_json
+from jaxcross.data.cache.streams import Streams
+
+_log = logging.getLogger("jaxcross")
+
+MARKER = "jaxcross-cache.json"
+FORMAT = 1
+SHARED_MEMORY = Path("/dev/shm")
+REPORT_S = 5.0  # statistics are written that often at most
+
+
+@final
+class Cache:
+    """Levels between a data set and training, which all processes and runs of a node share.
+
+    Records are kept in memory as decoded images, in memory as they are stored, and on the node's disk; what none of
+    them has is read from where the data set lies, ahead of its use. Each level keeps what any job on the node needs
+    soonest, since the order of records follows from the seed. Batches have the same bits as without a cache.
+
+    The data set is never written or deleted. A crash does not damage the cache. A level whose disk or memory is full
+    turns off with one warning. Linux only.
+
+    Args:
+        folder: On a disk of this node: empty, missing, or a cache. All processes of the node name the same one.
+        disk_bytes: Budget of the records on disk, for all processes together; 0 for none.
+        memory_bytes: Budget of the records in memory, for all processes together; 0 for none.
+        images_bytes: Budget of the decoded images in memory, for all processes together; 0 for none.
+        ahead_records: Records that each stream of batches reads ahead, in memory of its own.
+        memory_folder: Where the levels in memory lie: on a file system in memory, `/dev/shm` if there is one.
+        storage_options: Of fsspec, for data sets that a URL names.
+
+    Raises:
+        OSError: The folder cannot be written.
+        ValueError: An argument cannot be meant, or the folder holds something else, belongs to another machine, or is
+            in use with other budgets.
+
+    Example:
+        >>> cache = Cache("/local/cache", disk_bytes=200 * 10**9, memory_bytes=8 * 10**9)  # doctest: +SKIP
+        >>> url = "s3://bucket/imagenet2012/5.1.0"
+        >>> batches = train_batches(url, batch_size=64, cache=cache)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        disk_bytes: int = 0,
+        memory_bytes: int = 0,
+        images_bytes: int = 0,
+        ahead_records: int = 256,
+        memory_folder: str | Path | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        budgets = {"disk": disk_bytes, "memory": memory_bytes, "images": images_bytes}
+        for name, value in budgets.items():
+            if not is_whole(value) or value < 0:
+                raise ValueError(f"`{name}_bytes` must be a whole number of bytes, 0 or more, got {value!r}.")
+        if not is_whole(ahead_records) or ahead_records < 1:
+            raise ValueError(f"`ahead_records` must be a whole number, at least 1, got {ahead_records!r}.")
+        self.folder = Path(folder).expanduser().resolve()
+        self.storage_options = dict(storage_options or {})
+        self.ahead_records = ahead_records
+        self.stop = threading.Event()
+        self._statistics = Statistics()
+        self._feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+        self._reported_s = time.monotonic()
+        self._memory = _memory_folder(self.folder, memory_folder)
+        _claim_folder(self.folder, self._memory)
+        _remove_abandoned(self._memory)
+        self._mutex = FileLock(self.folder / "open.lock")
+        with self._mutex:
+            self._users = Users(self.folder / "users")
+            self._check_machine()
+            if self._users.is_first:
+                shutil.rmtree(self.folder / "runs", ignore_errors=True)
+                shutil.rmtree(self.folder / "streams", ignore_errors=True)
+            self._levels = self._open(budgets)
+        self._report_path = self.folder / "runs" / f"{time.time_ns()}-{os.getpid()}.json"
+        atexit.register(self.close)
+
+    def _check_machine(self) -> None:
+        """Locks and mapped files hold on one machine only."""
+        this, path = _machine(), self.folder / "machine.json"
+        if self._users.is_first:
+            write_json(path, {"machine": this})
+        elif read_json(path).get("machine") != this:
+            self._users.leave()
+            raise ValueError(
+                f"The cache folder `{self.folder}` is in use by another machine. Name a folder on a disk of this node."
+            )
+
+    def _open(self, budgets: Mapping[str, int]) -> Levels:
+        streams = Streams(self.folder / "streams")
+        folders = {"disk": self.folder, "memory": self._memory, "images": self._memory}
+        stores: dict[str, PageStore | None] = {}
+        try:
+            for name, budget in budgets.items():
+                stores[name] = self._level(folders[name] / name, name, budget, streams) if budget else None
+        except BaseException:
+            for store in stores.values():
+                if store is not None:
+                    store.close()
+            self._users.leave()
+            raise
+        claims = Claims(self.folder / "claims")
+        return Levels(**stores, claims=claims, streams=streams, statistics=self._statistics)
+
+    def _level(self, folder: Path, name: str, budget: int, streams: Streams) -> PageStore | None:
+        try:
+            if folder.parent == self._memory:
+                self._memory.mkdir(mode=0o700, exist_ok=True)
+                if self._memory.stat().st_uid != os.getuid():  # `/dev/shm` is open to all
+                    raise PermissionError(f"`{self._memory}` belongs to another user")
+                write_json(self._memory / MARKER, {"cache": str(self.folder)})
+            return PageStore(folder, name=name, budget_bytes=budget, distances=streams.distances)
+        except OSError as error:
+            _log.warning(
+                f"The data cache's level `{name}` in `{folder}` stays off, since its files cannot be made: {error}. "
+                "Training reads more from slower levels."
+            )
+            return None
+
+    def split(self, origin: Origin, name: str, parse: Callable[[bytes], Any]) -> CachedSplit:
+        """Reads the records of `origin` through the levels. `parse` makes an example of a record's bytes."""
+        levels, base = self._levels, 0
+        try:
+            base = self._base(origin, name)
+        except OSError as error:
+            _log.warning(f"The data cache in `{self.folder}` keeps nothing of `{name}`: {error}.")
+            levels = replace(levels, images=None, memory=None, disk=None)
+        return CachedSplit(
+            levels,
+            origin,
+            parse=parse,
+            base=base,
+            salt=zlib.crc32(origin.fingerprint.encode()),
+            ahead_records=self.ahead_records,
+            feeds=self._feeds,
+            on_group=self._report_now_and_then,
+        )
+
+    def _base(self, origin: Origin, name: str) -> int:
+        """Number of a split's first record among those of all splits that this cache has seen."""
+        path = self.folder / "data_sets.json"
+        with self._mutex:
+            known = {key: each for key, each in read_json(path).items() if _is_entry(each)}
+            end = max((each["base"] + each["records"] for each in known.values()), default=0)
+            if origin.fingerprint not in known:
+                known[origin.fingerprint] = {"base": end, "records": len(origin), "name": name}
+                write_json(path, known)
+                end += len(origin)
+            for store in (self._levels.disk, self._levels.memory, self._levels.images):
+                if store is not None:
+                    store.grow(end)
+            return known[origin.fingerprint]["base"]
+
+    def statistics(self) -> dict[str, LevelStatistics]:
+        """Returns what each level has given to this process so far: `images`, `memory`, `disk` and `origin`."""
+        return self._statistics.levels()
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Returns the records in each level that is on, and their bytes, for all processes together."""
+        stores = {"images": self._levels.images, "memory": self._levels.memory, "disk": self._levels.disk}
+        return {name: store.usage() for name, store in stores.items() if store is not None}
+
+    def _report_now_and_then(self) -> None:
+        if time.monotonic() - self._reported_s > REPORT_S:
+            self._report()
+
+    def _report(self) -> None:
+        """Writes the statistics where `jaxcross data info` finds them."""
+        self._reported_s = time.monotonic()
+        with suppress(OSError):  # a full disk
+            self._report_path.parent.mkdir(exist_ok=True)
+            write_json(self._report_path, {"pid": os.getpid(), "levels": as_json(self.statistics())})
+
+    def close(self) -> None:
+        """Stops reading ahead and leaves the levels. The last user frees the memory; the disk keeps its records."""
+        if self.stop.is_set():
+            return
+        self.stop.set()
+        atexit.unregister(self.close)
+        for feed in list(self._feeds):
+            feed.close()
+        self._report()
+        with self._mutex:
+            for store in (self._levels.disk, self._levels.memory, self._levels.images):
+                if store is not None:
+                    store.close()
+            self._levels.claims.close()
+            if self._users.leave():
+                shutil.rmtree(self._memory, ignore_errors=True)
+        self._mutex.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
+    parent = Path(wanted).expanduser().resolve() if wanted is not None else SHARED_MEMORY
+    if not parent.is_dir():
+        if wanted is not None:
+            raise FileNotFoundError(f"`memory_folder` `{parent}` does not exist.")
+        parent = Path(tempfile.gettempdir())
+    return parent / f"jaxcross-cache-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+
+
+def _claim_folder(folder: Path, memory: Path) -> None:
+    """Makes the folder a cache, unless it holds something else: nothing but a cache is ever written into."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"The cache folder `{folder}` cannot be made: {error}.") from error
+    if (found := read_json(folder / MARKER)) and found.get("format") != FORMAT:
+        raise ValueError(f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another folder.")
+    if not found and any(path.name != MARKER and not path.name.startswith(".") for path in folder.iterdir()):
+        raise ValueError(f"`{folder}` holds other files, and not a cache. Choose an empty folder; nothing was written.")
+    if found.get("memory") != str(memory):
+        write_json(folder / MARKER, {"format": FORMAT, "memory": str(memory)})
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Frees the memory of this user's other caches whose processes were killed."""
+    for other in own.parent.glob(f"jaxcross-cache-{os.getuid()}-*"):
+        folder = Path(str(read_json(other / MARKER).get("cache", "")))
+        if other == own or not folder.is_absolute():
+            continue
+        if not folder.is_dir():
+            shutil.rmtree(other, ignore_errors=True)
+            continue
+        with suppress(OSError):
+            mutex = FileLock(folder / "open.lock")
+            with mutex:
+                if not has_users(folder / "users"):
+                    shutil.rmtree(other, ignore_errors=True)
+            mutex.close()
+
+
+def _is_entry(found: Any) -> bool:
+    return isinstance(found, dict) and all(
+        is_whole(found.get(name)) and found[name] >= 0 for name in ("base", "records")
+    )
+
+
+def _machine() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else os.uname().nodename

@@ -1,0 +1,191 @@
+"""Reads the records that a stream needs next, ahead of it, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol, final
+
+import numpy as np
+
+from jaxcross.data.cache.next_use import groups
+from jaxcross.data.cache.statistics import Statistics
+from jaxcross.data.cache.streams import OwnStream
+
+
+class Arrival(NamedTuple):
+    """A record that was read ahead.
+
+    Attributes:
+        raw: Its bytes; None if its decoded image is in memory.
+        level: Where it was found.
+    """
+
+    raw: bytes | None
+    level: str
+
+
+class Source(Protocol):
+    """The part of `jaxcross.data.cache.split.CachedSplit` that a feed uses."""
+
+    @property
+    def statistics(self) -> Statistics: ...
+    def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream: ...
+    def has_image(self, record: int) -> bool: ...
+    def read(self, record: int) -> tuple[bytes, str]: ...
+    def find(self, record: int) -> tuple[bytes, str] | None: ...
+    def fetch(self, records: Sequence[int], stop: threading.Event) -> Iterator[tuple[int, bytes, str]]: ...
+
+
+@final
+class Passes:
+    """Record numbers of each pass over a stream. The next pass is computed on a thread while this one is read.
+
+    Args:
+        record_at: Returns the record at a position.
+        length: Positions of a pass.
+    """
+
+    def __init__(self, record_at: Callable[[int], int], length: int) -> None:
+        self.record_at = record_at
+        self._length = length
+        self._closed = False
+        self._passes: dict[int, Future[np.ndarray]] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxcross-order")
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        for old in [each for each in self._passes if each < epoch - 1]:
+            del self._passes[old]
+        for wanted in (epoch, epoch + 1):
+            if wanted not in self._passes:
+                self._passes[wanted] = self._pool.submit(self._compute, wanted)
+        return self._passes[epoch].result()
+
+    def _compute(self, epoch: int) -> np.ndarray:
+        return np.fromiter(self._records(epoch), np.int64, self._length)
+
+    def _records(self, epoch: int) -> Iterator[int]:
+        for position in range(epoch * self._length, (epoch + 1) * self._length):
+            if self._closed:
+                raise RuntimeError("the stream was closed")
+            yield self.record_at(position)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@final
+class Feed:
+    """The records of one stream, by position, read ahead in the order in which they are needed.
+
+    Args:
+        split: Where they are read.
+        passes: The stream's order.
+        length: Positions of a pass.
+        start: First position.
+        stop: Position after the last.
+        ahead_records: Records that are held at most; fetched in groups of half as many.
+    """
+
+    def __init__(
+        self, split: Source, passes: Passes, *, length: int, start: int, stop: int, ahead_records: int
+    ) -> None:
+        self._split = split
+        self._passes = passes
+        self._length = length
+        self._start = start
+        self._stop = stop
+        self._ahead = ahead_records
+        self._arrivals: dict[int, Arrival] = {}
+        self._brought = start  # what is below was brought, and what is not in `_arrivals` any more was taken
+        self._wanted = start  # the furthest position that was asked for
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxcross-data", daemon=True)
+        self._thread.start()
+
+    def take(self, position: int, record: int) -> Arrival:
+        """Waits for the record at a position, and returns it. A position is there once; later it is read again.
+
+        Raises:
+            OSError: The origin cannot be read.
+            RuntimeError: The feed was closed.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            self._wanted = max(self._wanted, position)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: position in self._arrivals or position < self._brought or self._ended)
+            arrival = self._arrivals.pop(position, None)
+            brought = position < self._brought
+            self._changed.notify_all()
+        if arrival is not None:
+            self._split.statistics.add(arrival.level, waited_s=time.perf_counter() - began)
+            return arrival
+        if self._error is not None:
+            raise self._error
+        if not brought:
+            raise RuntimeError("The stream of batches was closed while a record was read.")
+        return Arrival(*self._split.read(record))
+
+    def close(self) -> None:
+        """Ends the thread, after what it is reading, and wakes threads that wait for a record."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._passes.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def _ended(self) -> bool:
+        return self._error is not None or self._closed.is_set()
+
+    def _run(self) -> None:
+        try:
+            stream = self._split.announce(self._passes, length=self._length, start=self._start, stop=self._stop)
+            try:
+                for group in groups(self._start, self._stop, self._length, max(1, self._ahead // 2)):
+                    if not self._has_room(len(group)):
+                        return
+                    self._bring(stream, group)
+            finally:
+                stream.close()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _has_room(self, count: int) -> bool:
+        """Waits until a group may be read: there is place, or a reader waits beyond what was brought."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._arrivals) + count <= self._ahead or self._wanted >= self._brought or self._ended
+            )
+            return not self._ended
+
+    def _bring(self, stream: OwnStream, group: range) -> None:
+        missing: dict[int, int] = {}  # record -> position
+        for position in group:
+            record = stream.take(position)
+            if self._split.has_image(record):
+                self._deliver(position, Arrival(None, "images"))
+            elif found := self._split.find(record):
+                self._deliver(position, Arrival(*found))
+            else:
+                missing[record] = position
+        for record, raw, level in self._split.fetch(list(missing), self._closed):
+            self._deliver(missing[record], Arrival(raw, level))
+        with self._changed:
+            self._brought = group.stop
+            self._changed.notify_all()
+
+    def _deliver(self, position: int, arrival: Arrival) -> None:
+        with self._changed:
+            self._arrivals[position] = arrival
+            self._changed.notify_all()

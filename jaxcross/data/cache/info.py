@@ -1,0 +1,62 @@
+"""Contents of a cache's folder and what its last or present run has read: for people, without joining its users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxcross.data.cache.cache import MARKER
+from jaxcross.data.cache.next_use import PAGE_BYTES
+from jaxcross.data.cache.page_store import FIRST, FREE, HEADER
+from jaxcross.data.cache.small_files import read_json
+from jaxcross.data.cache.statistics import LEVELS, LevelStatistics, from_json, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelInfo:
+    """One level of a cache.
+
+    Attributes:
+        name: `images`, `memory`, `disk` or `origin`.
+        budget_bytes: Of the level; None for the origin, and where the level is off.
+        used_bytes: Of the records in it.
+        records: Records in it.
+        given: What it has given to all processes of the run.
+    """
+
+    name: str
+    budget_bytes: int | None
+    used_bytes: int
+    records: int
+    given: LevelStatistics
+
+
+def is_cache(folder: Path) -> bool:
+    """Whether it is the folder of a cache."""
+    return bool(read_json(folder / MARKER))
+
+
+def cache_info(folder: Path) -> list[LevelInfo]:
+    """Reads the levels of the cache in `folder`, the fastest first, and the statistics of its run.
+
+    The processes of a run that goes on write their statistics every few seconds.
+    """
+    memory = Path(str(read_json(folder / MARKER).get("memory", folder)))
+    runs = [from_json(read_json(path).get("levels", {})) for path in sorted(folder.glob("runs/*.json"))]
+    return [
+        _level((folder if name == "disk" else memory) / name, name, total(run[name] for run in runs)) for name in LEVELS
+    ]
+
+
+def _level(folder: Path, name: str, given: LevelStatistics) -> LevelInfo:
+    try:
+        header = np.fromfile(folder / "pages", np.int64, HEADER)
+        n_pages = ((folder / "pages").stat().st_size - 8 * HEADER) // 8
+        rows = np.fromfile(folder / "rows", np.uint32).reshape(-1, 4)
+        records, used = int(np.count_nonzero(rows[:, FIRST])), (n_pages - int(header[FREE])) * PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return LevelInfo(name=name, budget_bytes=None, used_bytes=0, records=0, given=given)
+    budget = n_pages * PAGE_BYTES
+    return LevelInfo(name=name, budget_bytes=budget, used_bytes=used, records=records, given=given)

@@ -1,0 +1,233 @@
+"""The place of a data set: a folder, or a file system of fsspec, read by byte ranges. Never written or deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
+from jaxcross.data.cache.small_files import FooterFiles
+
+TRIES = 3
+WAIT_S = 0.5
+
+
+class Fetched(NamedTuple):
+    """Records in the order asked for, and the bytes that the origin sent for them."""
+
+    records: list[bytes]
+    nbytes: int
+
+
+class Shard(NamedTuple):
+    """One file of a split: its path, its first record of those in use, and how many are."""
+
+    path: str
+    skip: int
+    take: int
+
+
+class Origin(ABC):
+    """The records of one split, by number. Thread-safe."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Text that differs where the records may differ."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, records: Sequence[int]) -> Fetched:
+        """Reads records. Waits for the storage.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: What it sends is not a record.
+        """
+
+
+@final
+class LocalOrigin(Origin):
+    """A folder of this machine, mounted from elsewhere or not.
+
+    Args:
+        shards: The files.
+        source: Their records, read by ArrayRecord.
+        identity: What differs between data sets with the same files.
+    """
+
+    def __init__(self, shards: Sequence[Shard], source: Any, identity: str) -> None:
+        self._source = source
+        files = [(shard, Path(shard.path).stat()) for shard in shards]
+        found = [(*shard, stat.st_size, stat.st_mtime_ns) for shard, stat in files]
+        self._fingerprint = _digest(identity, found)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, records: Sequence[int]) -> Fetched:
+        found = list(self._source.__getitems__(list(records)))
+        return Fetched(found, sum(map(len, found)))
+
+
+@final
+class RemoteOrigin(Origin):
+    """The shards of a split on a file system of fsspec. The footers are kept in files of the node.
+
+    Args:
+        fs: The file system.
+        shards: The files.
+        identity: What differs between data sets with the same file names.
+        footers: Where footers are kept.
+        stop: Ends waiting between tries.
+    """
+
+    def __init__(
+        self, fs: Any, shards: Sequence[Shard], identity: str, footers: FooterFiles, stop: threading.Event
+    ) -> None:
+        self._fs = fs
+        self._shards = shards
+        self._footers = footers
+        self._stop = stop
+        self._fingerprint = _digest(identity, [tuple(shard) for shard in shards])
+        self._firsts = np.cumsum([0] + [shard.take for shard in shards])  # number of each shard's first record
+        self._known: dict[int, Footer] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def read(self, records: Sequence[int]) -> Fetched:
+        wanted: dict[int, list[int]] = defaultdict(list)  # shard -> places in `records`
+        for place, record in enumerate(records):
+            wanted[self._place(record)[0]].append(place)
+        nbytes = self._load_footers(list(wanted))
+        ranges: dict[tuple[int, int], int] = {}  # shard and offset -> offset of the end
+        for shard, places in wanted.items():
+            for place in places:
+                start, end = self._known[shard].range_of(self._place(records[place])[1])
+                ranges[shard, start] = end
+        contents = self._ranges([(shard, start, end) for (shard, start), end in ranges.items()])
+        fetched: dict[int, dict[int, bytes]] = defaultdict(dict)
+        for (shard, start), content in zip(ranges, contents, strict=True):
+            fetched[shard][start] = content
+        found = [b""] * len(records)
+        for shard, places in wanted.items():
+            indices = [self._place(records[place])[1] for place in places]
+            try:
+                blobs = read_records(self._known[shard], fetched[shard], indices)
+            except ValueError as error:
+                raise ValueError(
+                    f"Records {indices} of the shard `{self._shards[shard].path}` cannot be decoded: {error}. The file "
+                    "is damaged, or it changed since the cache learnt its index: prepare it again under another name, "
+                    "or use an empty cache folder."
+                ) from error
+            for place, blob in zip(places, blobs, strict=True):
+                found[place] = blob
+        return Fetched(found, nbytes + sum(map(len, contents)))
+
+    def read_bytes(self, record: int) -> int:
+        """Bytes that the origin sends for one record, once its shard's footer is known."""
+        shard, index = self._place(record)
+        self._load_footers([shard])
+        start, end = self._known[shard].range_of(index)
+        return end - start
+
+    def _place(self, record: int) -> tuple[int, int]:
+        """The shard of a record, and its number in the shard's file."""
+        shard = int(np.searchsorted(self._firsts, record, "right")) - 1
+        return shard, record - int(self._firsts[shard]) + self._shards[shard].skip
+
+    def _load_footers(self, shards: list[int]) -> int:
+        """Makes sure that these shards' footers are known. Returns the bytes that were read from the origin."""
+        for shard in shards:
+            if shard not in self._known and (footer := self._footers.load(self._shards[shard].path)):
+                self._known[shard] = footer
+        new = [shard for shard in shards if shard not in self._known]
+        if not new:
+            return 0
+        paths = [self._shards[shard].path for shard in new]
+        sizes = self._retried(lambda: self._fs.sizes(paths), paths)
+        if missing := [path for path, size in zip(paths, sizes, strict=True) if not size]:
+            raise FileNotFoundError(
+                f"The shard `{missing[0]}` is missing or empty, or its server does not tell its size."
+            )
+        blocks = self._ranges([(s, max(0, size - BLOCK_BYTES), size) for s, size in zip(new, sizes, strict=True)])
+        starts = [self._checked(s, footer_start, b, size) for s, b, size in zip(new, blocks, sizes, strict=True)]
+        ends = [size - BLOCK_BYTES for size in sizes]
+        indices = self._ranges(list(zip(new, starts, ends, strict=True)))
+        for shard, start, size, index, block in zip(new, starts, sizes, indices, blocks, strict=True):
+            footer = Footer(size, start, index.rstrip(b"\0"), block.rstrip(b"\0"))
+            found = self._checked(shard, lambda footer=footer: footer.n_records)
+            needed = self._shards[shard].skip + self._shards[shard].take
+            if found < needed:
+                raise ValueError(
+                    f"The shard `{self._shards[shard].path}` holds {found} records; `dataset_info.json` promises "
+                    f"{needed}. Copy the data set again."
+                )
+            self._footers.save(self._shards[shard].path, footer)
+            self._known[shard] = footer
+        return sum(map(len, blocks)) + sum(map(len, indices))
+
+    def _checked(self, shard: int, read: Callable[..., int], *arguments: Any) -> int:
+        try:
+            return read(*arguments)
+        except ValueError as error:
+            raise ValueError(
+                f"The shard `{self._shards[shard].path}` cannot be read by byte ranges: {error}. Is it an ArrayRecord "
+                "file, as `tfds` and `jaxcross data synth` write it?"
+            ) from error
+
+    def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Reads byte ranges (shard, start, end), all at once."""
+        paths = [self._shards[shard].path for shard, _, _ in wanted]
+        starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+        if not wanted:
+            return []
+        contents = self._retried(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise"), paths)
+        for path, start, end, content in zip(paths, starts, ends, contents, strict=True):
+            if len(content) != end - start:
+                raise ValueError(
+                    f"`{path}`: the storage sent {len(content)} bytes where {end - start} were asked for, from byte "
+                    f"{start}. A server must support range requests (Python's `http.server` does not)."
+                )
+        return contents
+
+    def _retried(self, call: Callable[[], Any], paths: Sequence[str]) -> Any:
+        for attempt in range(1, TRIES + 1):
+            try:
+                return call()
+            except Exception as error:  # each of fsspec's file systems has errors of its own
+                if attempt < TRIES and not self._stop.wait(WAIT_S * attempt):
+                    continue
+                kind = type(error) if isinstance(error, FileNotFoundError | PermissionError) else OSError
+                raise kind(
+                    f"Reading {_named(paths)} failed {attempt} times: {type(error).__name__}: {error}. Training "
+                    "resumes from its data position once the storage answers."
+                ) from error
+        return None
+
+
+def _named(paths: Sequence[str]) -> str:
+    others = len(set(paths)) - 1
+    return f"`{paths[0]}`" + (f" and {others} other files" if others else "")
+
+
+def _digest(identity: str, files: Sequence[tuple[Any, ...]]) -> str:
+    return hashlib.sha256(repr((identity, list(files))).encode()).hexdigest()[:32]

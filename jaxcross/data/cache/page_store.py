@@ -1,0 +1,330 @@
+"""One level of the cache: records by number, in pages of a file of fixed size that all processes of the node share.
+
+    data    the pages
+    pages   header; for each page the next one of its record; the stack of free pages
+    rows    for each record its first page, its bytes, their checksum, and a checksum of the row
+
+A process may be killed at any moment. The row is written last, and reading checks both checksums. The first process,
+and the next one after a killed one, count the free pages again from the rows that are whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from jaxcross.data.cache.locks import FileLock, Users
+from jaxcross.data.cache.next_use import PAGE_BYTES, Room, pages_of
+
+_log = logging.getLogger("jaxcross")
+
+FIRST, NBYTES, CRC, CHECK = range(4)  # columns of the rows, 4 bytes each; pages count from 1, and 0 means none
+ROW_BYTES = 16
+HEADER = 8  # words of 8 bytes, of which two are in use
+DIRTY, FREE = 0, 1  # whether a change has begun and not ended; number of free pages
+FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
+WORD = 2**64 - 1
+SMALLEST_BYTES = 16 * PAGE_BYTES
+
+
+@final
+class PageStore:
+    """A level with a hard budget, shared by the processes that name the same folder. All methods are thread-safe.
+
+    Make and close it while holding a lock that all its users take.
+
+    Args:
+        folder: Of this level alone; made if it is missing.
+        name: Of the level, for messages.
+        budget_bytes: Of the files `data` and `pages` together. `rows` takes 16 bytes more for each record.
+        distances: Returns how many uses of other records come before the next use of each of these numbers.
+
+    Raises:
+        OSError: The folder cannot be written, or its disk is full.
+        ValueError: The budget is below 64 KiB, or the level is in use with another one.
+
+    Attributes:
+        damaged: Records that were dropped since their bytes did not match their checksum.
+        is_off: Whether a failed write has ended writing. Reading goes on.
+    """
+
+    def __init__(
+        self, folder: Path, *, name: str, budget_bytes: int, distances: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        if budget_bytes < SMALLEST_BYTES:
+            raise ValueError(f"`{name}_bytes` must be 0 or at least {SMALLEST_BYTES}, got {budget_bytes}.")
+        self.n_pages = (budget_bytes - 8 * HEADER) // (PAGE_BYTES + 8)
+        self.damaged = 0
+        self.is_off = False
+        self._folder = folder
+        self._name = name
+        self._distances = distances
+        self._room = Room(self.n_pages)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._users = Users(folder / "users")
+        self._lock = FileLock(folder / "lock")
+        try:
+            self._open(budget_bytes)
+        except BaseException:
+            self._users.leave()
+            self._lock.close()
+            raise
+
+    def _open(self, budget_bytes: int) -> None:
+        pages_bytes = 8 * HEADER + 8 * self.n_pages
+        if self._users.is_first:
+            _resize(self._folder / "pages", pages_bytes)
+            _resize(self._folder / "rows", _size(self._folder / "rows") // ROW_BYTES * ROW_BYTES)
+            if _size(self._folder / "data") > self.n_pages * PAGE_BYTES:
+                os.truncate(self._folder / "data", self.n_pages * PAGE_BYTES)
+        elif _size(self._folder / "pages") != pages_bytes:
+            raise ValueError(
+                f"The level `{self._name}` in `{self._folder}` is in use by another process with another budget than "
+                f"`{self._name}_bytes={budget_bytes}`. Give all processes of a node the same one."
+            )
+        self._data = os.open(self._folder / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        words = np.frombuffer(_map(self._folder / "pages"), np.int64)
+        self._header = words[:HEADER]
+        tables = words[HEADER:].view(np.uint32)
+        self._next, self._free = tables[: self.n_pages], tables[self.n_pages :]
+        self._rows = np.empty((0, 4), np.uint32)
+        self._map_rows()
+        if self._users.is_first:
+            self._header[DIRTY] = 1
+        with self._locked():
+            pass
+
+    def grow(self, records: int) -> None:
+        """Makes place for rows of records below `records`."""
+        with self._lock:
+            if _size(self._folder / "rows") < records * ROW_BYTES:
+                _resize(self._folder / "rows", records * ROW_BYTES)
+        self._map_rows()
+
+    def close(self) -> None:
+        """Leaves the level. Nothing may be called after it."""
+        self._header = self._next = self._free = np.empty(0, np.int64)
+        self._rows = np.empty((0, 4), np.uint32)
+        os.close(self._data)
+        self._lock.close()
+        self._users.leave()
+
+    def __contains__(self, number: int) -> bool:
+        return number < len(self._rows) and bool(self._rows[number, FIRST])
+
+    def get(self, number: int, salt: int = 0) -> bytes | None:
+        """Reads one record, or returns None. A record whose checksum is wrong, or has another salt, is dropped."""
+        if number not in self:
+            return None
+        blob = self._read(number, salt)
+        if blob is None and number in self:  # moved by another process while it was read, or damaged
+            with self._locked():
+                blob = self._read(number, salt)
+                if blob is None and number in self:
+                    self._drop(np.array([number]))
+                    self.damaged += 1
+        return blob
+
+    def put(self, number: int, blob: bytes, salt: int = 0) -> bool:
+        """Offers a record. Returns whether the level has it now: where room is short, next uses decide.
+
+        The salt, which tells data sets apart, starts the checksum: a number that came to mean another data set's
+        record is found out.
+
+        A write that fails, on a full disk for example, turns the level off for this process, with one warning.
+        """
+        needed = pages_of(len(blob))
+        if self.is_off or not needed or needed > self.n_pages or number >= len(self._rows):
+            return False
+        try:
+            with self._locked():
+                if number in self:
+                    return True
+                lacking = needed - int(self._header[FREE])
+                if lacking > 0:
+                    distance = int(self._distances(np.array([number]))[0])
+                    victims = self._room.victims(lacking, distance, self._residents)
+                    if victims is None:
+                        return False
+                    self._drop(victims)
+                self._insert(number, blob, salt)
+        except OSError as error:
+            self.is_off = True
+            _log.warning(
+                f"The data cache's level `{self._name}` in `{self._folder}` is off from now on, since a write failed: "
+                f"{error}. Training goes on and reads more from slower levels. Free some space, or pass a smaller "
+                f"`{self._name}_bytes`."
+            )
+            return False
+        return True
+
+    def usage(self) -> tuple[int, int]:
+        """Counts the records in the level and the bytes of their pages."""
+        free = int(self._header[FREE])
+        return int(np.count_nonzero(self._rows[:, FIRST])), (self.n_pages - free) * PAGE_BYTES
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._header[DIRTY]:
+                self._recount()
+            yield
+
+    def _residents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._map_rows()
+        numbers = np.flatnonzero(self._rows[:, FIRST])
+        return numbers, self._distances(numbers), -(-self._rows[numbers, NBYTES].astype(np.int64) // PAGE_BYTES)
+
+    def _insert(self, number: int, blob: bytes, salt: int) -> None:
+        needed, free = pages_of(len(blob)), int(self._header[FREE])
+        pages = self._free[free - needed : free][::-1].astype(np.int64)
+        view = memoryview(blob)
+        done = 0
+        for first, count in _runs(pages):
+            _write(self._data, view[done : done + count * PAGE_BYTES], first * PAGE_BYTES)
+            done += count * PAGE_BYTES
+        self._header[DIRTY] = 1
+        self._header[FREE] = free - needed
+        self._next[pages[:-1]] = pages[1:] + 1
+        self._next[pages[-1]] = 0
+        crc = zlib.crc32(blob, salt)
+        first = int(pages[0]) + 1
+        self._rows[number] = (first, len(blob), crc, _check(number, first, len(blob), crc))
+        self._header[DIRTY] = 0
+
+    def _drop(self, numbers: np.ndarray) -> None:
+        self._header[DIRTY] = 1
+        free = int(self._header[FREE])
+        for number in numbers:
+            pages = self._chain(int(number))
+            self._rows[number] = (0, 0, 0, 0)
+            if pages is None:  # damaged: only counting again finds out which pages were its own
+                self._recount()
+                self._header[DIRTY] = 1
+                free = int(self._header[FREE])
+                continue
+            self._free[free : free + len(pages)] = pages[::-1]
+            free += len(pages)
+            self._header[FREE] = free
+        self._header[DIRTY] = 0
+
+    def _chain(self, number: int) -> np.ndarray | None:
+        """Pages of a record in order, or None where the row or the chain is damaged."""
+        first, nbytes, crc, check = map(int, self._rows[number])
+        if not first or check != _check(number, first, nbytes, crc):
+            return None
+        count = pages_of(nbytes)
+        if count > self.n_pages:
+            return None
+        pages = np.empty(count, np.int64)
+        page, successors = first, self._next
+        for index in range(count):
+            if not 1 <= page <= self.n_pages:
+                return None
+            pages[index] = page - 1
+            page = int(successors[page - 1])
+        return None if page else pages
+
+    def _read(self, number: int, salt: int) -> bytes | None:
+        pages = self._chain(number)
+        _, nbytes, crc, _ = map(int, self._rows[number])
+        if pages is None or pages_of(nbytes) != len(pages):
+            return None
+        blob = bytearray(len(pages) * PAGE_BYTES)
+        view = memoryview(blob)
+        done = 0
+        for first, count in _runs(pages):
+            os.preadv(self._data, [view[done : done + count * PAGE_BYTES]], first * PAGE_BYTES)
+            done += count * PAGE_BYTES
+        found = view[:nbytes]
+        return bytes(found) if zlib.crc32(found, salt) == crc else None
+
+    def _recount(self) -> None:
+        """Drops rows that are not whole or share a page, and makes the stack of free pages from the rest."""
+        self._map_rows()
+        rows = self._rows
+        while True:
+            numbers = np.flatnonzero(rows[:, FIRST])
+            found = rows[numbers]
+            good = found[:, CHECK] == _checks(numbers, found)
+            left = -(-found[:, NBYTES].astype(np.int64) // PAGE_BYTES)
+            good &= (left > 0) & (left <= self.n_pages)
+            page = found[:, FIRST].astype(np.int64)
+            taken = np.zeros(self.n_pages + 1, bool)
+            while len(walk := np.flatnonzero(good & (left > 0))):
+                at = page[walk]
+                inside = (at >= 1) & (at <= self.n_pages)
+                at = np.where(inside, at, 0)
+                _, firsts = np.unique(at, return_index=True)
+                fresh = np.zeros(len(walk), bool)
+                fresh[firsts] = True
+                good[walk] = inside & fresh & ~taken[at]
+                taken[at] = True
+                page[walk] = self._next[np.maximum(at, 1) - 1]
+                left[walk] -= 1
+            if good.all():
+                break
+            rows[numbers[~good]] = (0, 0, 0, 0)
+        free = np.flatnonzero(~taken[1:])
+        self._free[: len(free)] = free[::-1]
+        self._header[FREE] = len(free)
+        self._header[DIRTY] = 0
+
+    def _map_rows(self) -> None:
+        """Maps the rows, and those that other processes have added for data sets of their own."""
+        if _size(self._folder / "rows") > self._rows.nbytes:
+            self._rows = np.frombuffer(_map(self._folder / "rows"), np.uint32).reshape(-1, 4)
+
+
+def _check(number: int, first: int, nbytes: int, crc: int) -> int:
+    total = sum(part * factor for part, factor in zip((number, first, nbytes, crc), FACTORS, strict=True)) & WORD
+    return total >> 32
+
+
+def _checks(numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    parts = (numbers, rows[:, FIRST], rows[:, NBYTES], rows[:, CRC])
+    total = np.zeros(len(numbers), np.uint64)
+    for part, factor in zip(parts, FACTORS, strict=True):
+        total += part.astype(np.uint64) * np.uint64(factor)
+    return (total >> np.uint64(32)).astype(np.uint32)
+
+
+def _runs(pages: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First page and length of each stretch of neighbouring pages."""
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    for part in np.split(pages, breaks):
+        yield int(part[0]), len(part)
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _resize(path: Path, nbytes: int) -> None:
+    """Gives a file this size and its place on the disk, since a mapped file that lacks it would end the process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, nbytes)
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

@@ -1,0 +1,79 @@
+"""Small files that are either whole or absent: the footers of remote shards, and JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import uuid
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from jaxcross.data.cache.array_record import Footer
+
+HEAD = struct.Struct("<QQQI")  # bytes of the shard, offset and bytes of the footer, checksum
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader, and a crash, find the old content or the new one.
+
+    Raises:
+        OSError: It cannot be written; nothing is left of the new content.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an object of JSON; an empty one where the file is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes an object of JSON, whole or not at all."""
+    write_whole(path, json.dumps(value, indent=1).encode())
+
+
+@final
+class FooterFiles:
+    """Footers by the path of their shard, in a folder of the node. A damaged file counts as missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, shard: str) -> Footer | None:
+        """Reads a footer that was saved."""
+        with suppress(OSError, struct.error):
+            content = self._path(shard).read_bytes()
+            nbytes, start, index_bytes, crc = HEAD.unpack_from(content)
+            found = content[HEAD.size :]
+            if zlib.crc32(found, zlib.crc32(HEAD.pack(nbytes, start, index_bytes, 0))) == crc:
+                return Footer(nbytes, start, found[:index_bytes], found[index_bytes:])
+        return None
+
+    def save(self, shard: str, footer: Footer) -> None:
+        """Keeps a footer. On a full disk it is not kept, and read from the origin again."""
+        content = footer.index + footer.postscript
+        head = (footer.nbytes, footer.start, len(footer.index))
+        crc = zlib.crc32(content, zlib.crc32(HEAD.pack(*head, 0)))
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(shard), HEAD.pack(*head, crc) + content)
+
+    def _path(self, shard: str) -> Path:
+        return self._folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:32]}.footer"

@@ -1,0 +1,189 @@
+"""One split of a data set, read through the levels of a cache: decoded images, memory, disk, origin."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from jaxcross.data.cache.feed import Feed, Passes
+from jaxcross.data.cache.locks import Claims
+from jaxcross.data.cache.origin import Origin
+from jaxcross.data.cache.page_store import PageStore
+from jaxcross.data.cache.statistics import Statistics
+from jaxcross.data.cache.streams import OwnStream, Streams
+
+IMAGE = struct.Struct("<IIq")  # height, width and label, before the pixels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """The levels of a cache that are on, and what they share.
+
+    Attributes:
+        images: Decoded images in memory.
+        memory: Encoded records in memory.
+        disk: Encoded records on the node's disk.
+    """
+
+    images: PageStore | None
+    memory: PageStore | None
+    disk: PageStore | None
+    claims: Claims
+    streams: Streams
+    statistics: Statistics
+
+
+@final
+class CachedSplit:
+    """The records of a split, by number. Thread-safe.
+
+    Args:
+        levels: Of the cache.
+        origin: Where the records lie.
+        parse: Returns the example of a record's bytes.
+        base: Number of the split's first record among all of the cache.
+        salt: Differs between splits.
+        ahead_records: Records that a stream holds at most.
+        feeds: Where each feed is entered, so that the cache can close it.
+        on_group: Called after each group of records that was fetched.
+    """
+
+    def __init__(
+        self,
+        levels: Levels,
+        origin: Origin,
+        *,
+        parse: Callable[[bytes], Any],
+        base: int,
+        salt: int,
+        ahead_records: int,
+        feeds: weakref.WeakSet[Feed],
+        on_group: Callable[[], None],
+    ) -> None:
+        self.statistics = levels.statistics
+        self._levels = levels
+        self._origin = origin
+        self._parse = parse
+        self._base = base
+        self._salt = salt
+        self._ahead_records = ahead_records
+        self._feeds = feeds
+        self._on_group = on_group
+
+    def __len__(self) -> int:
+        return len(self._origin)
+
+    def __getitem__(self, record: int) -> Any:
+        """Reads one example, from the fastest level that has it."""
+        return self._parse(self.read(record)[0])
+
+    def feed(self, record_at: Callable[[int], int], *, length: int, start: int, stop: int) -> Feed:
+        """Starts reading a stream ahead, whose passes of `length` positions go from `start` to before `stop`."""
+        passes = Passes(record_at, length)
+        feed = Feed(self, passes, length=length, start=start, stop=stop, ahead_records=self._ahead_records)
+        self._feeds.add(feed)
+        return feed
+
+    def announce(self, passes: Passes, *, length: int, start: int, stop: int) -> OwnStream:
+        """Tells the levels, in all processes, when a stream needs each record."""
+        records, record_at = len(self), passes.record_at
+        return self._levels.streams.add(
+            base=self._base, records=records, order=passes, record_at=record_at, length=length, start=start, stop=stop
+        )
+
+    def has_image(self, record: int) -> bool:
+        """Whether the decoded image is in memory."""
+        return self._levels.images is not None and self._base + record in self._levels.images
+
+    def image(
+        self, record: int, raw: bytes | None, decode: Callable[[Any], tuple[np.ndarray, int]]
+    ) -> tuple[np.ndarray, int]:
+        """Returns the image, uint8 `[height, width, 3]`, read-only if it was in memory, and the label.
+
+        Args:
+            record: Its number.
+            raw: Its bytes, if they were read already.
+            decode: Returns image and label of an example.
+        """
+        images, number = self._levels.images, self._base + record
+        if raw is None and images is not None:
+            began = time.perf_counter()
+            blob = images.get(number, self._salt)
+            if blob is not None:
+                height, width, label = IMAGE.unpack_from(blob)
+                pixels = np.frombuffer(blob, np.uint8, offset=IMAGE.size).reshape(height, width, 3)
+                self._count("images", len(blob), began)
+                return pixels, label
+        image, label = decode(self._parse(self.read(record)[0] if raw is None else raw))
+        if images is not None:
+            head = IMAGE.pack(image.shape[0], image.shape[1], label)
+            images.put(number, head + image.tobytes(), self._salt)
+        return image, label
+
+    def read(self, record: int) -> tuple[bytes, str]:
+        """Reads one record's bytes, and returns the level that had it. Waits for that level."""
+        found = self.find(record)
+        return found or next((raw, level) for _, raw, level in self._from_origin([record]))
+
+    def find(self, record: int) -> tuple[bytes, str] | None:
+        """Looks for a record in memory and on the node's disk. What was on disk is offered to memory."""
+        number = self._base + record
+        for name, level in (("memory", self._levels.memory), ("disk", self._levels.disk)):
+            began = time.perf_counter()
+            raw = level.get(number, self._salt) if level is not None else None
+            if raw is not None:
+                self._count(name, len(raw), began)
+                if name == "disk" and self._levels.memory is not None:
+                    self._levels.memory.put(number, raw, self._salt)
+                return raw, name
+        return None
+
+    def fetch(self, records: Sequence[int], stop: threading.Event) -> Iterator[tuple[int, bytes, str]]:
+        """Reads records that no level has, each by one process of the node, and offers them to the levels.
+
+        Yields:
+            Record, bytes, and the level that had it, which another process may have filled in this moment.
+        """
+        numbers = [self._base + record for record in records]
+        claims = self._levels.claims
+        mine = claims.take(numbers)
+        try:
+            late = [record for record, number in zip(records, numbers, strict=True) if number not in mine]
+            absent = []
+            for record in records:
+                if self._base + record not in mine:
+                    continue
+                if found := self.find(record):  # came between the look and the claim
+                    yield record, *found
+                else:
+                    absent.append(record)
+            yield from self._from_origin(absent)
+        finally:
+            claims.release(mine)
+        for record in late:
+            claims.wait(self._base + record, stop)
+            yield record, *self.read(record)
+        self._on_group()
+
+    def _from_origin(self, records: Sequence[int]) -> Iterator[tuple[int, bytes, str]]:
+        if not records:
+            return
+        began = time.perf_counter()
+        fetched = self._origin.read(records)
+        seconds = time.perf_counter() - began
+        self.statistics.add("origin", records=len(records), nbytes=fetched.nbytes, seconds=seconds)
+        for record, raw in zip(records, fetched.records, strict=True):
+            for level in (self._levels.disk, self._levels.memory):
+                if level is not None:
+                    level.put(self._base + record, raw, self._salt)
+            yield record, raw, "origin"
+
+    def _count(self, level: str, nbytes: int, began: float) -> None:
+        self.statistics.add(level, records=1, nbytes=nbytes, seconds=time.perf_counter() - began)

@@ -1,0 +1,66 @@
+"""Counts of what each level of the cache has given: records, bytes, seconds, and how long training waited for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+LEVELS = ("images", "memory", "disk", "origin")
+"""The fastest first: decoded images, encoded records in memory, the node's disk, and where the data set lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelStatistics:
+    """Counts of what one level has given to one process.
+
+    Attributes:
+        records: Records that it had.
+        nbytes: Bytes read from it.
+        seconds: Spent reading from it, by threads that read ahead.
+        waited_s: Of those that ask for a record and do not have it yet.
+    """
+
+    records: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+
+@final
+class Statistics:
+    """Counters by level. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._levels: dict[str, LevelStatistics] = {name: LevelStatistics() for name in LEVELS}
+
+    def add(
+        self, level: str, *, records: int = 0, nbytes: int = 0, seconds: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        """Counts a read from `level`, or a wait for it."""
+        more = LevelStatistics(records=records, nbytes=nbytes, seconds=seconds, waited_s=waited_s)
+        with self._lock:
+            self._levels[level] = total((self._levels[level], more))
+
+    def levels(self) -> dict[str, LevelStatistics]:
+        """Returns the counters so far, by level, the fastest first."""
+        with self._lock:
+            return dict(self._levels)
+
+
+def total(parts: Iterable[LevelStatistics]) -> LevelStatistics:
+    """Adds the counters of several processes or reads."""
+    values = [asdict(part) for part in parts]
+    return LevelStatistics(**{name: sum(each[name] for each in values) for name in asdict(LevelStatistics())})
+
+
+def from_json(levels: Mapping[str, Mapping[str, Any]]) -> dict[str, LevelStatistics]:
+    """Reads what `as_json` wrote."""
+    return {name: LevelStatistics(**levels.get(name, {})) for name in LEVELS}
+
+
+def as_json(levels: Mapping[str, LevelStatistics]) -> dict[str, dict[str, Any]]:
+    """Returns the counters as values that JSON can hold."""
+    return {name: asdict(level) for name, level in levels.items()}

@@ -1,0 +1,238 @@
+"""Batches through the levels of a cache: the same bits, the predicted hits, budgets, and several users of a folder."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from jaxcross.cli import main
+from jaxcross.data import Cache, SharedDecode, eval_batches, open_records, train_batches
+from jaxcross.data.cache import simulate, streams
+from jaxcross.data.cache.next_use import PAGE_BYTES
+from tests.support.data_caches import IMAGES, STREAM, caches_in, digests, records_of, tree, write_set
+
+BUDGETS = {"disk_bytes": (0, 90_000, 10**6), "memory_bytes": (0, 70_000, 10**6), "images_bytes": (0, 100_000, 10**6)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_set(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The bits of 20 batches without a cache."""
+    return digests(train_batches(folder, steps=20, **STREAM))
+
+
+@pytest.fixture
+def open_cache(tmp_path):
+    with caches_in(tmp_path) as call:
+        yield call
+
+
+@pytest.mark.parametrize("budgets", list(itertools.product(*BUDGETS.values())), ids=str)
+def test_same_bits_with_any_levels(folder, plain, open_cache, budgets):
+    """And the origin is not changed, and no level's files exceed its budget."""
+    before = tree(folder)
+    cache = open_cache(**dict(zip(BUDGETS, budgets, strict=True)))
+    assert digests(train_batches(folder, steps=20, cache=cache, **STREAM)) == plain
+    assert tree(folder) == before
+    assert sum(records_of(cache).values()) == 20 * 6
+    for name, budget in zip(("disk", "memory", "images"), budgets, strict=True):
+        found = [path for path in cache.folder.parent.rglob(f"{name}/*") if path.name in ("data", "pages")]
+        assert sum(path.stat().st_size for path in found) <= budget
+        assert cache.usage().get(name, (0, 0))[1] <= budget
+
+
+def test_evaluation_has_the_same_bits(folder, open_cache):
+    cache = open_cache(disk_bytes=10**6, images_bytes=10**6)
+    options = {"batch_size": 4, "image_size": 16}
+    assert digests(eval_batches(folder, cache=cache, **options)) == digests(eval_batches(folder, **options))
+    assert digests(eval_batches(folder, cache=cache, **options)) == digests(eval_batches(folder, **options))
+    assert records_of(cache)["origin"] == IMAGES // 4
+
+
+@pytest.mark.parametrize("steps", [1, 7, 8, 13])
+def test_resuming_has_the_same_bits(folder, plain, open_cache, steps):
+    """At any place of a pass, by a position and by a start step, while the stream reads ahead of it."""
+    cache = open_cache(disk_bytes=90_000, memory_bytes=70_000)
+    stopped = train_batches(folder, steps=20, cache=cache, **STREAM)
+    for _ in range(steps):
+        next(stopped)
+    state = stopped.get_state()
+    stopped.close()
+    resumed = train_batches(folder, steps=20, cache=cache, **STREAM)
+    resumed.set_state(state)
+    assert digests(resumed) == plain[steps:]
+    assert digests(train_batches(folder, steps=20, start_step=steps, cache=cache, **STREAM)) == plain[steps:]
+
+
+def test_any_number_of_threads_has_the_same_bits(folder, plain, open_cache):
+    cache = open_cache(memory_bytes=70_000, images_bytes=100_000, ahead_records=1)
+    assert digests(train_batches(folder, steps=20, threads=5, cache=cache, **STREAM)) == plain
+
+
+def sizes_of(records):
+    return np.array([len(records.cached.read(n)[0]) for n in range(len(records))])
+
+
+@pytest.mark.parametrize("ahead", [1, 8, 100])
+@pytest.mark.parametrize(("disk", "memory"), [(0.5, 0), (0.5, 0.2), (0.4, 0.3), (1.2, 0.1), (0, 0.6)])
+def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypatch, disk, memory, ahead):
+    """To the byte, for one stream."""
+    monkeypatch.setattr(streams, "START_S", 60)
+    with Cache(tmp_path / "other") as other:
+        sizes = sizes_of(open_records(folder, cache=other))
+    pages = int((-(-sizes // PAGE_BYTES)).sum())
+    budgets = {
+        "memory_bytes": int(memory * pages * 4104) + 65_536 * (memory > 0),
+        "disk_bytes": int(disk * pages * 4104),
+    }
+    cache = open_cache(ahead_records=ahead, **budgets)
+    batches = train_batches(folder, epochs=5, cache=cache, **STREAM)
+    length = batches.steps_per_epoch * STREAM["batch_size"]
+    order = batches._stream.order
+    digests(batches)
+
+    def one_pass(epoch):
+        return np.array([int(order[position]) for position in range(epoch * length, (epoch + 1) * length)])
+
+    usable = [(budget - 64) // 4104 * PAGE_BYTES if budget else 0 for budget in budgets.values()]
+    predicted = simulate([one_pass], sizes, usable, length=length, epochs=5, group=max(1, ahead // 2))
+    found = cache.statistics()
+    assert found["memory"].records == sum(tally.hits[0] for tally in predicted)
+    assert found["disk"].records == sum(tally.hits[1] for tally in predicted)
+    assert found["origin"].records == sum(tally.origin for tally in predicted)
+    assert found["origin"].nbytes == sum(tally.origin_bytes for tally in predicted)
+
+
+def test_jobs_of_two_seeds_read_the_origin_once(folder, open_cache):
+    cache = open_cache(disk_bytes=10**6)
+    jobs = [train_batches(folder, epochs=2, cache=cache, **{**STREAM, "seed": seed}) for seed in (1, 2)]
+    for batches in zip(*jobs, strict=True):
+        assert len(batches) == 2
+    assert records_of(cache)["origin"] == IMAGES
+    assert records_of(cache)["disk"] == 3 * IMAGES
+
+
+def test_jobs_of_one_seed_read_the_origin_once(folder, open_cache):
+    """They need the same record in the same moment: one claims it, and the other waits for it."""
+    cache = open_cache(memory_bytes=10**6)
+    jobs = [train_batches(folder, epochs=2, cache=cache, **STREAM) for _ in range(3)]
+    for one, two, three in zip(*jobs, strict=True):
+        assert np.array_equal(one["image"], two["image"]) and np.array_equal(two["image"], three["image"])
+    assert records_of(cache)["origin"] == IMAGES
+
+
+def test_ranks_of_a_node_share_the_levels(folder, open_cache):
+    """Two caches of one folder, as two processes have: a rank needs what the other one has read the pass before."""
+    caches = [open_cache(memory_bytes=10**6) for _ in range(2)]
+    ranks = [
+        train_batches(folder, epochs=4, rank=rank, size=2, cache=cache, **STREAM) for rank, cache in enumerate(caches)
+    ]
+    for _ in zip(*ranks, strict=True):
+        pass
+    assert sum(records_of(cache)["origin"] for cache in caches) == IMAGES
+    assert sum(records_of(cache)["memory"] for cache in caches) == 3 * IMAGES
+
+
+def test_the_second_run_reads_nothing_of_the_origin(folder, open_cache):
+    first = open_cache(disk_bytes=10**6, memory_bytes=70_000)
+    through = digests(train_batches(folder, epochs=1, cache=first, **STREAM))
+    first.close()
+    second = open_cache(disk_bytes=10**6, memory_bytes=70_000)
+    assert digests(train_batches(folder, epochs=1, cache=second, **STREAM)) == through
+    assert records_of(second)["origin"] == 0
+
+
+def test_two_splits_share_a_level(folder, open_cache):
+    cache = open_cache(disk_bytes=10**6)
+    train, validation = open_records(folder, cache=cache), open_records(folder, "validation", cache=cache)
+    for records, split in ((train, "train"), (validation, "validation")):
+        plain = open_records(folder, split)
+        assert len(records) == len(plain)
+        assert [records.read(n) for n in range(len(records))] == [plain.read(n) for n in range(len(plain))]
+        assert [records.read(n) for n in range(len(records))] == [plain.read(n) for n in range(len(plain))]
+    assert records_of(cache)["disk"] == records_of(cache)["origin"] == len(train) + len(validation)
+
+
+def test_shared_decode_reads_through_a_cache(folder, open_cache):
+    cache = open_cache(images_bytes=10**6)
+    shared = SharedDecode(train_batches(folder, steps=12, cache=cache, **STREAM))
+    readers = [shared.reader(), shared.reader()]
+    found = [[batch["image"].tobytes() for batch in turn] for turn in zip(*readers, strict=True)]
+    through = [batch["image"].tobytes() for batch in train_batches(folder, steps=12, **STREAM)]
+    assert found == [[image, image] for image in through]
+
+
+def test_the_last_user_frees_the_memory(folder, open_cache, tmp_path):
+    caches = [open_cache(memory_bytes=10**6, images_bytes=10**6) for _ in range(2)]
+    digests(train_batches(folder, epochs=1, cache=caches[0], **STREAM))
+    caches[0].close()
+    assert list((tmp_path / "memory").rglob("data"))
+    caches[1].close()
+    assert not list((tmp_path / "memory").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disk_bytes": -1}, "^`disk_bytes` must be a whole number of bytes, 0 or more, got -1"),
+        ({"memory_bytes": 1e9}, "^`memory_bytes` must be a whole number of bytes, 0 or more, got 1000000000.0"),
+        ({"images_bytes": 4096}, "^`images_bytes` must be 0 or at least 65536, got 4096"),
+        ({"ahead_records": 0}, "^`ahead_records` must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_bad_budgets_are_refused(open_cache, options, message):
+    with pytest.raises(ValueError, match=message):
+        open_cache(**options)
+
+
+def test_a_folder_with_other_files_is_refused(folder, tmp_path):
+    before = tree(folder)
+    with pytest.raises(
+        ValueError, match="holds other files, and not a cache. Choose an empty folder; nothing was writ"
+    ):
+        Cache(folder, disk_bytes=10**6)
+    with (
+        Cache(folder / "inside", disk_bytes=10**6) as cache,
+        pytest.raises(ValueError, match="lies in the data set's. Choose one outside of it"),
+    ):
+        open_records(folder, cache=cache)
+    for path in sorted((folder / "inside").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (folder / "inside").rmdir()
+    assert tree(folder) == before
+
+
+def test_another_machine_is_refused(open_cache):
+    cache = open_cache(disk_bytes=10**6)
+    (cache.folder / "machine.json").write_text(json.dumps({"machine": "another"}))
+    with pytest.raises(ValueError, match="is in use by another machine. Name a folder on a disk of this node"):
+        open_cache(disk_bytes=10**6)
+
+
+def test_a_cache_of_another_version_is_refused(open_cache):
+    cache = open_cache()
+    cache.close()
+    (cache.folder / "jaxcross-cache.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="is a cache of another version of jaxcross"):
+        open_cache()
+
+
+def test_a_url_needs_a_cache():
+    with pytest.raises(ValueError, match="^`memory://data` is a URL, which is read through a cache: pass `cache="):
+        open_records("memory://data")
+
+
+def test_info_shows_levels_and_hits(folder, open_cache, capsys):
+    cache = open_cache(disk_bytes=10**6, memory_bytes=10**6)
+    digests(train_batches(folder, epochs=2, cache=cache, **STREAM))
+    cache.close()
+    assert main(["data", "info", str(cache.folder)]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert str(IMAGES) in rows["memory"] and str(IMAGES) in rows["origin"]
+    assert str(IMAGES) in rows["disk"]
