@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,6 +72,7 @@ class FileTimes:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
         config.pluginmanager.register(FileTimes(config.getoption("longest_file")))
+        keep_bytecode(config)
     # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not faulthandler.is_enabled():
@@ -77,6 +80,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Started in the background of a script: children would inherit it and be deaf to Ctrl-C, which tests send.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def keep_bytecode(config: pytest.Config) -> None:
+    """Keeps compiled Python in a temporary folder where Python was told to keep none (`PYTHONDONTWRITEBYTECODE`).
+
+    Else every worker and every rank compiles JAX's source anew: 1.6 s of CPU time instead of 0.7 s to import it.
+    """
+    if not sys.dont_write_bytecode:
+        return
+    folder = tempfile.mkdtemp(prefix="jaxcross-bytecode-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
+    sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
