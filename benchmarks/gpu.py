@@ -22,11 +22,15 @@ accelerator's profile can tell is then null, with the reason; its times say noth
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import itertools
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,9 @@ from jax.sharding import SingleDeviceSharding
 from workloads import Workload, in_turn, parser, spread, write_json
 
 import jaxcross
+from jaxcross.program import hand_over
+from jaxcross.program.hand_over import pinned_memory
+from jaxcross.world import malloc
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
@@ -108,13 +115,6 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
     return {"s_per_step": {str(depth): spread(values) for depth, values in raw.items()}}
 
 
-def pinned(device: Any) -> Any:
-    """Memory of the host that the device's copy engine reads and writes by itself; None where there is none."""
-    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
-        return None
-    return SingleDeviceSharding(device, memory_kind="pinned_host")
-
-
 @jax.jit
 def together(arrays: list[Any]) -> Any:
     return jnp.concatenate([x.reshape(-1) for x in arrays])
@@ -140,45 +140,87 @@ def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]
         return [jax.device_put(np.asarray(x), host) for x in arrays]
 
     ways: dict[str, Move] = {
+        "hand_over": lambda arrays: hand_over.to_host(arrays, host, [pinned_memory(device)] * len(arrays)),
         "device_put": lambda arrays: [jax.device_put(x, host) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, host),
         "copy_to_host_async": copy_async,
-        "asarray": lambda arrays: [jax.device_put(np.asarray(x), host) for x in arrays],
     }
     cut = apart(arrays)
-    if (place := pinned(device)) is not None:
-
-        def by_pinned(arrays: list[Any]) -> Any:
-            return [jax.device_put(np.asarray(x), host) for x in jax.device_put(arrays, place)]
-
-        def by_dlpack(arrays: list[Any]) -> Any:
-            there = jax.block_until_ready(jax.device_put(arrays, place))
-            return [jax.device_put(np.from_dlpack(x), host) for x in there]
-
-        ways |= {"pinned": by_pinned, "pinned_put": lambda arrays: jax.device_put(jax.device_put(arrays, place), host)}
-        ways |= {"pinned_dlpack": by_dlpack, "pinned_only": lambda arrays: jax.device_put(arrays, place)}
+    if (place := pinned_memory(device)) is not None:
+        ways["pinned_put"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), host)
+        ways["pinned_only"] = lambda arrays: jax.device_put(arrays, place)
         if len(arrays) > 1:
-            ways["together_pinned"] = lambda arrays: cut(by_pinned([together(arrays)])[0])
-    if len(arrays) > 1:
-        ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), host))
-        ways["together_async"] = lambda arrays: cut(copy_async([together(arrays)])[0])
+            ways["together_pinned"] = lambda arrays: cut(jax.device_put(jax.device_put(together(arrays), place), host))
     return ways
 
 
 def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
     """Ways from arrays on the host's CPU device to the accelerator."""
+    pool = ThreadPoolExecutor(4)
+    shares = [[n for n in range(len(arrays)) if n % 4 == thread] for thread in range(4)]
+
+    def by_threads(arrays: list[Any]) -> Any:
+        moved = pool.map(lambda share: jax.device_put([arrays[n] for n in share], device), shares)
+        found = {n: x for share, xs in zip(shares, moved, strict=True) for n, x in zip(share, xs, strict=True)}
+        return [found[n] for n in range(len(arrays))]
+
     ways: dict[str, Move] = {
+        "hand_over": lambda arrays: hand_over.from_host(arrays, [SingleDeviceSharding(device)] * len(arrays)),
         "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, device),
-        "numpy_device_put": lambda arrays: [jax.device_put(np.asarray(x), device) for x in arrays],
+        "threads": by_threads,
     }
-    cut = apart(arrays)
-    if (place := pinned(device)) is not None:
+    if (place := pinned_memory(device)) is not None:
         there = SingleDeviceSharding(device, memory_kind="device")
         ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
+        ways["numpy_pinned"] = lambda arrays: jax.device_put(
+            jax.device_put([np.asarray(x) for x in arrays], place), there
+        )
+        stages = jax.block_until_ready(jax.device_put([np.zeros_like(x) for x in arrays], place))
+        views = [writable(x) for x in stages]
+
+        def staged(arrays: list[Any]) -> Any:
+            for view, x in zip(views, arrays, strict=True):
+                np.copyto(view, np.asarray(x))
+            return jax.device_put(stages, there)
+
+        def staged_by_threads(arrays: list[Any]) -> Any:
+            parts = [
+                (view.reshape(-1)[start : start + 1_000_000], np.asarray(x).reshape(-1)[start : start + 1_000_000])
+                for view, x in zip(views, arrays, strict=True)
+                for start in range(0, x.size, 1_000_000)
+            ]
+            list(pool.map(lambda part: np.copyto(*part), parts))
+            return jax.device_put(stages, there)
+
+        ways |= {"staged": staged, "staged_by_threads": staged_by_threads}
+        ways["staged_only"] = lambda _: jax.device_put(stages, there)
     if len(arrays) > 1:
+        cut = apart(arrays)
         ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), device))
     return ways
+
+
+def writable(x: Any) -> np.ndarray:
+    """The pinned memory of an array, to write into: what a hand-over with buffers of its own would do."""
+    memory = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    return np.frombuffer(memory, x.dtype).reshape(x.shape)
+
+
+def inside(arrays: list[np.ndarray], device: Any, *, repeats: int) -> dict[str, Any]:
+    """Seconds of an executable whose results go to the device's memory, and to pinned memory of the host."""
+    held = jax.device_put(arrays, device)
+    ways = {"device": jax.jit(lambda xs: [x + 1 for x in xs])}
+    if (place := pinned_memory(device)) is not None:
+        ways["pinned"] = jax.jit(lambda xs: [x + 1 for x in xs], out_shardings=place)
+    raw: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(-1, repeats):
+        for way, function in ways.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function(held))
+            if repeat >= 0:
+                raw[way].append(time.perf_counter() - start)
+    return {way: spread(values) for way, values in raw.items()}
 
 
 def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int) -> dict[str, Any]:
@@ -190,7 +232,7 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
         for case, arrays in cases.items():
             raw, failed = _race(find(arrays, device, host), arrays, source, repeats)
             rows = {way: spread(values) for way, values in raw.items()}
-            best = min((way for way in rows if way != "pinned_only"), key=lambda way: rows[way]["median"])
+            best = min((way for way in rows if not way.endswith("_only")), key=lambda way: rows[way]["median"])
             nbytes = sum(x.nbytes for x in arrays)
             result.setdefault(direction, {})[case] = {
                 "bytes": nbytes,
@@ -200,6 +242,10 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
                 "best": best,
                 "best_bytes_per_s": nbytes / rows[best]["median"],
             }
+    try:
+        result["inside"] = {"leaves": {"s": inside(cases["leaves"], device, repeats=repeats), "best": "", "failed": {}}}
+    except Exception as error:
+        print("inside:", type(error).__name__, str(error)[:300], flush=True)
     return result
 
 
@@ -224,7 +270,7 @@ def _race(
                 continue
             if repeat >= 0:
                 raw.setdefault(way, []).append(time.perf_counter() - start)
-            elif way != "pinned_only":
+            elif not way.endswith("_only"):
                 for a, b in zip(found, arrays, strict=True):
                     np.testing.assert_array_equal(np.asarray(a), b + 1, err_msg=way)
     return raw, failed
@@ -321,7 +367,10 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
+    options.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)")
     args = options.parse_args()
+    if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.smoke:
         args.steps, args.repeats = 2, 2
     cases = args.cases.split(",")
@@ -339,7 +388,7 @@ def main() -> None:
     device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
     result["device"] = described(device, args.stand_in)
     work = workload(args.model, args.smoke, args.batch_size)
-    sizes = SIZES[:4] if args.smoke else SIZES
+    sizes = args.sizes or (SIZES[:4] if args.smoke else SIZES)
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "split": lambda: split(work, device, repeats=args.repeats, steps=args.steps),
         "depth": lambda: depths(work, device, repeats=args.repeats, steps=args.steps),

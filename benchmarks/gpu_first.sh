@@ -78,11 +78,12 @@ part() {
 parts() {
     export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)} PYTHONUNBUFFERED=1
     part doctor 60 python3 -m jaxcross.cli doctor
-    part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --json "$OUT/gpu_transfers.json"
+    part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --repeats 5 \
+        --sizes 100000 1000000 100000000 --json "$OUT/gpu_transfers.json"
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
     part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --batch-size 128 --steps 10 \
         --repeats 5 --json "$OUT/gpu_resnet50.json"
-    part selection 90 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --json "$OUT/gpu_selection.json"
+    part selection 90 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 --json "$OUT/gpu_selection.json"
     part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 10 --repeats 3 \
         --json "$OUT/gpu_ranks_resnet50.json"
     part gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --cases split,depth --batch-size 16 \
@@ -99,7 +100,7 @@ pack:2) pack "$2" ;;
 run:3)
     OUT=$3
     mkdir -p "$OUT"
-    TESTS+=(-n 4)
+    TESTS+=(-n 4 -p no:benchmark)  # that plugin, where it is installed, refuses -n
     part_start=$SECONDS
     install "$2" >"$OUT/install.log" 2>&1
     echo "install: status $?, $((SECONDS - part_start)) s" | tee -a "$OUT/parts.txt"

@@ -34,6 +34,9 @@ Wrap = Callable[[list[str]], list[str]]
 def prepare(stand_in: bool) -> None:
     """Before JAX starts: takes memory as needed, for processes that share the device; makes the stand-in device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # XLA of JAX 0.11.2 ends the process where it compiles ResNet-50 for an H100 ("Check failed: subdim_size_accumulator
+    # == dim_size" in triton_tiling_propagation.cc); cuBLAS multiplies instead.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
     if stand_in:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 2)

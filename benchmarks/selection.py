@@ -93,12 +93,13 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--cores", type=int, default=1, metavar="N", help="cores of the process, 0: all (default: 1)")
     options.add_argument("--repeats", type=int, default=11, help="default %(default)s")
+    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="D", help="lengths (default: 8)")
     args = options.parse_args()
     if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     if args.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.cores :])
-    sizes, repeats = ((1 << 12,), 1) if args.smoke else (SIZES, args.repeats)
+    sizes, repeats = ((1 << 12,), 1) if args.smoke else (args.sizes, args.repeats)
     result: dict[str, Any] = {"backend": jax.default_backend(), "cores": len(os.sched_getaffinity(0)), "rows": []}
     cases = [(size, density, "normal") for size in sizes for density in DENSITIES]
     for size, density, data in (*cases, *((sizes[-1], 0.01, data) for data in DATA[1:])):

@@ -19,6 +19,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
+from jaxcross.program.hand_over import goes_through, pinned_memory
 from jaxcross.program.ir import Program, Segment, Wire
 
 V = TypeVar("V")
@@ -155,7 +156,7 @@ def compile_segments(
                     call=call,
                     device=host,
                     is_single_rank=program.is_single_rank(segment),
-                    moves=moves,
+                    through=_through(program, segment, results) if moves else None,
                     shardings=tuple(results) if moves else None,
                 )
             )
@@ -319,6 +320,13 @@ def _sharding(value: object) -> Sharding | None:
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
         return None
     return value.sharding
+
+
+def _through(program: Program, segment: Segment, results: Sequence[Sharding | None]) -> tuple[Sharding | None, ...]:
+    """Returns the pinned memory through which each operand goes to the host; None for those that go directly."""
+    devices = {device for place in results if place is not None for device in place.addressable_devices}
+    memory = pinned_memory(devices.pop()) if len(devices) == 1 else None
+    return tuple(goes_through(memory, program.values[v]) for v in segment.inputs)
 
 
 def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from jaxcross._jax_compat import INLINED
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError
 from jaxcross.program.aliasing import find_shared
+from jaxcross.program.hand_over import from_host, to_host
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import ends_on_zeros, holds_exchange
 from jaxcross.program.nonfinite import nonfinite
@@ -36,7 +37,7 @@ class Runnable:
         device: The device of a collective segment; None for compute.
         releases: Inputs that the step does not return; each is dropped with its last reader.
         is_single_rank: Whether its exchanges have no peers, so that it can be run like a compute segment.
-        moves: Whether its operands may be on other devices, so that one copy of each must be brought to `device`.
+        through: The pinned memory, if any, through which each operand goes to `device`; None if all are there.
         shardings: The shardings in which the next segments expect the outputs; None leaves them as they are.
     """
 
@@ -45,7 +46,7 @@ class Runnable:
     releases: tuple[int, ...]
     device: Any = None
     is_single_rank: bool = False
-    moves: bool = False
+    through: tuple[Any, ...] | None = None
     shardings: tuple[Any, ...] | None = None
 
 
@@ -136,8 +137,8 @@ class Execution:
             outs = alone()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
-            if runnable.moves:
-                args = [_one_copy(x, runnable.device) for x in args]
+            if runnable.through is not None:
+                args = to_host(args, runnable.device, runnable.through)
             try:
                 outs = runnable.call(*args)
             except compat.InternalFloatingPointError as error:  # internal to JAX, and says nothing of the step
@@ -157,7 +158,7 @@ class Execution:
         outs = outs[: len(segment.outputs)]
         # Back to the accelerator. The copy is asynchronous: nothing here waits for it.
         if runnable.device is not None and runnable.shardings is not None:
-            outs = [x if s is None else jax.device_put(x, s) for x, s in zip(outs, runnable.shardings, strict=True)]
+            outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
             if (tokens := left.get(v)) is None:
@@ -270,15 +271,6 @@ class Execution:
             if not (moved and isinstance(results[place], jax.Array)):
                 results[place] = jnp.array(results[place])
         return compiled.out_tree.unflatten(results)
-
-
-def _one_copy(value: object, device: object) -> object:
-    """Returns one replica of a value on the host device; makes no copy if it is there already."""
-    if not isinstance(value, jax.Array):
-        return value
-    if value.sharding.is_fully_replicated:
-        value = value.addressable_data(0)
-    return value if value.devices() == {device} else jax.device_put(value, device)
 
 
 def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:

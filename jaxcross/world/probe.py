@@ -51,6 +51,9 @@ def probe_jax() -> dict[str, Any]:
 def probe_exchange() -> dict[str, Any]:
     """One all-reduce over all ranks, through the whole wire. Waits for every rank."""
     import jax
+
+    # Exchanges run on the host's CPU device. An accelerator would lend its memory to the first rank that asks for it.
+    jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
     from jaxcross.world import initialize
