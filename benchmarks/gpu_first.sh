@@ -81,9 +81,10 @@ parts() {
     part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --repeats 5 \
         --sizes 100000 1000000 100000000 --json "$OUT/gpu_transfers.json"
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
+    part selection 60 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 \
+        --json "$OUT/gpu_selection.json"
     part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --batch-size 128 --steps 10 \
         --repeats 5 --json "$OUT/gpu_resnet50.json"
-    part selection 90 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 --json "$OUT/gpu_selection.json"
     part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 10 --repeats 3 \
         --json "$OUT/gpu_ranks_resnet50.json"
     part gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --cases split,depth --batch-size 16 \
