@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Self, final
 
 POLL_S = 0.02
+BYTE_LOCK = struct.Struct("hhqqi4x")  # the kernel's `struct flock`: kind, origin, first byte, bytes, process
 
 
 @final
@@ -74,14 +76,15 @@ def has_users(path: Path) -> bool:
 class Claims:
     """Claims of records that are being fetched: each by one thread of one process at a time.
 
-    A claim is a lock on one byte of a file, at the record's number. A thread must not wait for another one's claim
-    while it holds any: it would wait in a circle.
+    A claim is a lock on one byte of a file, at the record's number. It belongs to this object's open file and not to
+    the process, which may have several caches. A thread must not wait for another one's claim while it holds any: it
+    would wait in a circle.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = _open(path)
         self._lock = threading.Lock()
-        self._own: set[int] = set()  # a process's locks do not exclude its own threads
+        self._own: set[int] = set()  # locks of an open file do not exclude threads that share it
 
     def take(self, numbers: Iterable[int]) -> set[int]:
         """Claims what is free, without waiting, and returns it."""
@@ -97,7 +100,7 @@ class Claims:
         """Gives back what this thread has claimed."""
         with self._lock:
             for number in numbers:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
+                self._set(fcntl.F_UNLCK, number)
                 self._own.discard(number)
 
     def wait(self, number: int, stop: threading.Event) -> None:
@@ -109,12 +112,15 @@ class Claims:
 
     def _try(self, number: int) -> bool:
         with suppress(BlockingIOError, PermissionError):
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            self._set(fcntl.F_WRLCK, number)
             return True
         return False
 
+    def _set(self, kind: int, number: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, BYTE_LOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+
     def close(self) -> None:
-        """Closes the file, which ends all claims of this process."""
+        """Closes the file, which ends all claims of this object."""
         os.close(self._fd)
 
 

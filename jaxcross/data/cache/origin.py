@@ -15,6 +15,8 @@ import numpy as np
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
 from jaxcross.data.cache.small_files import FooterFiles
 
+CONNECTIONS = 32
+"""Ranges that are read at once. With fsspec's own 128 some starved: 19 s instead of 12 over 8 Mbit/s, once 200 s."""
 TRIES = 3
 WAIT_S = 0.5
 
@@ -200,7 +202,9 @@ class RemoteOrigin(Origin):
         starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
         if not wanted:
             return []
-        contents = self._retried(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise"), paths)
+        # Of fsspec's options only file systems that read several ranges at once know this one.
+        options = {"batch_size": self._fs.batch_size or CONNECTIONS} if self._fs.async_impl else {}
+        contents = self._retried(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **options), paths)
         for path, start, end, content in zip(paths, starts, ends, contents, strict=True):
             if len(content) != end - start:
                 raise ValueError(

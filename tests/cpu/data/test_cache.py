@@ -9,6 +9,7 @@ import pytest
 from jaxcross.cli import main
 from jaxcross.data import Cache, SharedDecode, eval_batches, open_records, train_batches
 from jaxcross.data.cache import simulate, streams
+from jaxcross.data.cache.locks import Claims
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from tests.support.data_caches import IMAGES, STREAM, caches_in, digests, records_of, tree, write_set
 
@@ -108,6 +109,22 @@ def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypat
     assert found["origin"].nbytes == sum(tally.origin_bytes for tally in predicted)
 
 
+def test_waits_are_counted_by_level(folder, open_cache):
+    """The first pass waits for the origin, the second for memory; a stream without a cache for none."""
+    cache = open_cache(memory_bytes=10**6)
+    assert list(waits_of_a_pass(train_batches(folder, epochs=1, cache=cache, **STREAM))) == ["origin"]
+    shared = SharedDecode(train_batches(folder, epochs=1, cache=cache, **STREAM))
+    assert list(waits_of_a_pass(shared.reader())) == ["memory"]
+    assert waits_of_a_pass(train_batches(folder, epochs=1, **STREAM)) == {}
+
+
+def waits_of_a_pass(batches):
+    assert len([next(batches) for _ in range(batches.steps)]) == IMAGES // STREAM["batch_size"]
+    found = batches.waited_s()
+    batches.close()
+    return found
+
+
 def test_jobs_of_two_seeds_read_the_origin_once(folder, open_cache):
     cache = open_cache(disk_bytes=10**6)
     jobs = [train_batches(folder, epochs=2, cache=cache, **{**STREAM, "seed": seed}) for seed in (1, 2)]
@@ -136,6 +153,19 @@ def test_ranks_of_a_node_share_the_levels(folder, open_cache):
         pass
     assert sum(records_of(cache)["origin"] for cache in caches) == IMAGES
     assert sum(records_of(cache)["memory"] for cache in caches) == 3 * IMAGES
+
+
+def test_a_claim_excludes_other_users_of_the_file(tmp_path):
+    """Also those of the same process; and closing one leaves the claims of the others."""
+    one, two = Claims(tmp_path / "claims"), Claims(tmp_path / "claims")
+    assert one.take([3, 5]) == {3, 5}
+    assert two.take([4, 5]) == {4}
+    assert one.take([4, 5]) == set()
+    two.close()
+    three = Claims(tmp_path / "claims")
+    assert three.take([3, 4, 5]) == {4}
+    one.release([3])
+    assert three.take([3, 5]) == {3}
 
 
 def test_the_second_run_reads_nothing_of_the_origin(folder, open_cache):
