@@ -171,6 +171,11 @@ class Batches(Iterator[Batch]):
         self.step += 1
         return batch
 
+    def waited_s(self) -> dict[str, float]:
+        """Returns the seconds for which reading threads have waited for a cache, by its level; none without a cache."""
+        feed = self._feed
+        return {} if feed is None else feed.waited_s()
+
     def close(self) -> None:
         """Ends the reading threads; the iterator can go on from where it stands."""
         iterator, self._iterator = self._iterator, None

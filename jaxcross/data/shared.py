@@ -59,6 +59,10 @@ class SharedDecode:
     def steps(self) -> int | None:
         return self._batches.steps
 
+    def waited_s(self) -> dict[str, float]:
+        """As `Batches.waited_s`."""
+        return self._batches.waited_s()
+
     def reader(self, *, start_step: int | None = None) -> SharedReader:
         """Adds a reader, standing at `start_step` or where the stream started. Reads nothing yet."""
         reader = SharedReader(self, self._batches.at(self._start if start_step is None else start_step))
@@ -174,6 +178,10 @@ class SharedReader(Iterator[Batch]):
             raise StopIteration
         self.asked = True
         return self._shared._next(self)
+
+    def waited_s(self) -> dict[str, float]:
+        """As `Batches.waited_s`, for the stream that all readers share."""
+        return self._shared.waited_s()
 
     def close(self) -> None:
         """Leaves: batches are no longer kept for this reader, and its private stream's threads end."""

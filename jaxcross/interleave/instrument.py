@@ -31,7 +31,8 @@ class Span:
         end_ns: The time when its outputs were there.
         ready_ns: The time when its own inputs were available; `start_ns - ready_ns` is time spent in a queue.
         nbytes: Bytes handed to the wire (collective), or held by the batch (input).
-        label: Free text; an exchange held back by an emulated link is labelled `emulated`.
+        label: Free text; an exchange held back by an emulated link is labelled `emulated`, the input of a batch by the
+            level of storage that reading it waited for.
         in_step: False for a call that is not a step of the job, such as an evaluation.
         other_calls: Number of such calls of the job that exchange, up to and including this one.
     """

@@ -192,7 +192,7 @@ class JobContext:
                 batch = next(loop, _END)
                 if batch is _END:
                     return
-                host.note_span(start_ns, "input")
+                host.note_span(start_ns, "input", loop.storage)
                 host.replicas.batches += 1
                 host.examples.next_batch(batch, self._world.size)
                 yield batch

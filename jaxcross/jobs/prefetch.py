@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
 
 import jax
 import numpy as np
@@ -37,6 +38,37 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Waiting(Protocol):
+    """An iterator that counts how long it has waited for storage, as those of `jaxcross.data` do.
+
+    Returns:
+        Seconds so far, all of its threads together, by the name of the level of storage.
+    """
+
+    def waited_s(self) -> Mapping[str, float]: ...
+
+
+@final
+class _Storage:
+    """The level of storage that holds up an iterator, batch by batch."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source if isinstance(source, Waiting) else None
+        self._before: Mapping[str, float] = {}
+        self._before_s = time.monotonic()
+
+    def slowest(self) -> str:
+        """Returns the level that the threads waited for during half of the time since the last call; "" if none."""
+        if self._source is None:
+            return ""
+        now, now_s = self._source.waited_s(), time.monotonic()
+        waits = {level: seconds - self._before.get(level, 0.0) for level, seconds in now.items()}
+        passed_s, self._before, self._before_s = now_s - self._before_s, now, now_s
+        level = max(waits, key=lambda each: waits[each], default="")
+        return level if level and waits[level] >= passed_s / 2 else ""
+
+
 class Prefetcher(Iterator[Any]):
     """An iterator over `data` whose end, like each of its batches, is agreed by all ranks.
 
@@ -57,6 +89,7 @@ class Prefetcher(Iterator[Any]):
     Attributes:
         stream: As above.
         position: The position behind the last batch that was handed out, whatever was prepared beyond it.
+        storage: The level of storage that reading this batch waited for; "" if for none, or if it is not known.
         closed: Whether no further batch will be requested.
     """
 
@@ -79,7 +112,8 @@ class Prefetcher(Iterator[Any]):
         self._steps, self._prepare = None if steps is None else max(0, steps - start.n_batches), prepare
         self.position, self._resumable = start, resumable
         self._free = threading.Semaphore(buffer_size)
-        self._batches: deque[tuple[Any, str | None]] = deque()
+        self._batches: deque[tuple[Any, str | None, str]] = deque()
+        self.storage = ""
         self._taken = 0  # batches handed out since `start`
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -107,7 +141,7 @@ class Prefetcher(Iterator[Any]):
             self.close()
             raise StopIteration
         self._taken += 1
-        batch, state = self._batches.popleft()
+        batch, state, self.storage = self._batches.popleft()
         self.position = DataPosition(self.position.n_batches + 1, state)
         self._free.release()
         return batch
@@ -130,6 +164,7 @@ class Prefetcher(Iterator[Any]):
         count = 0
         try:
             source = iter(data)
+            storage = _Storage(source)
             if self._steps != 0:
                 seek(self.position, source, lambda: self._driver.batch_dropped(self._job))
             while self._steps is None or count < self._steps:
@@ -140,7 +175,8 @@ class Prefetcher(Iterator[Any]):
                     batch = next(source)
                 except StopIteration:
                     break
-                ready = self._prepare(batch), iterator_state(source) if self._resumable else None
+                level = storage.slowest()
+                ready = self._prepare(batch), iterator_state(source) if self._resumable else None, level
                 with self._lock:
                     if not self.closed:
                         self._batches.append(ready)

@@ -86,6 +86,8 @@ def _track(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
 
 def _name(span: Span) -> str:
     what = {"collective": "exchange"}.get(span.kind, span.kind)
+    if span.kind == "input":
+        return f"input from {span.label}" if span.label else "input"
     return span.label or (f"{what} {span.segment}" if span.segment >= 0 else what)
 
 

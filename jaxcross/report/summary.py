@@ -114,6 +114,8 @@ class TimeBreakdown:
             of the round trains by a parameter server: its step is its own bound.
         bottleneck: The term that is the bound: `compute`, `exchange` or `chain` (a critical path); "" without a round.
         lost_s: `period_s - bound_s` by cause; keys of `LOST_TIME`, none negative, and the values sum to the difference.
+        input_share: Share of the jobs' waiting for batches, by the level of storage that held them up; the rest is
+            preparing them.
         hidden_share: Share of all jobs' exchange time that compute covered.
         rounds: Number of rounds that were measured, on that rank.
         in_turn: Whether the round is made of jobs that ran one after the other, because their policy was to.
@@ -128,6 +130,7 @@ class TimeBreakdown:
     bound_s: float | None
     bottleneck: str
     lost_s: Mapping[str, float]
+    input_share: Mapping[str, float]
     hidden_share: float
     rounds: float
     in_turn: bool

@@ -182,8 +182,18 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
     named = [(c, s) for c, s in rounds.lost_s.items() if s >= max(5e-7, 0.001 * period)]
     if named and bound is not None:
         lines.append(f"Lost {seconds(period - bound)} a round:")
-        lines += [f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}" for cause, lost in named]
+        lines += [
+            f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}{_level(rounds, cause)}" for cause, lost in named
+        ]
     return [*lines, *filter(None, [too_small(rounds)])]
+
+
+def _level(rounds: TimeBreakdown, cause: str) -> str:
+    """Names the level of storage that batches waited for most of the time; "" for other causes, or if none did."""
+    level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
+    if cause != "input" or not level or rounds.input_share[level] < BRIEF:
+        return ""
+    return f", {share(rounds.input_share[level])} of it from the level `{level}`"
 
 
 def _why_no_part(job: JobTiming) -> str:

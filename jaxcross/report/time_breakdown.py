@@ -163,6 +163,7 @@ def break_down(
         bound_s=bound / 1e9 if bound is not None else None,
         bottleneck=bottleneck,
         lost_s={cause: max(length, 0.0) / 1e9 for cause, length in lost.items()},
+        input_share=_input_share(part, of_rank[decisive]),
         hidden_share=_hidden(ranks.values(), crossed or names),
         rounds=min((stretch.rounds for stretch in part.stretches), default=0.0),
         in_turn=in_turn,
@@ -265,6 +266,16 @@ def _cost(rank: _Rank, job: str) -> tuple[float, float] | None:
         return _inside(compute, stretch) / stretch.steps[job], _inside(transfer, stretch) / stretch.steps[job]
     steps = len(timeline.step_ends.get(job, ()))
     return (measure(compute) / steps, measure(transfer) / steps) if steps else None
+
+
+def _input_share(rank: _Rank, spans: Sequence[Span]) -> dict[str, float]:
+    """Returns the share of the measured waiting for batches by the level of storage that they waited for."""
+    windows = union(stretch.window for stretch in rank.stretches)
+    lengths: dict[str, int] = defaultdict(int)
+    for span in spans:
+        if span.kind == "input":
+            lengths[span.label] += measure(intersect([(span.start_ns, span.end_ns)], windows))
+    return {level: length / sum(lengths.values()) for level, length in lengths.items() if level and length}
 
 
 def _hidden(ranks: Iterable[_Rank], jobs: Sequence[str]) -> float:

@@ -103,6 +103,8 @@ class Feed:
         self._arrivals: dict[int, Arrival] = {}
         self._brought = start  # what is below was brought, and what is not in `_arrivals` any more was taken
         self._wanted = start  # the furthest position that was asked for
+        self._fetching = False  # what was found already waits for what is fetched before it, too
+        self._waited_s: dict[str, float] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -118,6 +120,7 @@ class Feed:
         """
         began = time.perf_counter()
         with self._changed:
+            fetching = self._fetching
             self._wanted = max(self._wanted, position)
             self._changed.notify_all()
             self._changed.wait_for(lambda: position in self._arrivals or position < self._brought or self._ended)
@@ -125,13 +128,18 @@ class Feed:
             brought = position < self._brought
             self._changed.notify_all()
         if arrival is not None:
-            self._split.statistics.add(arrival.level, waited_s=time.perf_counter() - began)
+            self._count_wait("origin" if fetching else arrival.level, time.perf_counter() - began)
             return arrival
         if self._error is not None:
             raise self._error
         if not brought:
             raise RuntimeError("The stream of batches was closed while a record was read.")
         return Arrival(*self._split.read(record))
+
+    def waited_s(self) -> dict[str, float]:
+        """Returns the seconds for which `take` has waited so far, all threads together, by level."""
+        with self._changed:
+            return dict(self._waited_s)
 
     def close(self) -> None:
         """Ends the thread, after what it is reading, and wakes threads that wait for a record."""
@@ -141,6 +149,11 @@ class Feed:
         self._passes.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _count_wait(self, level: str, seconds: float) -> None:
+        with self._changed:
+            self._waited_s[level] = self._waited_s.get(level, 0.0) + seconds
+        self._split.statistics.add(level, waited_s=seconds)
 
     @property
     def _ended(self) -> bool:
@@ -179,9 +192,12 @@ class Feed:
                 self._deliver(position, Arrival(*found))
             else:
                 missing[record] = position
+        with self._changed:
+            self._fetching = bool(missing)
         for record, raw, level in self._split.fetch(list(missing), self._closed):
             self._deliver(missing[record], Arrival(raw, level))
         with self._changed:
+            self._fetching = False
             self._brought = group.stop
             self._changed.notify_all()
 

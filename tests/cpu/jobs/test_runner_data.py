@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import Instrument
 from jaxcross.jobs.examples import count_examples
 from jaxcross.jobs.runner import Runner
 from tests.support.fakes import run_ranks
@@ -202,3 +203,42 @@ def test_examples_per_step_is_the_mean_of_its_batches():
 )  # fmt: skip
 def test_only_batches_of_images_are_called_images(shape, unit):
     assert count_examples({"x": np.zeros(shape, np.float32), "y": np.zeros(4)}, 2) == (8.0, unit)
+
+
+class Slow:
+    """Batches that have waited for storage `waited_s` seconds more with each of them."""
+
+    def __init__(self, waited_s):
+        self.each_s, self.count = waited_s, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count += 1
+        return 1.0
+
+    def waited_s(self):
+        return {level: seconds * self.count for level, seconds in self.each_s.items()}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "level"), [({"disk": 1e8, "origin": 1e9}, "origin"), ({"disk": 1e-12}, ""), ({}, "")]
+)
+def test_input_spans_name_the_level_that_waited(waited_s, level):
+    """The level that reading a batch waited for longest, if that was half of the time at least."""
+
+    found = []
+
+    class Labels(Instrument):
+        def span(self, span):
+            if span.kind == "input":
+                found.append(span.label)
+
+    def work(world):
+        runner = Runner(world, instruments=[Labels()])
+        runner.add("a", loop, step=make_step(world), data=Slow(waited_s), steps=3)
+        runner.run()
+
+    run_ranks(1, work)
+    assert found == [level] * 3

@@ -184,3 +184,19 @@ def test_other_exchanging_calls_are_not_called_steps():
     table = str(report(spans, JobSummary(name="a", steps=4), JobSummary(name="b", steps=4)))
     assert "a: its steps are the calls of the first function that exchanges, not counted are 1 of others." in table
     assert "b: its steps" not in table
+
+
+def test_the_input_row_names_the_level_that_waited():
+    """Batches of a job that waits 1 s before each step: 4 of 5 from a data cache's origin, 1 was being decoded."""
+    spans = steps_of("a", 6, every=3.0)
+    waits = [
+        Span(rank=0, job="a", step=n, segment=-1, kind="input", lane=0, start_ns=round((3 * n - 1) * S),
+             end_ns=3 * n * S, ready_ns=round((3 * n - 1) * S), label="" if n == 3 else "origin")
+        for n in range(1, 6)
+    ]  # fmt: skip
+    made = report([*spans, *waits], JobSummary(name="a", steps=6))
+    assert made.rounds.input_share == {"origin": 0.8}
+    assert "input        1.00 s  a job waited for its next batch, 80% of it from the level `origin`\n" in str(made)
+    plain = report([*spans, *(replace(wait, label="") for wait in waits)], JobSummary(name="a", steps=6))
+    assert plain.rounds.input_share == {}
+    assert "a job waited for its next batch\n" in str(plain)
