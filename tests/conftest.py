@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import quick_compiler as quick_compiler_options
 
 TESTS = Path(__file__).parent
 
@@ -126,7 +129,30 @@ def _accelerator() -> bool:
 @pytest.fixture(scope="session")
 def quick_compiler() -> dict[str, str]:
     """Environment in which XLA compiles faster and worse, for processes that are only to be seen running."""
-    return {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    return {"XLA_FLAGS": quick_compiler_options.FLAGS}
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """XLA compiles faster and worse in this process, too, for tests of values that do not depend on how it compiles.
+
+    What a test compares bit for bit with another executable is compiled as users have it. The caches are cleared, so
+    that a test compiles the same whichever ran before it.
+    """
+    import jax
+    from jax._src import compiler
+
+    as_users_have_it = compiler.get_compile_options
+
+    def quick(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        overrides = {**quick_compiler_options.OPTIONS, **(env_options_overrides or {})}
+        return as_users_have_it(*args, env_options_overrides=overrides, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", quick)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,7 @@ import numpy as np
 from jaxcross.testing import vmapped
 from tests.support.exchange_row import Row
 from tests.support.exchange_table import gradients, start, step_of
-
-# Compiling is nearly all of the time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from tests.support.quick_compiler import OPTIONS
 
 
 @functools.cache
@@ -23,7 +21,7 @@ def compiled(row: Row, ranks: int, which: str) -> tuple[Any, Any]:
     tx = row.referred(ranks) if which == "reference" else row.made(ranks, lossless=which == "lossless")
     step = flat_ranks(step_of(tx), row.axes(ranks))
     carry = stacked(start(tx), ranks)
-    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(compiler_options=QUICK), carry
+    return jax.jit(step).lower(carry, ranks_of_gradients(ranks, 0)).compile(compiler_options=OPTIONS), carry
 
 
 def flat_ranks(function: Any, axes: dict[str, int]) -> Any:

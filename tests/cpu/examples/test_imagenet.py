@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

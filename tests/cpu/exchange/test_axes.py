@@ -10,8 +10,9 @@ import pytest
 
 from jaxcross import exchange
 from tests.support.exchange_row import Row
-from tests.support.exchange_runs import QUICK, assert_close, flat_ranks, ranks_of_gradients, stacked
+from tests.support.exchange_runs import assert_close, flat_ranks, ranks_of_gradients, stacked
 from tests.support.exchange_table import TABLE, start, step_of
+from tests.support.quick_compiler import OPTIONS
 
 NODES = {"node": 2, "local": 2}
 NAMES = tuple(NODES)
@@ -27,7 +28,7 @@ def after_two_steps(row: Row, axes: dict[str, int], name: Any) -> Any:
     tx = row.make(name, sizes={name: 4}) if row.sized else row.make(name)
     carry = stacked(start(tx), 4)
     step = jax.jit(flat_ranks(step_of(tx), axes)).lower(carry, ranks_of_gradients(4, 0))
-    made = step.compile(compiler_options=QUICK)
+    made = step.compile(compiler_options=OPTIONS)
     for n in range(2):
         carry, _ = made(carry, ranks_of_gradients(4, n))
     return carry[0]

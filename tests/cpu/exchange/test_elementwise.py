@@ -15,6 +15,8 @@ from jaxcross.server.layout import Layout
 from jaxcross.server.shard import Shard
 from jaxcross.testing import vmapped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3), "s": jnp.ones(()), "h": jnp.ones((2, 2), jnp.bfloat16)}
 MASK = {"w": True, "b": False, "s": False, "h": True}
 

@@ -15,7 +15,7 @@ from tests.support.quadratic_training import (
     train,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
 
 
 def masked():

@@ -20,7 +20,7 @@ from tests.support.quadratic_training import (
     train,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16])

@@ -17,7 +17,7 @@ from jaxcross.exchange.top_k import top_k
 from jaxcross.testing import vmapped
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
 
 
 # Top-k

@@ -18,8 +18,11 @@ from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
 from jaxcross.wire.bytes import wire_bytes
 from tests.support.exchange_row import Row
-from tests.support.exchange_runs import QUICK, assert_close, compiled, flat_ranks, ranks_of_gradients, run, stacked
+from tests.support.exchange_runs import assert_close, compiled, flat_ranks, ranks_of_gradients, run, stacked
 from tests.support.exchange_table import RTOL16, SHAPES, TABLE, gradients, params, start, step_of
+from tests.support.quick_compiler import OPTIONS
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 WORLDS = [(row, n) for row in TABLE for n in range(1, 17) if row.worlds(n)]
 CASES = [pytest.param(row, n, id=f"{row.name} on {n}", marks=pytest.mark.exhaustive) for row, n in WORLDS]
@@ -203,7 +206,7 @@ def test_matrices_of_sixteen_bits_beside_none(row: Row) -> None:
         carry = stacked((values, tx.init(values)), 4)
         grads = [typed(ranks_of_gradients(4, n), 4) for n in range(2)]
         step = jax.jit(flat_ranks(step_of(tx), row.axes(4))).lower(carry, grads[0])
-        step = step.compile(compiler_options=QUICK)
+        step = step.compile(compiler_options=OPTIONS)
         carry, _ = step(carry, grads[0])
         (after, _), updates = step(carry, grads[1])
         assert jax.tree.map(lambda x: x.dtype, (after, updates)) == (jax.tree.map(lambda x: x.dtype, values),) * 2

@@ -20,6 +20,8 @@ from jaxcross.program.verify import verify
 from jaxcross.testing import LocalRanks, decide, run_jaxpr, run_program
 from tests.support.random_steps import RECIPES, Recipe, arguments, build
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CUTS = ("whole", 1, 2, 3, 5, "auto")
 # Shrinking recompiles for minutes: set JAXCROSS_SHRINK=1 to have a failing recipe made small.
 PHASES = [Phase.explicit, Phase.generate, *([Phase.shrink] if os.environ.get("JAXCROSS_SHRINK") else [])]

@@ -22,6 +22,8 @@ from jaxcross.step.advice import advise
 from jaxcross.testing import over_ranks, run_program
 from tests.support.loops import TABLE, cut, loops, number, own, votes
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 X = jnp.ones(3)
 
 

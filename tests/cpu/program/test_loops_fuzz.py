@@ -17,6 +17,8 @@ from jaxcross.program import lockstep, stages
 from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, decide, over_ranks, run_program
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 Value = Callable[[list[Any]], Any]  # of all earlier values
 KINDS = (
     "fori", "while", "while by value", "while by exchange", "local", "scan", "long scan", "cond", "switch", "vmap",

@@ -22,6 +22,8 @@ from jaxcross.testing import LocalRanks, over_ranks, run_program
 from jaxcross.wire.bytes import wire_bytes
 from tests.support.zoo import assert_close
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 MESH, AXES = Mesh(tensor=2), {"batch": 2}
 X = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
 RING = [(0, 1), (1, 0)]

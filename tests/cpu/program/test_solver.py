@@ -13,6 +13,8 @@ from jaxcross.program.trace import trace
 from jaxcross.testing import LocalRanks, run_program, vmap_oracle
 from tests.support.solvers import RTOL, STEPS, rows, weights
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 RANKS = 2
 AXES = {"batch": RANKS}
 

@@ -19,6 +19,8 @@ from jaxcross.program.verify import verify
 from jaxcross.testing import ComputeUnderVmap, LocalRanks, decide, over_ranks, run_jaxpr, run_program
 from tests.support.zoo import ZOO, Row, assert_close
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 RANKS = 4
 # Whose likes are in the usual run. All rows are traced, cut and printed there.
 MORE = {"already jitted", "nn.remat", "adamw, clipped after the exchange", "batch norm, local", "batch norm, averaged"}

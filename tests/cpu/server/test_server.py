@@ -14,6 +14,8 @@ from jaxcross.server.clocks import Clocks
 from tests.support.fakes import FakeMailbox, run_ranks
 from tests.support.server_jobs import assert_close, assert_same, constant, gradient, parameters, run, synchronous, train
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.1)])

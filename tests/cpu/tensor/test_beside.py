@@ -14,7 +14,7 @@ import jaxcross
 from jaxcross import tensor
 from jaxcross.tensor import Mesh
 from jaxcross.testing import over_ranks
-from tests.support.tensor_case import close
+from tests.support.tensor_case import Training, close
 
 VOCABULARY, FEATURES, LENGTH, BATCH = 12, 8, 3, 24
 
@@ -93,3 +93,11 @@ def test_depth_is_a_mean_of_grids(serial: tuple[Any, Any, Any]) -> None:
     told = on_parts(averaged, serial[0], grid, deep)
     for one, other in zip(told, on_parts(loss_and_gradients(deep), serial[0], deep, deep), strict=True):
         close(one, other, 1e-5)
+
+
+@pytest.mark.integration
+def test_depth_is_data_parallelism_of_the_grid() -> None:
+    """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks, to the bit."""
+    deep, beside = Training(Mesh(side=2, depth=2), layers=1), Training(Mesh(side=2, data=2), layers=1)
+    for (a, _), (b, _) in zip(deep.run(2)[0], beside.run(2)[0], strict=True):
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))

@@ -28,6 +28,8 @@ from tests.support.tensor_case import (
     transformer,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 EVERY = over(MESHES)
 ROWS, FEATURES = 12, 24
 

@@ -20,6 +20,8 @@ from jaxcross.tensor import Mesh
 from jaxcross.testing import LocalRanks, run_program
 from tests.support.tensor_case import GRIDS, LENGTH, MESHES, QUICK, Training, batch, close, on_ranks, transformer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 STEPS = 10
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.exhaustive) for n in MESHES]
@@ -113,14 +115,6 @@ def test_bfloat16_follows_the_serial_model(name: str, kept: Any) -> None:
             np.concatenate([np.ravel(x).astype(np.float32) for x in jax.tree.leaves(t)]) for t in (gradients, expected)
         )
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
-
-
-@pytest.mark.integration
-def test_depth_is_data_parallelism_of_the_grid() -> None:
-    """[2,2,2] is [2,2] beside itself with a batch cut in two: the same function of the same ranks, to the bit."""
-    deep, beside = Training(Mesh(side=2, depth=2), layers=1), Training(Mesh(side=2, data=2), layers=1)
-    for (a, _), (b, _) in zip(deep.run(2)[0], beside.run(2)[0], strict=True):
-        assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 @pytest.mark.integration

@@ -18,7 +18,7 @@ import wire_table
 
 import jaxcross
 
-os.environ.pop("XLA_FLAGS")  # of the module above: here a rank has one device
+os.environ["XLA_FLAGS"] = wire_table.FLAGS  # those before the module above: here a rank has one device
 NEW = 0.2  # of all steps are made anew
 
 

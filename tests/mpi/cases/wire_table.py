@@ -4,7 +4,8 @@ import json
 import os
 
 size = int(os.environ.get("PMI_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size}"
+FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={size} {FLAGS}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

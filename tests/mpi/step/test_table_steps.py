@@ -23,8 +23,8 @@ def load():
         process.wait()
 
 
-def run(mpirun, folder, steps, x64, seed, jobs):
-    env = {"JAXCROSS_EVENTS": str(folder)}  # for `jaxcross doctor --post-mortem`, after a hang
+def run(mpirun, folder, steps, x64, seed, jobs, compiler):
+    env = {"JAXCROSS_EVENTS": str(folder), **compiler}  # for `jaxcross doctor --post-mortem`, after a hang
     done = mpirun(2, "table_steps.py", *map(str, (steps, int(x64), seed, jobs)), timeout=900, env=env).check()
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["steps"] == steps
@@ -33,8 +33,8 @@ def run(mpirun, folder, steps, x64, seed, jobs):
 
 @pytest.mark.parametrize("jobs", [0, 2])
 @pytest.mark.parametrize("x64", [False, True])
-def test_steps_of_every_type(mpirun, tmp_path, x64, jobs):
-    run(mpirun, tmp_path, 200, x64, 0, jobs)
+def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
+    run(mpirun, tmp_path, 200, x64, 0, jobs, quick_compiler)
 
 
 @pytest.mark.exhaustive
@@ -42,4 +42,4 @@ def test_steps_of_every_type(mpirun, tmp_path, x64, jobs):
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_of_every_type_under_load(mpirun, tmp_path, x64, seed, jobs, load):
-    run(mpirun, tmp_path, 2000, x64, 1 + seed, jobs)
+    run(mpirun, tmp_path, 2000, x64, 1 + seed, jobs, {})
