@@ -45,7 +45,6 @@ from workloads import Workload, in_turn, parser, spread, write_json
 
 import jaxcross
 from jaxcross.program import hand_over
-from jaxcross.program.hand_over import pinned_memory
 from jaxcross.world import malloc
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -73,23 +72,30 @@ def unlike(work: Workload, number: int) -> Step:
     return jaxcross.crossover(step, axes="batch", donate_argnums=0)
 
 
-def split(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
+def split(work: Workload, device: Any, names: list[str], *, repeats: int, steps: int) -> dict[str, Any]:
     """Seconds a step of each rival, in turn."""
+
+    def copied(state: Any, batch: Any) -> Any:
+        os.environ["JAXCROSS_HAND_OVER"] = "copied"
+        try:
+            return slow(state, batch)
+        finally:
+            del os.environ["JAXCROSS_HAND_OVER"]
+
+    slow = crossed(work)
     rivals: dict[str, Step] = {
         "jit": jax.jit(work.make(lambda tree: tree), donate_argnums=0),
         "whole": crossed(work),
         "auto": crossed(work, cut="auto"),
+        "copied": copied,
     }
+    rivals = {name: rivals[name] for name in names}
     batch = jax.device_put(work.batch(0), device)
     states = {name: jax.device_put(work.state(0), device) for name in rivals}
     raw = in_turn(rivals, states, batch, repeats=repeats, steps=steps)
     rows = {name: spread(values) for name, values in raw.items()}
     jit = rows["jit"]["median"]
-    return {
-        "s_per_step": rows,
-        "whole_over_jit": rows["whole"]["median"] / jit,
-        "auto_over_jit": rows["auto"]["median"] / jit,
-    }
+    return {"s_per_step": rows, **{f"{name}_over_jit": row["median"] / jit for name, row in rows.items()}}
 
 
 def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str, Any]:
@@ -139,18 +145,19 @@ def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]
             x.copy_to_host_async()
         return [jax.device_put(np.asarray(x), host) for x in arrays]
 
+    place = hand_over.pinned_memory([SingleDeviceSharding(device)], host)
     ways: dict[str, Move] = {
-        "hand_over": lambda arrays: hand_over.to_host(arrays, host, [pinned_memory(device)] * len(arrays)),
         "device_put": lambda arrays: [jax.device_put(x, host) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, host),
         "copy_to_host_async": copy_async,
     }
     cut = apart(arrays)
-    if (place := pinned_memory(device)) is not None:
+    if place is not None:
         ways["pinned_put"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), host)
         ways["pinned_only"] = lambda arrays: jax.device_put(arrays, place)
         if len(arrays) > 1:
             ways["together_pinned"] = lambda arrays: cut(jax.device_put(jax.device_put(together(arrays), place), host))
+    ways["hand_over"] = lambda arrays: hand_over.to_host(arrays, host, [place] * len(arrays))
     return ways
 
 
@@ -165,12 +172,11 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
         return [found[n] for n in range(len(arrays))]
 
     ways: dict[str, Move] = {
-        "hand_over": lambda arrays: hand_over.from_host(arrays, [SingleDeviceSharding(device)] * len(arrays)),
         "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays],
         "device_put_all": lambda arrays: jax.device_put(arrays, device),
         "threads": by_threads,
     }
-    if (place := pinned_memory(device)) is not None:
+    if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
         there = SingleDeviceSharding(device, memory_kind="device")
         ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
         ways["numpy_pinned"] = lambda arrays: jax.device_put(
@@ -198,6 +204,7 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
     if len(arrays) > 1:
         cut = apart(arrays)
         ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), device))
+    ways["hand_over"] = lambda arrays: hand_over.from_host(arrays, [SingleDeviceSharding(device)] * len(arrays))
     return ways
 
 
@@ -207,11 +214,11 @@ def writable(x: Any) -> np.ndarray:
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
-def inside(arrays: list[np.ndarray], device: Any, *, repeats: int) -> dict[str, Any]:
+def inside(arrays: list[np.ndarray], device: Any, host: Any, *, repeats: int) -> dict[str, Any]:
     """Seconds of an executable whose results go to the device's memory, and to pinned memory of the host."""
     held = jax.device_put(arrays, device)
     ways = {"device": jax.jit(lambda xs: [x + 1 for x in xs])}
-    if (place := pinned_memory(device)) is not None:
+    if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
         ways["pinned"] = jax.jit(lambda xs: [x + 1 for x in xs], out_shardings=place)
     raw: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(-1, repeats):
@@ -226,7 +233,8 @@ def inside(arrays: list[np.ndarray], device: Any, *, repeats: int) -> dict[str, 
 def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *, repeats: int) -> dict[str, Any]:
     """Seconds of each way, both directions, for each size and for a whole model's leaves."""
     cases: dict[str, list[np.ndarray]] = {f"{n}": [np.ones(n // 4, np.float32)] for n in sizes}
-    cases["leaves"] = [np.asarray(x) for x in jax.tree.leaves(work.state(0)[0])]
+    params, *_ = jax.eval_shape(lambda: work.state(0))  # values do not matter, and take XLA a minute to make
+    cases["leaves"] = [np.ones(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     result: dict[str, Any] = {}
     for direction, find, source in (("to_host", to_host, device), ("to_device", to_device, host)):
         for case, arrays in cases.items():
@@ -243,7 +251,9 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
                 "best_bytes_per_s": nbytes / rows[best]["median"],
             }
     try:
-        result["inside"] = {"leaves": {"s": inside(cases["leaves"], device, repeats=repeats), "best": "", "failed": {}}}
+        result["inside"] = {
+            "leaves": {"s": inside(cases["leaves"], device, host, repeats=repeats), "best": "", "failed": {}}
+        }
     except Exception as error:
         print("inside:", type(error).__name__, str(error)[:300], flush=True)
     return result
@@ -367,6 +377,7 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
+    options.add_argument("--rivals", default="jit,whole,auto", help="of the case `split` (default %(default)s)")
     options.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)")
     args = options.parse_args()
     if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
@@ -390,7 +401,7 @@ def main() -> None:
     work = workload(args.model, args.smoke, args.batch_size)
     sizes = args.sizes or (SIZES[:4] if args.smoke else SIZES)
     run: dict[str, Callable[[], dict[str, Any]]] = {
-        "split": lambda: split(work, device, repeats=args.repeats, steps=args.steps),
+        "split": lambda: split(work, device, args.rivals.split(","), repeats=args.repeats, steps=args.steps),
         "depth": lambda: depths(work, device, repeats=args.repeats, steps=args.steps),
         "transfers": lambda: transfers(work, device, host, sizes, repeats=args.repeats),
         "profile": lambda: profile(work, device, steps=args.steps),

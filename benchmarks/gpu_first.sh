@@ -79,16 +79,16 @@ parts() {
     export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)} PYTHONUNBUFFERED=1
     part doctor 60 python3 -m jaxcross.cli doctor
     part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --repeats 5 \
-        --sizes 100000 1000000 100000000 --json "$OUT/gpu_transfers.json"
+        --sizes 1000000 100000000 --json "$OUT/gpu_transfers.json"
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
     part selection 60 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 \
         --json "$OUT/gpu_selection.json"
-    part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --batch-size 128 --steps 10 \
-        --repeats 5 --json "$OUT/gpu_resnet50.json"
-    part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 10 --repeats 3 \
+    part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --rivals jit,whole,copied \
+        --steps 6 --repeats 3 --json "$OUT/gpu_resnet50.json"
+    part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 8 --repeats 3 \
         --json "$OUT/gpu_ranks_resnet50.json"
     part gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --cases split,depth --batch-size 16 \
-        --steps 10 --repeats 5 --json "$OUT/gpu_gpt.json"
+        --rivals jit,whole --steps 6 --repeats 3 --json "$OUT/gpu_gpt.json"
     part ranks_gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --batch-size 8 --cases ranks --steps 5 \
         --repeats 3 --json "$OUT/gpu_ranks_gpt.json"
     part profile 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases profile --steps 10 --json "$OUT/gpu_profile.json"

@@ -19,7 +19,7 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.bound_arguments import compile_with_arguments
 from jaxcross.program.digest import segment_key
 from jaxcross.program.execution import Runnable
-from jaxcross.program.hand_over import goes_through, pinned_memory
+from jaxcross.program.hand_over import can_be_pinned, on_device, pinned_memory
 from jaxcross.program.ir import Program, Segment, Wire
 
 V = TypeVar("V")
@@ -118,12 +118,14 @@ def compile_segments(
     # whose compiler has failed would never reach.
     functions = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
+    exchanged = _only_exchanged(program)
     runnables = []
     for segment, may_donate in zip(program.segments, program.donates(), strict=True):
         if notify is not None:
             notify(segment)
         sources = tuple(shardings[v] for v in segment.inputs)
-        donated = _aliasable(program, segment, may_donate)
+        pinned = _pinned_results(segment, sources, exchanged, host)
+        donated = _aliasable(program, segment, may_donate, pinned)
         # Everything that decides what XLA makes of a segment, and nothing else: names of values and of the step may
         # differ between jobs that share an executable.
         key = (
@@ -131,6 +133,7 @@ def compile_segments(
             _avals(program, segment.inputs),
             sources,
             donated,
+            pinned,
             _owned(program, segment),
             tuple(coords.items()),
             host,
@@ -140,10 +143,11 @@ def compile_segments(
         )
         releases = tuple(v for v in segment.inputs if v not in returned)
         if segment.kind == "compute":
-            call = cache.get(key, _compute_maker(program, segment, sources, donated, coords))
+            call = cache.get(key, _compute_maker(program, segment, sources, donated, coords, pinned))
             # XLA chooses the shardings of a segment's results, and the next segment is compiled for what it chose.
             chosen = any(s is not None for s in sources)
             results = list(call.output_shardings)[: len(segment.outputs)] if chosen else [None] * len(segment.outputs)
+            results = [result if to is None else on_device(to) for result, to in zip(results, pinned, strict=True)]
             runnables.append(Runnable(segment=segment, releases=releases, call=call))
         else:
             call = cache.get(key, _collective_maker(program, segment, functions[segment.index], host))
@@ -156,7 +160,7 @@ def compile_segments(
                     call=call,
                     device=host,
                     is_single_rank=program.is_single_rank(segment),
-                    through=_through(program, segment, results) if moves else None,
+                    through=_through(program, segment, sources, exchanged, host) if moves else None,
                     shardings=tuple(results) if moves else None,
                 )
             )
@@ -210,7 +214,12 @@ def _asks_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> bool:
 
 
 def _compute_maker(
-    program: Program, segment: Segment, places: Sequence[Any], donate: tuple[int, ...], coords: Mapping[str, int]
+    program: Program,
+    segment: Segment,
+    places: Sequence[Any],
+    donate: tuple[int, ...],
+    coords: Mapping[str, int],
+    pinned: Sequence[Sharding | None],
 ) -> Callable[[], Any]:
     def make() -> jax.stages.Compiled:
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
@@ -220,7 +229,12 @@ def _compute_maker(
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
-        return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*_structs(segment, places)).compile()
+        structs = _structs(segment, places)
+        if all(place is None for place in pinned):
+            return jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
+        # The accelerator writes what is only exchanged into the host's pinned memory while it still computes the rest.
+        jitted = jax.jit(compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None])
+        return jitted.lower(*structs).compile()
 
     return make
 
@@ -297,12 +311,15 @@ def _avals(program: Program, ids: Sequence[int]) -> tuple[Any, ...]:
     return tuple(program.values[v] for v in ids)
 
 
-def _aliasable(program: Program, segment: Segment, allowed: frozenset[int]) -> tuple[int, ...]:
+def _aliasable(
+    program: Program, segment: Segment, allowed: frozenset[int], pinned: Sequence[Sharding | None]
+) -> tuple[int, ...]:
     """Returns the positions of inputs that may be overwritten and that match an output.
 
     XLA warns of donated buffers that it cannot use, so each must find an output of its shape and type.
     """
-    free = Counter((program.values[v].shape, program.values[v].dtype) for v in segment.outputs)
+    outputs = [v for v, to in zip(segment.outputs, pinned, strict=True) if to is None]
+    free = Counter((program.values[v].shape, program.values[v].dtype) for v in outputs)
     taken, own = [], frozenset(program.inputs)
     # The user's own first: they were donated on purpose, and JAX reports a later use of one.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
@@ -322,11 +339,29 @@ def _sharding(value: object) -> Sharding | None:
     return value.sharding
 
 
-def _through(program: Program, segment: Segment, results: Sequence[Sharding | None]) -> tuple[Sharding | None, ...]:
-    """Returns the pinned memory through which each operand goes to the host; None for those that go directly."""
-    devices = {device for place in results if place is not None for device in place.addressable_devices}
-    memory = pinned_memory(devices.pop()) if len(devices) == 1 else None
-    return tuple(goes_through(memory, program.values[v]) for v in segment.inputs)
+def _only_exchanged(program: Program) -> frozenset[int]:
+    """Returns the results of compute segments that only collective ones read, and that can go to pinned memory."""
+    collectives, readers = {s.index for s in program.collectives}, program.readers()
+    made = {v for s in program.segments if s.kind == "compute" for v in s.outputs} - {*program.outputs}
+    return frozenset(v for v in made if collectives.issuperset(readers.get(v, ())) and can_be_pinned(program.values[v]))
+
+
+def _pinned_results(
+    segment: Segment, sources: Sequence[Sharding | None], exchanged: frozenset[int], host: Any
+) -> tuple[Sharding | None, ...]:
+    """Returns the pinned memory into which a compute segment writes each result that only exchanges read."""
+    if segment.kind != "compute" or exchanged.isdisjoint(segment.outputs):
+        return (None,) * len(segment.outputs)
+    memory = pinned_memory([s for s in sources if s is not None], host)
+    return tuple(memory if v in exchanged else None for v in segment.outputs)
+
+
+def _through(
+    program: Program, segment: Segment, sources: Sequence[Sharding | None], made: frozenset[int], host: Any
+) -> tuple[Sharding | None, ...]:
+    """Returns the pinned memory through which each operand goes to the host, None for those that go directly."""
+    memory = pinned_memory([s for s in sources if s is not None], host)
+    return tuple(memory if can_be_pinned(program.values[v]) and v not in made else None for v in segment.inputs)
 
 
 def _return_shardings(program: Program, segment: Segment, sharding: Mapping[int, Any], host: Any) -> list[Any]:

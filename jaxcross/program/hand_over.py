@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxcross.program.ir import Aval
 
 _PINNED = "pinned_host"
 
 
-def pinned_memory(device: Any) -> Sharding | None:
-    """Returns the host's pinned memory that belongs to a device; None where it has none.
+def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
+    """Returns the host's pinned memory that belongs to the one accelerator of a program; None where there is none.
 
     An accelerator's copy engine reaches only pinned memory of the host. The CPU device reads it in place.
+
+    Args:
+        places: Where the arguments of a segment are; empty where JAX may place them.
+        host: The CPU device.
     """
-    if any(memory.kind == _PINNED for memory in device.addressable_memories()):
-        return SingleDeviceSharding(device, memory_kind=_PINNED)
-    return None
+    devices = {device for place in places for device in place.device_set} or {jax.local_devices()[0]}
+    (device, *others) = devices
+    if others or device == host or not any(memory.kind == _PINNED for memory in device.addressable_memories()):
+        return None
+    mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
+    if mesh is not None:
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=_PINNED)
+    return SingleDeviceSharding(device, memory_kind=_PINNED)
 
 
-def goes_through(memory: Sharding | None, aval: Aval) -> Sharding | None:
-    """Returns the pinned memory through which arrays of a type go to the host, None for those that go directly."""
-    return None if aval.dtype.startswith("key<") or not aval.nbytes else memory
+def on_device(memory: Sharding) -> Sharding:
+    """Returns where arrays in pinned memory belong: the usual memory of their device."""
+    (device,) = memory.device_set
+    return memory.with_memory_kind(device.default_memory().kind)
+
+
+def can_be_pinned(aval: Aval) -> bool:
+    """Whether an array goes to the host through pinned memory: neither keys nor scalars do."""
+    if os.environ.get("JAXCROSS_HAND_OVER") == "copied":
+        return False
+    return aval.shape != () and aval.nbytes > 0 and not aval.dtype.startswith("key<")
 
 
 def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]) -> list[Any]:
@@ -45,9 +63,8 @@ def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]
             moved[n] = x = x.addressable_data(0)
         if x.devices() != {host}:
             away.append(n)
-    # One call for all: a call for each costs a tenth of a millisecond, mostly in Python.
     _put(moved, [n for n in away if through[n] is not None], through)
-    _put(moved, away, [SingleDeviceSharding(host)] * len(moved))
+    _put(moved, away, [host] * len(moved))
     return moved
 
 
@@ -57,12 +74,14 @@ def from_host(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> li
     Does not wait for the copies.
     """
     moved = list(values)
-    _put(moved, [n for n, sharding in enumerate(shardings) if sharding is not None], shardings)
+    # To a device, not to a sharding, wherever it says the same: for a sharding, JAX makes a copy on the host first.
+    places = [next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings]
+    _put(moved, [n for n, place in enumerate(places) if place is not None], places)
     return moved
 
 
-def _put(values: list[Any], places: Sequence[int], shardings: Sequence[Any]) -> None:
-    if places:
-        found = jax.device_put([values[n] for n in places], [shardings[n] for n in places])
-        for n, value in zip(places, found, strict=True):
+def _put(values: list[Any], which: Sequence[int], places: Sequence[Any]) -> None:
+    if which:
+        found = jax.device_put([values[n] for n in which], [places[n] for n in which])
+        for n, value in zip(which, found, strict=True):
             values[n] = value

@@ -83,6 +83,8 @@ def placement(world: Any, device: Any, host: Any) -> None:
         for kind, where in (("collective", host), ("compute", device)):
             places = jax.tree.leaves(kinds[kind].call.input_shardings[0])
             assert {d for place in places for d in place.device_set} == {where}, (kind, places)
+        written = {place.memory_kind for place in compiled.runnables[0].call.output_shardings}
+        assert "pinned_host" in written, f"exchanged gradients go through {written}"
         execution = compiled.execution(leaves)
         for segment in compiled.program.segments:
             execution.wait_inputs(segment.index)
