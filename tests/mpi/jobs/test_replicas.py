@@ -16,8 +16,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_replicas_over_mpi(mpirun, tmp_path, ranks):
-    finished = mpirun(ranks, "replicas_table.py", str(tmp_path), timeout=900).check()
+def test_replicas_over_mpi(mpirun, tmp_path, ranks, quick_compiler):
+    env = quick_compiler if ranks == 2 else {}
+    finished = mpirun(ranks, "replicas_table.py", str(tmp_path), timeout=900, env=env).check()
     assert [line for line in finished.stdout.splitlines() if line.startswith("passed")] == [
         f"passed {case}" for case in CASES
     ]
