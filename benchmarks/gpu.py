@@ -6,10 +6,10 @@ Cases:
   ranks      two ranks on the accelerator over a real shaped link: k jobs in crossover, one after the other, and as k
              processes a rank. Without network namespaces the link is emulated, and no speed-up is given
   split      one rank, one job, in turn: `jax.jit`, the whole cut, that of `cut="auto"` beside other jobs (a piece per
-             25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for). A cut step hands its
-             gradients to the host and back, as with several ranks
-  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was queued
-             before it?
+             25 MB of gradients: one rank exchanges with nobody, and has nothing to try cuts for), and `copied`, the
+             whole cut without pinned memory. A cut step hands its gradients to the host and back, as with several ranks
+  depth      one rank, two jobs with 1, 2 and 3 segments queued on the device: does a hand-over wait for what was
+             queued before it?
   transfers  which public calls hand arrays over fastest, to the host's CPU device and back, from 1 kB to 100 MB, and
              the model's leaves one by one, in one call, or put together into one array
   profile    one, two and three jobs under `jax.profiler`: copies of one job beside kernels of another (a job alone
@@ -31,8 +31,10 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,7 @@ from jaxcross.world import malloc
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Move = Callable[[Any], Any]
+LINK = "link_only"  # between the device and pinned memory of the host, which is no array of the CPU device yet
 CASES = ("ranks", "split", "depth", "transfers", "profile")
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -76,20 +79,17 @@ def split(work: Workload, device: Any, names: list[str], *, repeats: int, steps:
     """Seconds a step of each rival, in turn."""
 
     def copied(state: Any, batch: Any) -> Any:
-        os.environ["JAXCROSS_HAND_OVER"] = "copied"
-        try:
+        with mock.patch("jaxcross.program.compile.can_be_pinned", return_value=False):
             return slow(state, batch)
-        finally:
-            del os.environ["JAXCROSS_HAND_OVER"]
 
     slow = crossed(work)
-    rivals: dict[str, Step] = {
+    known: dict[str, Step] = {
         "jit": jax.jit(work.make(lambda tree: tree), donate_argnums=0),
         "whole": crossed(work),
         "auto": crossed(work, cut="auto"),
         "copied": copied,
     }
-    rivals = {name: rivals[name] for name in names}
+    rivals = {name: known[name] for name in names}
     batch = jax.device_put(work.batch(0), device)
     states = {name: jax.device_put(work.state(0), device) for name in rivals}
     raw = in_turn(rivals, states, batch, repeats=repeats, steps=steps)
@@ -107,10 +107,9 @@ def depths(work: Workload, device: Any, *, repeats: int, steps: int) -> dict[str
     def run(depth: int) -> float:
         states = jax.block_until_ready(jax.device_put(initial, device))
         jobs = [jaxcross.Job(f"job{n}", step, state, itertools.repeat(batch, steps)) for n, state in enumerate(states)]
-        start = time.perf_counter()
-        jaxcross.run(jobs, depth=depth)
-        jax.block_until_ready([job.state for job in jobs])
-        return (time.perf_counter() - start) / (2 * steps)
+        spans = jaxcross.run(jobs, depth=depth).spans
+        # Of the steps alone: a run begins and ends with work of its own.
+        return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / 1e9 / (2 * steps)
 
     raw: dict[int, list[float]] = {depth: [] for depth in (1, 2, 3)}
     for repeat in range(-1, repeats):
@@ -145,50 +144,27 @@ def to_host(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]
             x.copy_to_host_async()
         return [jax.device_put(np.asarray(x), host) for x in arrays]
 
-    place = hand_over.pinned_memory([SingleDeviceSharding(device)], host)
     ways: dict[str, Move] = {
-        "device_put": lambda arrays: [jax.device_put(x, host) for x in arrays],
-        "device_put_all": lambda arrays: jax.device_put(arrays, host),
+        "device_put": lambda arrays: jax.device_put(arrays, host),
         "copy_to_host_async": copy_async,
     }
-    cut = apart(arrays)
-    if place is not None:
-        ways["pinned_put"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), host)
-        ways["pinned_only"] = lambda arrays: jax.device_put(arrays, place)
+    if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
+        ways["link_only"] = lambda arrays: jax.device_put(arrays, place)
         if len(arrays) > 1:
-            ways["together_pinned"] = lambda arrays: cut(jax.device_put(jax.device_put(together(arrays), place), host))
+            cut = apart(arrays)
+            ways["together"] = lambda arrays: cut(hand_over.to_host([together(arrays)], host, [place])[0])
     ways["hand_over"] = lambda arrays: hand_over.to_host(arrays, host, [place] * len(arrays))
     return ways
 
 
 def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Move]:
     """Ways from arrays on the host's CPU device to the accelerator."""
-    pool = ThreadPoolExecutor(4)
-    shares = [[n for n in range(len(arrays)) if n % 4 == thread] for thread in range(4)]
-
-    def by_threads(arrays: list[Any]) -> Any:
-        moved = pool.map(lambda share: jax.device_put([arrays[n] for n in share], device), shares)
-        found = {n: x for share, xs in zip(shares, moved, strict=True) for n, x in zip(share, xs, strict=True)}
-        return [found[n] for n in range(len(arrays))]
-
-    ways: dict[str, Move] = {
-        "device_put": lambda arrays: [jax.device_put(x, device) for x in arrays],
-        "device_put_all": lambda arrays: jax.device_put(arrays, device),
-        "threads": by_threads,
-    }
+    ways: dict[str, Move] = {"device_put": lambda arrays: [jax.device_put(x, device) for x in arrays]}
     if (place := hand_over.pinned_memory([SingleDeviceSharding(device)], host)) is not None:
-        there = SingleDeviceSharding(device, memory_kind="device")
-        ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
-        ways["numpy_pinned"] = lambda arrays: jax.device_put(
-            jax.device_put([np.asarray(x) for x in arrays], place), there
-        )
+        there = hand_over.on_device(place)
         stages = jax.block_until_ready(jax.device_put([np.zeros_like(x) for x in arrays], place))
         views = [writable(x) for x in stages]
-
-        def staged(arrays: list[Any]) -> Any:
-            for view, x in zip(views, arrays, strict=True):
-                np.copyto(view, np.asarray(x))
-            return jax.device_put(stages, there)
+        pool = ThreadPoolExecutor(4)
 
         def staged_by_threads(arrays: list[Any]) -> Any:
             parts = [
@@ -199,11 +175,9 @@ def to_device(arrays: list[np.ndarray], device: Any, host: Any) -> dict[str, Mov
             list(pool.map(lambda part: np.copyto(*part), parts))
             return jax.device_put(stages, there)
 
-        ways |= {"staged": staged, "staged_by_threads": staged_by_threads}
-        ways["staged_only"] = lambda _: jax.device_put(stages, there)
-    if len(arrays) > 1:
-        cut = apart(arrays)
-        ways["together_put"] = lambda arrays: cut(jax.device_put(together(arrays), device))
+        ways["pinned"] = lambda arrays: jax.device_put(jax.device_put(arrays, place), there)
+        ways["staged_by_threads"] = staged_by_threads
+        ways["link_only"] = lambda _: jax.device_put(stages, there)
     ways["hand_over"] = lambda arrays: hand_over.from_host(arrays, [SingleDeviceSharding(device)] * len(arrays))
     return ways
 
@@ -238,18 +212,14 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
     result: dict[str, Any] = {}
     for direction, find, source in (("to_host", to_host, device), ("to_device", to_device, host)):
         for case, arrays in cases.items():
-            raw, failed = _race(find(arrays, device, host), arrays, source, repeats)
+            raw = _race(find(arrays, device, host), arrays, source, repeats)
             rows = {way: spread(values) for way, values in raw.items()}
-            best = min((way for way in rows if not way.endswith("_only")), key=lambda way: rows[way]["median"])
+            best = min((way for way in rows if way != LINK), key=lambda way: rows[way]["median"])
             nbytes = sum(x.nbytes for x in arrays)
-            result.setdefault(direction, {})[case] = {
-                "bytes": nbytes,
-                "arrays": len(arrays),
-                "s": rows,
-                "failed": failed,
-                "best": best,
-                "best_bytes_per_s": nbytes / rows[best]["median"],
-            }
+            row = {"bytes": nbytes, "arrays": len(arrays), "s": rows, "best": best}
+            if LINK in rows:
+                row["hand_over_of_link"] = rows[LINK]["median"] / rows["hand_over"]["median"]
+            result.setdefault(direction, {})[case] = row
     try:
         result["inside"] = {
             "leaves": {"s": inside(cases["leaves"], device, host, repeats=repeats), "best": "", "failed": {}}
@@ -259,31 +229,21 @@ def transfers(work: Workload, device: Any, host: Any, sizes: tuple[int, ...], *,
     return result
 
 
-def _race(
-    ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each way, and why some do not work on this device."""
+def _race(ways: dict[str, Move], arrays: list[np.ndarray], source: Any, repeats: int) -> dict[str, list[float]]:
     fresh = jax.jit(lambda xs: [x + 1 for x in xs])  # an array keeps the copy that it once gave to NumPy
     held = jax.device_put(arrays, source)
-    raw: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
+    raw: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(-1, repeats):
         for way, move in ways.items():
-            if way in failed:
-                continue
             there = jax.block_until_ready(fresh(held))
             start = time.perf_counter()
-            try:
-                found = jax.block_until_ready(move(there))
-            except Exception as error:  # which ways there are depends on the device: a finding, not a fault
-                failed[way] = f"{type(error).__name__}: {error}"[:300]
-                continue
+            found = jax.block_until_ready(move(there))
             if repeat >= 0:
-                raw.setdefault(way, []).append(time.perf_counter() - start)
-            elif not way.endswith("_only"):
+                raw[way].append(time.perf_counter() - start)
+            elif way != LINK:
                 for a, b in zip(found, arrays, strict=True):
                     np.testing.assert_array_equal(np.asarray(a), b + 1, err_msg=way)
-    return raw, failed
+    return raw
 
 
 def profile(work: Workload, device: Any, *, steps: int) -> dict[str, Any]:
@@ -351,10 +311,10 @@ def some_accelerator() -> bool:
 
 def show(name: str, result: dict[str, Any]) -> None:
     if name == "transfers":
-        for direction, cases in result.items():
-            for case, row in cases.items():
+        for direction in ("to_host", "to_device"):
+            for case, row in result[direction].items():
                 ways = {way: f"{statistics.median(r['raw']) * 1e6:.0f} us" for way, r in row["s"].items()}
-                print(f"transfers {direction} {case}: {row['best']} is best of {ways}", row["failed"], flush=True)
+                print(f"transfers {direction} {case}: {row['best']} is best of {ways}", flush=True)
     elif name == "profile":
         for case, row in result.items():
             print("profile", case, row["overlap"], row["idleness"], row.get("reason", ""), flush=True)
@@ -377,7 +337,7 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=2, help="of the case `ranks` (default %(default)s)")
     options.add_argument("--steps", type=int, default=20, help="timed in one go (default %(default)s)")
     options.add_argument("--repeats", type=int, default=7, help="default %(default)s")
-    options.add_argument("--rivals", default="jit,whole,auto", help="of the case `split` (default %(default)s)")
+    options.add_argument("--rivals", default="jit,whole,auto,copied", help="of the case `split` (default %(default)s)")
     options.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of the case `transfers` (default: 6)")
     args = options.parse_args()
     if environment := malloc.settings(os.environ):  # as `jaxcross launch` starts a rank
@@ -392,9 +352,10 @@ def main() -> None:
     result: dict[str, Any] = {}
     prepare(args.stand_in)
     if "ranks" in cases:  # first, while this process holds none of the device's memory
-        result["ranks"] = measure(args)
+        save = partial(write_json, args.json, __doc__)
+        result["ranks"] = measure(args, lambda found: save({"ranks": found}))
         show("ranks", result["ranks"])
-        write_json(args.json, __doc__, result)
+        save(result)
     jaxcross.initialize()
     device, host = accelerator(args.stand_in), jax.local_devices(backend="cpu")[0]
     result["device"] = described(device, args.stand_in)

@@ -59,8 +59,13 @@ def workload(model: str, smoke: bool, batch_size: int) -> workloads.Workload:
     return workloads.resnet(model, batch_size=batch_size, image_size=224)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks and collects their numbers. The process must not have started JAX or MPI."""
+def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Starts the ranks and collects their numbers. The process must not have started JAX or MPI.
+
+    Args:
+        args: The command line's.
+        save: Keeps what there is so far: a machine that is lent may be taken away.
+    """
     from jaxcross.commands.launch import find_mpirun, mpirun_command, python_program
     from jaxcross.lab import Lab, available
 
@@ -91,10 +96,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return found
 
         if lab is None:
+            result = jobs("--emulate") | {"link": f"emulated link {args.rate}", "no_real_link": reason}
+            save(result)
             # Processes that emulate a link each would not share it.
-            return jobs("--emulate") | {
-                "link": f"emulated link {args.rate}", "no_real_link": reason, "without_link": jobs_and_processes(),
-            }  # fmt: skip
+            result["without_link"] = jobs_and_processes()
+            return result
         result = jobs_and_processes()
         result |= {"link": lab.description, "bytes_crossed": bytes_crossed(lab), "mpi": mpirun.vendor}
     if args.stand_in:
@@ -153,6 +159,7 @@ def rank_main(args: argparse.Namespace) -> None:
         work.make(lambda tree: jax.lax.pmean(tree, "batch")), axes="batch", cut=1, donate_argnums=0
     )
     link = Link.parse(args.rate) if args.emulate else None
+    own = jaxcross.CheckReplicas(except_="[1]")  # BatchNorm's running means, which each rank has for itself
     initial = [jax.tree.map(np.asarray, work.state(seed)) for seed in range(args.jobs)]
     batches = [jax.device_put(work.batch(100 * world.rank + seed), device) for seed in range(args.jobs)]
 
@@ -164,7 +171,7 @@ def rank_main(args: argparse.Namespace) -> None:
         ]
         world.control.allreduce_min(np.zeros(1, np.int64))  # all ranks begin together
         start = time.monotonic()
-        report = jaxcross.run(jobs, policy=policy, world=world, link=link)
+        report = jaxcross.run(jobs, policy=policy, world=world, link=link, check_replicas=own)
         jax.block_until_ready([job.state for job in jobs])
         world.control.allreduce_min(np.zeros(1, np.int64))
         times = [start, time.monotonic()]
