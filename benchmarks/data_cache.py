@@ -1,6 +1,6 @@
 """Does training from slow storage run at full speed through the cache, and do jobs read each record once?
 
-    python benchmarks/data_cache.py [--rate 200mbit] [--json FILE] [--png FILE] [--smoke]
+    python benchmarks/data_cache.py [--rate 200mbit] [--turns N] [--json FILE] [--png FILE] [--smoke]
 
 An HTTP server with byte ranges on one host of a lab serves ImageNet-like records to training on the other one, over a
 link of 200 Mbit/s. Ways alternate, each in a process of its own: the cache with 1, 2 and 4 jobs of unlike seeds, where
@@ -22,10 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from data_cache_show import draw, show
 from machine import machine
 
-from jaxcross.data import synthesise
+from jaxcross.data import synth, synthesise
 from jaxcross.lab import Lab
 
 HERE = Path(__file__).parent
@@ -35,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cache, fits, 1 job": {"way": "cache", "share": 1.2, "jobs": 1},
     "cache, fits, 2 jobs": {"way": "cache", "share": 1.2, "jobs": 2},
     "cache, fits, 4 jobs": {"way": "cache", "share": 1.2, "jobs": 4},
-    "cache, fits, images in memory": {"way": "cache", "share": 1.2, "jobs": 1, "images": 1.2},
+    "cache, fits, images in memory": {"way": "cache", "share": 1.2, "jobs": 1, "images_share": 1.2},
     "cache, half fits, 1 job": {"way": "cache", "share": 0.5, "jobs": 1},
     "cache, half fits, 2 jobs": {"way": "cache", "share": 0.5, "jobs": 2},
     "cache, half fits, 4 jobs": {"way": "cache", "share": 0.5, "jobs": 4},
@@ -43,8 +45,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "Grain over a folder copied first": {"way": "copy"},
     "fsspec filecache": {"way": "fsspec", "protocol": "filecache"},
     "fsspec blockcache": {"way": "fsspec", "protocol": "blockcache"},
-    "a dictionary of records": {"way": "dictionary"},
+    "Grain over a dictionary of records": {"way": "dictionary"},
+    "PyTorch's loader, a dictionary of records": {"way": "torch"},
 }
+SHOWN = ("cache, fits, 1 job", "cache, half fits, 1 job")  # in the picture, of the first turn
+QUALITY = 99  # 101 kB a JPEG of 500x375; ImageNet's have 110 kB
 AGAIN = "cache, fits, 1 job"  # and a second run over the same folder
 
 
@@ -71,7 +76,7 @@ def bytes_sent(server: subprocess.Popen[str]) -> int:
 def measure(lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any]:
     """Runs one way, and asks the server at the end of each pass what it has sent."""
     line = lab.wrap_host(0, [sys.executable, str(HERE / "data_cache_worker.py"), json.dumps(request)])
-    before, passes = bytes_sent(server), []
+    before, passes, last = bytes_sent(server), [], {}
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdin is not None and worker.stdout is not None
         for answer in worker.stdout:
@@ -86,11 +91,13 @@ def measure(lab: Lab, server: subprocess.Popen[str], request: dict[str, Any]) ->
                 last = found
     if worker.returncode != 0:
         raise RuntimeError(f"{request} ended with {worker.returncode}")
-    return {"passes": passes, **last}
+    return {"passes": passes, **last} if passes else last
 
 
 def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
     """Medians over the turns."""
+    if "missing" in runs[0]:
+        return runs[0]
     passes = [
         {
             "images_per_s": statistics.median(run["passes"][n]["images"] / run["passes"][n]["seconds"] for run in runs),
@@ -99,12 +106,15 @@ def summary(runs: list[dict[str, Any]], set_bytes: int) -> dict[str, Any]:
         for n in range(len(runs[0]["passes"]))
     ]
     origin_bytes = statistics.median(sum(each["origin_bytes"] for each in run["passes"]) for run in runs)
-    predicted = runs[0].get("predicted_bytes")
+    over = [
+        sum(each["origin_bytes"] for each in run["passes"]) / run["predicted_bytes"]
+        for run in runs
+        if run.get("predicted_bytes")
+    ]
     return {
         "passes": passes,
         "origin_bytes": origin_bytes,
-        "predicted_bytes": predicted,
-        "over_predicted": origin_bytes / predicted if predicted else None,
+        "over_predicted": {"median": statistics.median(over), "min": min(over), "max": max(over)} if over else None,
         "first_batch_s": statistics.median(run["first_batch_s"] for run in runs),
     }
 
@@ -116,7 +126,7 @@ def undisturbed(
     for attempt in range(4):
         own = {**request, "work": f"{request['work']}{attempt}"}
         found = measure(lab, server, own)
-        if found["gap_s"] < 2:
+        if found.get("gap_s", 0) < 2:
             break
     return found, own
 
@@ -141,66 +151,39 @@ def result_of(raw: dict[str, list[dict[str, Any]]], args: argparse.Namespace, kn
     }
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Bytes by level over time, of one job where the set fits and where half of it does."""
-    import matplotlib.pyplot as plt
-
-    names = [name for name in result["raw"] if name.startswith("cache") and name.endswith("1 job")]
-    figure, (axes,) = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 3.2), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, name in zip(axes, names, strict=True):
-        samples = result["raw"][name][0]["samples"]
-        times = [sample["s"] for sample in samples]
-        levels = ("origin", "disk", "memory")
-        series = [[sample[level] / 1e6 for sample in samples] for level in levels]
-        axis.stackplot(times, *series, labels=levels, colors=("#d55e00", "#0072b2", "#56b4e9"))
-        axis.set(title=name.removeprefix("cache, "), xlabel="seconds")
-    axes[0].set_ylabel("MB read from each level")
-    axes[0].legend(loc="upper left", frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def show(result: dict[str, Any]) -> None:
-    print(f"{result['images']} records, {result['set_bytes'] / 1e6:.1f} MB, link {result['rate']}")
-    print(f"{'':36}{'images/s by pass':>26}  {'sets from the origin':>24}  {'all/predicted':>13}")
-    for name, row in result["ways"].items():
-        rates = " ".join(f"{each['images_per_s']:.0f}" for each in row["passes"])
-        sets = " ".join(f"{each['origin_sets']:.2f}" for each in row["passes"])
-        over = "" if row["over_predicted"] is None else f"{row['over_predicted']:.3f}"
-        print(f"{name:36}{rates:>26}  {sets:>24}  {over:>13}")
-    print(f"second pass through the cache over the local folder's: {result['second_pass_over_local']:.3f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="200mbit", help="of the link (default %(default)s)")
     parser.add_argument("--ways", help="only those that begin with one of these words, separated by semicolons")
+    parser.add_argument("--turns", type=int, default=3, help="how often each way is measured (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write medians and raw numbers")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the bytes by level over time")
     parser.add_argument("--smoke", action="store_true", help="a few records only, to see that it runs")
     args = parser.parse_args()
-    images, turns, epochs, batch = (64, 1, 2, 8) if args.smoke else (512, 3, 3, 32)
+    images, turns, epochs, batch = (64, 1, 2, 8) if args.smoke else (512, args.turns, 3, 32)
     wanted = tuple(args.ways.split(";")) if args.ways else ("",)
     ways = {name: way for name, way in WAYS.items() if name.startswith(wanted) or name == "local folder"}
     raw: dict[str, list[dict[str, Any]]] = {}
 
     with tempfile.TemporaryDirectory() as root:
         width, height = (64, 48) if args.smoke else (500, 375)
-        folder = synthesise(Path(root) / "data", images=images, width=width, height=height)
+        with mock.patch.object(synth, "QUALITY", QUALITY):
+            folder = synthesise(Path(root) / "data", images=images, width=width, height=height)
         set_bytes = sum(path.stat().st_size for path in folder.glob("*-train.array_record*"))
         with Lab(rate=args.rate) as lab, origin(lab, folder) as (url, server):
             link = lab.description
             for turn in range(turns):
                 for number, (name, way) in enumerate(ways.items()):
                     request = {
-                        **way, "url": url, "folder": str(folder), "images": images, "epochs": epochs, "batch": batch,
-                        "image_size": 32 if args.smoke else 224, "seed": turn, "work": f"{root}/{turn}-{number}-",
+                        **way, "url": url, "folder": str(folder), "epochs": epochs, "batch": batch, "seed": turn,
+                        "image_size": 32 if args.smoke else 224, "work": f"{root}/{turn}-{number}-",
+                        "samples": name in SHOWN and turn == 0,
                     }  # fmt: skip
                     found, place = undisturbed(lab, server, request)
                     raw.setdefault(name, []).append(found)
                     if name == AGAIN:
-                        raw.setdefault(f"{name}, second run", []).append(measure(lab, server, place))
+                        again = measure(lab, server, {**place, "samples": False, "predict": False})
+                        raw.setdefault(f"{name}, second run", []).append(again)
                     print(f"turn {turn + 1}: {name}", file=sys.stderr)
                 result = result_of(raw, args, {"link": link, "images": images, "set_bytes": set_bytes})
                 if args.json:  # after each turn: a run of an hour may be ended

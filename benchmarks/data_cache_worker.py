@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import fsspec
 import numpy as np
 
 from jaxcross.data import Batches, Cache, open_records, train_batches
+from jaxcross.data.batches import Stream, StreamPosition
 from jaxcross.data.cache import simulate
 from jaxcross.data.cache.next_use import PAGE_BYTES
 from jaxcross.data.cache.origin import RemoteOrigin
@@ -29,7 +32,7 @@ def page_share(sizes: np.ndarray, share: float) -> tuple[int, int]:
 
 
 class Dictionary:
-    """A rival: what was read once stays in a dictionary, as a naive data set of PyTorch keeps it."""
+    """A rival: what was read once stays in a dictionary."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -51,7 +54,22 @@ def sizes_of(folder: str) -> np.ndarray:
         return np.array([len(records.cached.read(n)[0]) for n in range(len(records))])
 
 
-def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tuple[list[Batches], Cache | None]:
+def torch_batches(stream: Stream, batch: int) -> Iterator[Any]:
+    """A rival: PyTorch's loader over a data set with a dictionary. Without workers, which would each have their own."""
+    import torch.utils.data
+
+    class Examples(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return stream.steps * batch
+
+        def __getitem__(self, position: int) -> Any:
+            epoch = position // (stream.steps_per_epoch * batch)
+            return stream.example(StreamPosition(record=int(stream.order[position]), epoch=epoch))
+
+    return iter(torch.utils.data.DataLoader(Examples(), batch_size=batch, shuffle=False, num_workers=0))
+
+
+def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tuple[list[Any], Cache | None]:
     work = Path(request["work"])
     work.mkdir(exist_ok=True)
     options = {
@@ -70,7 +88,7 @@ def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tup
         ahead = 64
         disk, _ = page_share(sizes, request["share"])
         memory, _ = page_share(sizes, request["share"] / 4)
-        images = int(request.get("images", 0) * len(sizes) * (4104 * (500 * 375 * 3 // PAGE_BYTES + 2)))
+        images = int(request.get("images_share", 0) * len(sizes) * (4104 * (500 * 375 * 3 // PAGE_BYTES + 2)))
         cache = stack.enter_context(
             Cache(work / "cache", disk_bytes=disk, memory_bytes=memory, images_bytes=images, ahead_records=ahead)
         )
@@ -86,9 +104,11 @@ def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tup
         place = {"cache_storage": str(work / "fsspec"), "target_protocol": "http"}
         origin._fs = fsspec.filesystem(request["protocol"], **place)
     source: Any = records.source
-    if request["way"] == "dictionary":
+    if request["way"] in ("dictionary", "torch"):
         source = Dictionary(source)
     plain = replace(batches._stream, records=replace(records, source=source, cached=None))
+    if request["way"] == "torch":
+        return [torch_batches(plain, request["batch"])], None
     # fsspec's block cache hands out zeros where two threads read new blocks of one file
     return [Batches(plain, threads=1 if request["way"] == "fsspec" else 2)], None
 
@@ -132,7 +152,7 @@ class Sampler:
             now = time.perf_counter()
             self.gap_s, last = max(self.gap_s, now - last - 0.1), now
             levels = self._cache.statistics().items() if self._cache else ()
-            self.samples.append({"s": now - began, **{name: level.nbytes for name, level in levels}})
+            self.samples.append({"s": round(now - began, 2), **{name: level.nbytes for name, level in levels}})
 
     def stop(self) -> None:
         self._done.set()
@@ -141,7 +161,11 @@ class Sampler:
 
 def main() -> None:
     request = json.loads(sys.argv[1])
+    if request["way"] == "torch" and importlib.util.find_spec("torch") is None:
+        print(json.dumps({"missing": "PyTorch is not installed"}), flush=True)
+        return
     sizes = sizes_of(request["folder"])
+    steps = len(sizes) // request["batch"]
     matrix = np.ones((STEP_SIZE, STEP_SIZE), np.float32)
     with ExitStack() as stack:
         began = time.perf_counter()
@@ -150,27 +174,28 @@ def main() -> None:
         first_batch_s = 0.0
         for number in range(request["epochs"]):
             start = time.perf_counter()
-            for _ in range(taken[0].steps_per_epoch):
+            for _ in range(steps):
                 for batches in taken:  # as jobs in crossover take them
                     next(batches)
                     first_batch_s = first_batch_s or time.perf_counter() - began
                     matrix = np.clip(matrix @ matrix, 0, 1)
-            seconds = time.perf_counter() - start
-            count = taken[0].steps_per_epoch * request["batch"] * len(taken)
-            print(json.dumps({"pass": number, "seconds": seconds, "images": count}), flush=True)
+            now = time.perf_counter()
+            found = {"pass": number, "seconds": now - start, "ended_s": now - began}
+            print(json.dumps({**found, "images": steps * request["batch"] * len(taken)}), flush=True)
             sys.stdin.readline()
         for batches in taken:
-            batches.close()
+            if isinstance(batches, Batches):
+                batches.close()
         sampler.stop()
         levels = {name: level.records for name, level in cache.statistics().items()} if cache else {}
-        predicted = predicted_bytes(request, taken, sizes) if cache else None
+        predicted = predicted_bytes(request, taken, sizes) if cache and request.get("predict", True) else None
     print(
         json.dumps(
             {
                 "first_batch_s": first_batch_s,
                 "levels": levels,
                 "predicted_bytes": predicted,
-                "samples": sampler.samples[:: max(1, len(sampler.samples) // 200)] if cache else [],
+                "samples": sampler.samples[:: max(1, len(sampler.samples) // 80)] if request["samples"] else [],
                 "gap_s": sampler.gap_s,
             }
         ),
