@@ -145,8 +145,12 @@ class CachedSplit:
                 return raw, name
         return None
 
-    def fetch(self, records: Sequence[int], stop: threading.Event) -> Iterator[tuple[int, bytes, str]]:
-        """Reads records that no level has, each by one process of the node, and offers them to the levels.
+    def fetch(
+        self, records: Sequence[int], stream: OwnStream, stop: threading.Event
+    ) -> Iterator[tuple[int, bytes, str]]:
+        """Reads records that no level has, each by one stream of the node, and offers them to the levels.
+
+        `stream` has taken all of them.
 
         Yields:
             Record, bytes, and the level that had it, which another process may have filled in this moment.
@@ -156,6 +160,7 @@ class CachedSplit:
         mine = claims.take(numbers)
         try:
             late = [record for record, number in zip(records, numbers, strict=True) if number not in mine]
+            stream.lacks(late)  # so that the levels keep them until this stream has them from there
             absent = []
             for record in records:
                 if self._base + record not in mine:
@@ -169,7 +174,9 @@ class CachedSplit:
             claims.release(mine)
         for record in late:
             claims.wait(self._base + record, stop)
-            yield record, *self.read(record)
+            found = self.read(record)
+            stream.has(record)
+            yield record, *found
         self._on_group()
 
     def _from_origin(self, records: Sequence[int]) -> Iterator[tuple[int, bytes, str]]:

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,7 +43,7 @@ class _Table(NamedTuple):
 class OwnStream:
     """A stream of this process, whose next uses all processes of the node see. One thread may use it at a time.
 
-    The order of a million records takes some 10 s to compute. Until that is done, on a thread, the stream goes on, and
+    The order of a million records takes 100 s to compute. Until that is done, on a thread, the stream goes on, and
     full levels take nothing new for it.
     """
 
@@ -61,6 +61,7 @@ class OwnStream:
         self._record_at = record_at
         self._start = start
         self._withdraw = withdraw
+        self._later: dict[int, int] = {}
 
     def take(self, position: int) -> int:
         """Advances to the position after this one, and returns the record at this one, counted in its split."""
@@ -73,6 +74,18 @@ class OwnStream:
                 self._header[3] = COMPLETE
         self._header[2] = position + 1
         return self._record_at(position) if self._next_use is None else self._next_use.take(position)
+
+    def lacks(self, records: Sequence[int]) -> None:
+        """Marks records that were taken as needed at once, since another stream is still fetching them."""
+        if self._next_use is not None:
+            table = self._next_use.table
+            self._later.update({record: int(table[record]) for record in records})
+            table[list(records)] = self._header[2]
+
+    def has(self, record: int) -> None:
+        """Marks a record that the stream lacked as needed at its next use."""
+        if self._next_use is not None and record in self._later:
+            self._next_use.table[record] = self._later.pop(record)
 
     def close(self) -> None:
         """Withdraws the stream. Its next uses no longer count."""

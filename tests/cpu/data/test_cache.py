@@ -168,6 +168,25 @@ def test_a_claim_excludes_other_users_of_the_file(tmp_path):
     assert three.take([3, 5]) == {3}
 
 
+def test_a_record_that_another_fetches_is_needed_at_once(tmp_path, monkeypatch):
+    """Once a stream has taken it: else a full level would drop it before the stream could read it there."""
+    monkeypatch.setattr(streams, "START_S", 60)
+    open_streams = streams.Streams(tmp_path)
+    order = [2, 0, 3, 1]
+    stream = open_streams.add(
+        base=0, records=4, order=lambda _: np.array(order), record_at=lambda at: order[at % 4], length=4, stop=8
+    )
+    assert [stream.take(0), stream.take(1)] == [2, 0]
+    assert open_streams.distances(np.arange(4)).tolist() == [3, 1, 2, 0]
+    stream.lacks([2, 0])
+    assert open_streams.distances(np.arange(4)).tolist() == [0, 1, 0, 0]
+    stream.has(2)
+    assert open_streams.distances(np.arange(4)).tolist() == [0, 1, 2, 0]
+    stream.has(0)
+    assert open_streams.distances(np.arange(4)).tolist() == [3, 1, 2, 0]
+    stream.close()
+
+
 def test_the_second_run_reads_nothing_of_the_origin(folder, open_cache):
     first = open_cache(disk_bytes=10**6, memory_bytes=70_000)
     through = digests(train_batches(folder, epochs=1, cache=first, **STREAM))
