@@ -103,9 +103,11 @@ class Stream:
         positions = grain.MapDataset.range(step * self.batch_size, self._stop)
 
         def load(position: int) -> Batch:
-            record = int(cast(int, order[position]))
-            where = StreamPosition(record=record, epoch=position // per_epoch)
-            return self.example(where) if feed is None else self.example(where, feed.take(position, record))
+            epoch = position // per_epoch
+            if feed is None:
+                return self.example(StreamPosition(record=int(cast(int, order[position])), epoch=epoch))
+            arrival = feed.take(position)  # with its record: Grain would take 0.1 ms for the position
+            return self.example(StreamPosition(record=arrival.record, epoch=epoch), arrival)
 
         examples = positions.map(load)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2 * threads, 2 * self.batch_size))

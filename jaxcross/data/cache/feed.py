@@ -19,10 +19,12 @@ class Arrival(NamedTuple):
     """A record that was read ahead.
 
     Attributes:
+        record: Its number.
         raw: Its bytes; None if its decoded image is in memory.
         level: Where it was found.
     """
 
+    record: int
     raw: bytes | None
     level: str
 
@@ -36,7 +38,9 @@ class Source(Protocol):
     def has_image(self, record: int) -> bool: ...
     def read(self, record: int) -> tuple[bytes, str]: ...
     def find(self, record: int) -> tuple[bytes, str] | None: ...
-    def fetch(self, records: Sequence[int], stop: threading.Event) -> Iterator[tuple[int, bytes, str]]: ...
+    def fetch(
+        self, records: Sequence[int], stream: OwnStream, stop: threading.Event
+    ) -> Iterator[tuple[int, bytes, str]]: ...
 
 
 @final
@@ -111,7 +115,7 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name="jaxcross-data", daemon=True)
         self._thread.start()
 
-    def take(self, position: int, record: int) -> Arrival:
+    def take(self, position: int) -> Arrival:
         """Waits for the record at a position, and returns it. A position is there once; later it is read again.
 
         Raises:
@@ -134,7 +138,8 @@ class Feed:
             raise self._error
         if not brought:
             raise RuntimeError("The stream of batches was closed while a record was read.")
-        return Arrival(*self._split.read(record))
+        record = self._passes.record_at(position)
+        return Arrival(record, *self._split.read(record))
 
     def waited_s(self) -> dict[str, float]:
         """Returns the seconds for which `take` has waited so far, all threads together, by level."""
@@ -187,15 +192,15 @@ class Feed:
         for position in group:
             record = stream.take(position)
             if self._split.has_image(record):
-                self._deliver(position, Arrival(None, "images"))
+                self._deliver(position, Arrival(record, None, "images"))
             elif found := self._split.find(record):
-                self._deliver(position, Arrival(*found))
+                self._deliver(position, Arrival(record, *found))
             else:
                 missing[record] = position
         with self._changed:
             self._fetching = bool(missing)
-        for record, raw, level in self._split.fetch(list(missing), self._closed):
-            self._deliver(missing[record], Arrival(raw, level))
+        for record, raw, level in self._split.fetch(list(missing), stream, self._closed):
+            self._deliver(missing[record], Arrival(record, raw, level))
         with self._changed:
             self._fetching = False
             self._brought = group.stop
