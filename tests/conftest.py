@@ -86,14 +86,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def keep_bytecode(config: pytest.Config) -> None:
-    """Keeps compiled Python in a temporary folder where Python was told to keep none (`PYTHONDONTWRITEBYTECODE`).
+    """Keeps compiled Python in pytest's cache where Python was told to keep none (`PYTHONDONTWRITEBYTECODE`).
 
     Else every worker and every rank compiles JAX's source anew: 1.6 s of CPU time instead of 0.7 s to import it.
     """
     if not sys.dont_write_bytecode:
         return
-    folder = tempfile.mkdtemp(prefix="jaxcross-bytecode-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        folder = str(config.cache.mkdir("bytecode"))
+    else:
+        folder = tempfile.mkdtemp(prefix="jaxcross-bytecode-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
     sys.dont_write_bytecode = False
