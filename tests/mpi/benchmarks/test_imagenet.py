@@ -151,14 +151,16 @@ launch.mpirun_command = lambda **wish: made(**{{**wish, "program": [sys.executab
 """
 
 
-GPU_OPTIONS = "no_lab=True, rate='1gbit', jobs=1, steps=1, repeats=1, batch_size=1, smoke=True, stand_in=True"
+GPU_OPTIONS = (
+    "no_lab=True, rate='1gbit', model='gpt', jobs=1, steps=1, repeats=1, batch_size=1, smoke=True, stand_in=True"
+)
 
 
 @pytest.mark.parametrize(
     "words",
     [
         "sys.argv = ['', '--smoke', '--rate', 'none', '--images', '8']; from imagenet_resnet import main; main()",
-        f"from gpu_ranks import measure; measure(Namespace({GPU_OPTIONS}))",
+        f"from gpu_ranks import measure; measure(Namespace({GPU_OPTIONS}), print)",
     ],
     ids=["imagenet_resnet", "gpu_ranks"],
 )
