@@ -109,7 +109,7 @@ def streams(request: dict[str, Any], stack: ExitStack, sizes: np.ndarray) -> tup
     plain = replace(batches._stream, records=replace(records, source=source, cached=None))
     if request["way"] == "torch":
         return [torch_batches(plain, request["batch"])], None
-    # fsspec's block cache hands out zeros where two threads read new blocks of one file
+    # On two threads, fsspec's block cache hands out zeros for new blocks, and its file cache fails now and then.
     return [Batches(plain, threads=1 if request["way"] == "fsspec" else 2)], None
 
 

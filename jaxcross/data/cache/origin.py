@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
+from fsspec.asyn import AsyncFileSystem
 
 from jaxcross.data.cache.array_record import BLOCK_BYTES, Footer, footer_start, read_records
 from jaxcross.data.cache.small_files import FooterFiles
@@ -202,8 +203,8 @@ class RemoteOrigin(Origin):
         starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
         if not wanted:
             return []
-        # Of fsspec's options only file systems that read several ranges at once know this one.
-        options = {"batch_size": self._fs.batch_size or CONNECTIONS} if self._fs.async_impl else {}
+        several = isinstance(self._fs, AsyncFileSystem)  # others, among them fsspec's caches, read one after the other
+        options = {"batch_size": self._fs.batch_size or CONNECTIONS} if several else {}
         contents = self._retried(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **options), paths)
         for path, start, end, content in zip(paths, starts, ends, contents, strict=True):
             if len(content) != end - start:

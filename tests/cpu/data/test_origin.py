@@ -134,6 +134,14 @@ def test_http_has_the_same_bits(folder, cache):
     assert tree(folder) == before
 
 
+def test_a_chained_url_has_the_same_records(folder, cache):
+    """File systems of fsspec that keep copies themselves read one range after the other."""
+    with range_server(folder) as sent:
+        records = open_records(f"simplecache::{sent.url}", cache=cache)
+        plain = open_records(folder)
+        assert [records.read(n) for n in range(8)] == [plain.read(n) for n in range(8)]
+
+
 def test_a_second_run_reads_only_small_files(folder, tmp_path):
     with range_server(folder) as sent:
         through = digests(train_batches(folder, steps=9, **STREAM))
