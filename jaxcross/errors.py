@@ -5,6 +5,8 @@ Bad arguments raise Python's own `TypeError` and `ValueError`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
 
 
@@ -22,6 +24,29 @@ class JobError(Exception):
 
 class InternalError(Exception):
     """jaxcross broke a promise to itself. Please report it."""
+
+
+class MissingExtraError(ImportError):
+    """A package is not installed that an extra of jaxcross brings."""
+
+
+def require_extra(extra: str, what: str, *modules: str) -> None:
+    """Makes sure that the packages of an extra are installed; imports none of them.
+
+    Args:
+        extra: The extra's name.
+        what: The feature that needs it, as the subject of a sentence.
+        modules: The modules that the extra brings.
+
+    Raises:
+        MissingExtraError: One of them is not there.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs {', '.join(f'`{name}`' for name in missing)}, not installed here. Remedy: `pip install"
+            f" 'jaxcross[{extra}]'`."
+        )
 
 
 def clause(text: str) -> str:

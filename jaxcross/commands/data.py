@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcross.errors import MissingExtraError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             _synth(args, console)
         else:
             _info(args, console)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingExtraError) as error:
         Console(stderr=True).print(
             f"jaxcross data {args.action}: {error}", markup=False, highlight=False, soft_wrap=True
         )

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxcross.errors import MissingExtraError, require_extra
+
 if TYPE_CHECKING:
     from jaxcross.commands.launch import Mpirun
     from jaxcross.lab import Lab
@@ -85,6 +87,10 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxcross.runtime.emulated_link import Link
 
     # Errors of the arguments are found before anything is written.
+    try:
+        require_extra("all", "the demo", "tensorflow_datasets", "array_record", "grain", "cv2", "matplotlib")
+    except MissingExtraError as error:
+        raise DemoError(str(error)) from None
     example, mpirun = find_example(), find_mpirun()
     if mpirun is None:
         raise DemoError("no `mpirun` was found. Run `pip install mpich`, or load your cluster's MPI module.")

@@ -131,7 +131,7 @@ def look() -> Findings:
 def judge(found: Findings) -> list[Check]:
     """Returns a check for each part of the findings. Pure."""
     mpi, mpi4jax, jax = (found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax"))
-    checks = [_judge_mpi(mpi), _judge_threads(mpi), _judge_mpi4jax(mpi4jax), _judge_jax(jax, mpi4jax)]
+    checks = [_judge_mpi(mpi), _judge_threads(mpi), _judge_mpi4jax(mpi4jax), _judge_jax(jax)]
     if found.mpirun is None:
         remedy = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
         checks.append(Check(name="mpirun", found="none", remedy=remedy, fatal=True))
@@ -189,11 +189,11 @@ def _judge_mpi4jax(mpi4jax: Mapping[str, Any]) -> Check:
         )
         return Check(name="mpi4jax", found=mpi4jax["error"], remedy=remedy, fatal=True)
     cuda = "with CUDA" if mpi4jax["cuda"] else "without CUDA (exchanges run on the host)"
-    return Check(name="mpi4jax", found=f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}")
+    found = f"{mpi4jax['version']}, built for {mpi4jax['built_for']}, {cuda}"
+    return Check(name="mpi4jax", found=found, remedy=" ".join(mpi4jax.get("warnings", ())))
 
 
-def _judge_jax(jax: Mapping[str, Any], mpi4jax: Mapping[str, Any]) -> Check:
-    del mpi4jax
+def _judge_jax(jax: Mapping[str, Any]) -> Check:
     if "error" in jax:
         remedy = "JAX cannot start: reinstall jax and jaxlib of one version, and check the accelerator's driver."
         return Check(name="JAX", found=jax["error"], remedy=remedy, fatal=True)

@@ -10,6 +10,10 @@
 Nothing here communicates: every rank computes its own share from `rank`, `size` and `seed`.
 """
 
+from jaxcross.errors import require_extra
+
+require_extra("data", "`jaxcross.data`", "tensorflow_datasets", "array_record", "grain", "cv2", "fsspec")
+
 from jaxcross.data.batches import Batches, eval_batches, train_batches
 from jaxcross.data.cache import Cache
 from jaxcross.data.records import Records, open_records

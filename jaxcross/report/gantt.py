@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxcross.errors import require_extra
 from jaxcross.interleave.instrument import Span
 from jaxcross.report.compare import Comparison
 from jaxcross.report.summary import RunData
@@ -50,7 +51,9 @@ def draw(
 
     Raises:
         ValueError: `window` does not end after it begins.
+        MissingExtraError: matplotlib is not installed.
     """
+    require_extra("plot", "a picture of a run", "matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -246,6 +246,7 @@ class Report:
 
         Raises:
             ValueError: `window` does not end after it begins, or `compare` has other jobs.
+            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
         """
         from jaxcross.report.gantt import draw
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import warnings
 from typing import Any
 
 
@@ -25,8 +26,10 @@ def probe_mpi() -> dict[str, Any]:
 
 
 def probe_mpi4jax() -> dict[str, Any]:
-    """mpi4jax's version, the MPI it was built for, and whether it can send from GPUs. Starts MPI."""
-    import mpi4jax
+    """mpi4jax's version and warnings, the MPI it was built for, and whether it can send from GPUs. Starts MPI."""
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        import mpi4jax
 
     bridge = sys.modules["mpi4jax._src.xla_bridge"]
     built = getattr(getattr(bridge, "mpi_xla_bridge_cpu", None), "MPI_ABI_INFO", {})
@@ -34,6 +37,7 @@ def probe_mpi4jax() -> dict[str, Any]:
         "version": mpi4jax.__version__,
         "built_for": str(built.get("mpi_library_version", "unknown")).split("\n")[0].strip("\x00 "),
         "cuda": bool(mpi4jax.has_cuda_support()),
+        "warnings": [str(w.message).strip().split("\n")[0] for w in raised if issubclass(w.category, UserWarning)],
     }
 
 

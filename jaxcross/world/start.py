@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -244,7 +245,10 @@ def load_mpi4jax() -> Any:
         ExchangeError: It is missing, or was built for another MPI than the one that is loaded.
     """
     try:
-        import mpi4jax
+        with warnings.catch_warnings():
+            # That JAX is newer than those it was tested with: `jaxcross doctor` says so once, not every rank.
+            warnings.filterwarnings("ignore", message=r"\s*The latest supported JAX version")
+            import mpi4jax
     except (ImportError, RuntimeError) as error:
         raise ExchangeError(
             f"mpi4jax cannot be used with this MPI: {error}\nRebuild it against the MPI that mpi4py loads: "

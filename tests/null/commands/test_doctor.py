@@ -37,6 +37,7 @@ WRONG = [
     (with_probe("mpi", {"error": "cannot load"}), "MPI", True, "Install an MPI next to jaxcross"),
     (with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}), "thread level", True, "jaxcross needs"),
     (with_probe("mpi4jax", {"error": "ABI"}), "mpi4jax", True, "Rebuild it for the MPI that is loaded"),
+    (with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": ["too new"]}), "mpi4jax", False, "too new"),
     (with_probe("jax", {"error": "no driver"}), "JAX", True, "JAX cannot start"),
     (replace(HEALTHY, mpirun=None), "mpirun", True, "Install an MPI next to jaxcross"),
     (replace(HEALTHY, exchange={"error": "time"}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's MPI must"),

@@ -1,0 +1,59 @@
+"""Without the packages of an extra the rest works, and what needs them says which extra to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MODULES = ("tensorflow_datasets", "array_record", "grain", "cv2", "fsspec", "matplotlib", "aiohttp")
+
+
+def run(code: str, *without: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process that cannot import some modules."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({without!r}))\n"
+    return subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True, check=False)
+
+
+def test_steps_jobs_and_reports_need_no_extra() -> None:
+    """Every public name but `jaxcross.data` can be had where no extra is installed."""
+    code = "import jaxcross; [getattr(jaxcross, name) for name in jaxcross.__all__ if name != 'data']"
+    done = run(code, *MODULES)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "missing", "words"),
+    [
+        (
+            "import jaxcross.data",
+            ("grain", "cv2"),
+            "`jaxcross.data` needs `grain`, `cv2`, not installed here. Remedy: `pip install 'jaxcross[data]'`.",
+        ),
+        (
+            "from jaxcross.report.gantt import draw; draw(None, None)",
+            ("matplotlib",),
+            "a picture of a run needs `matplotlib`, not installed here. Remedy: `pip install 'jaxcross[plot]'`.",
+        ),
+    ],
+    ids=["data", "plot"],
+)
+def test_a_missing_extra_is_named(code: str, missing: tuple[str, ...], words: str) -> None:
+    done = run(code, *missing)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"jaxcross.errors.MissingExtraError: {words}"
+
+
+@pytest.mark.parametrize(("command", "extra"), [(["data", "info", "."], "data"), (["demo"], "all")])
+def test_a_command_names_its_extra_in_one_line(command: list[str], extra: str) -> None:
+    done = run(f"from jaxcross.cli import main; raise SystemExit(main({command!r}))", "grain")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"jaxcross {command[0]}")
+    assert line.endswith(f"needs `grain`, not installed here. Remedy: `pip install 'jaxcross[{extra}]'`.")
+
+
+def test_python_m_jaxcross_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "jaxcross", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("jaxcross 0.")
