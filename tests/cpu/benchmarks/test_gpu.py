@@ -147,7 +147,7 @@ def test_one_rank_on_a_stand_in(tmp_path: Path, quick_compiler: dict[str, str]) 
     result = json.loads(out.read_text())
     assert result["question"].startswith("What do cut steps, hand-overs and crossover cost")
     assert result["device"]["stand_in"] is True
-    assert set(result["split"]["s_per_step"]) == {"jit", "whole", "auto"}
+    assert set(result["split"]["s_per_step"]) == {"jit", "whole", "auto", "copied"}
     for direction in ("to_host", "to_device"):
         row = result["transfers"][direction]["1000000"]
         assert row["bytes"] == 1_000_000
