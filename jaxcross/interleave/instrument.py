@@ -73,6 +73,9 @@ class Instrument:
         `kind` is `loss` with a number, `status` with a text, or `done`, the last note of a job that came to its end.
         """
 
+    def metrics(self, *, job: str, step: int, values: object) -> None:
+        """Called with what a job logged after a step, once it is read back: a tree of NumPy's arrays and numbers."""
+
 
 class Listeners:
     """The hooks of several instruments, without those that are not overridden."""
@@ -81,6 +84,7 @@ class Listeners:
         instruments = tuple(instruments)
         self._span = tuple(i.span for i in instruments if type(i).span is not Instrument.span)
         self._note = tuple(i.note for i in instruments if type(i).note is not Instrument.note)
+        self._metrics = tuple(i.metrics for i in instruments if type(i).metrics is not Instrument.metrics)
 
     def span(self, span: Span) -> None:
         for hook in self._span:
@@ -89,6 +93,10 @@ class Listeners:
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
         for hook in self._note:
             hook(job=job, kind=kind, step=step, value=value)
+
+    def metrics(self, *, job: str, step: int, values: object) -> None:
+        for hook in self._metrics:
+            hook(job=job, step=step, values=values)
 
 
 class SpanLog(Instrument):

@@ -74,14 +74,14 @@ def check_link(link: Any) -> None:
         raise _wrong("`link`", words, link)
 
 
-def check_events(events: Any) -> None:
-    """Makes sure that `events` names a folder, or is None.
+def check_folder(what: str, folder: Any) -> None:
+    """Makes sure that an argument names a folder, or is None.
 
     Raises:
         TypeError: It does not.
     """
-    if events is not None and not isinstance(events, str | os.PathLike):
-        raise _wrong("`events`", "the path of a folder, or None", events)
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise _wrong(what, "the path of a folder, or None", folder)
 
 
 def check_checkpoints(checkpoints: Any) -> None:

@@ -53,7 +53,8 @@ class JobContext:
             the first function with exchanges that it called, those between two exchanges of local SGD included:
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
             between ranks.
-        history: `(step, metrics)` of each `log` that was read back, in order.
+        history: `(step, metrics)` of each `log` that was read back, in order. With `metrics=` of the runner, on rank 0,
+            it begins with what the job had logged before a restart.
         examples_per_step: Examples that all ranks together use in a step, the mean of its steps: the leading dimension
             of the first array of a batch, times the ranks. Set it where that is wrong.
         unit: The name of an example in reports: `images` if that array has a height, a width and 1, 3 or 4 channels,
@@ -234,6 +235,7 @@ class JobContext:
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
+        self._metrics.restored(self.step)
         self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
+from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Listeners
@@ -17,6 +18,7 @@ from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
+from jaxcross.report.metric_files import MetricFiles
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.job_record import JobRecord
@@ -45,6 +47,7 @@ class JobRun:
         listeners: Listeners,
         world: World,
         checks: CheckReplicas | None = None,
+        metric_files: MetricFiles | None = None,
     ) -> None:
         self._function = fn
         self._arguments = arguments
@@ -52,7 +55,8 @@ class JobRun:
         self._world = world
         self._life = JobLifecycle(name)
         self._host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
-        self._metrics = MetricLog(lambda step, loss: listeners.note(job=name, kind="loss", step=step, value=loss))
+        earlier = partial(metric_files.begin, name) if metric_files is not None else lambda _: ()
+        self._metrics = MetricLog(self._note_metrics, earlier)
         self.context = JobContext(self._life, self._host, self._metrics, world)
 
     @property
@@ -70,6 +74,11 @@ class JobRun:
         """Its place among the jobs of the run, the same on all ranks; after all others if it never joined."""
         record = self._life.record
         return float("inf") if record is None or record.number < 0 else record.number
+
+    def _note_metrics(self, step: int, values: PyTree) -> None:
+        self._listeners.metrics(job=self.name, step=step, values=values)
+        if isinstance(values, Mapping) and isinstance(values.get("loss"), float):
+            self._listeners.note(job=self.name, kind="loss", step=step, value=values["loss"])
 
     def make_thread(self) -> JobThread:
         """Returns the thread that runs the job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -21,13 +21,20 @@ class MetricLog:
     """One job's metrics.
 
     Args:
-        on_loss: Called with each step whose metrics have a float called `loss`, and that float.
+        listen: Called with each step and its metrics, once they are read back.
+        earlier: Returns `(step, metrics)` of what the job had logged up to a step in a run that this one goes on from.
     """
 
-    def __init__(self, on_loss: Callable[[int, float], None]) -> None:
+    def __init__(
+        self, listen: Callable[[int, PyTree], None], earlier: Callable[[int], Sequence[tuple[int, PyTree]]]
+    ) -> None:
         self.history: list[tuple[int, PyTree]] = []
-        self._on_loss = on_loss
+        self._listen, self._earlier = listen, earlier
         self._pending: deque[tuple[int, PyTree]] = deque()
+
+    def restored(self, step: int) -> None:
+        """Notes that the job begins after a step. What it had logged until then comes first in the history."""
+        self.history[:0] = self._earlier(step)
 
     def add(self, step: int, metrics: PyTree) -> None:
         """Takes a copy, and reads back earlier metrics that are computed by now. Does not wait.
@@ -58,8 +65,7 @@ class MetricLog:
         step, metrics = self._pending.popleft()
         values = jax.tree.map(_host_value, metrics)
         self.history.append((step, values))
-        if isinstance(values, Mapping) and isinstance(values.get("loss"), float):
-            self._on_loss(step, values["loss"])
+        self._listen(step, values)
 
 
 def _key_data(leaf: Leaf) -> Leaf:

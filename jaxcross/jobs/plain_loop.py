@@ -93,6 +93,7 @@ def run(
     link: Link | str | None = None,
     events: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     check_replicas: CheckReplicas | int | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
@@ -123,6 +124,7 @@ def run(
         link=link,
         events=events,
         checkpoints=checkpoints,
+        metrics=metrics,
         check_replicas=check_replicas,
     ) as runner:
         for job in found:

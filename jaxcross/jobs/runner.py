@@ -30,13 +30,14 @@ from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Recorder, Report
+from jaxcross.report.metric_files import MetricFiles
 from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
-from jaxcross.world.control_plane import any_rank
+from jaxcross.world.control_plane import any_rank, gather
 
 _log = logging.getLogger("jaxcross")
 
@@ -57,6 +58,8 @@ class Runner:
             variable `JAXCROSS_EVENTS` says.
         checkpoints: Keep the jobs' states on disk, and resume from there; see `Checkpoints`. Same on every rank, but
             for the directory.
+        metrics: A folder where rank 0 writes what jobs log, as a JSONL and a CSV each; given on every rank. After a
+            restart from `checkpoints` it has each step once.
         check_replicas: Compare the ranks' copies of each job's state after so many steps, and let a job fail on every
             rank where they differ; a `CheckReplicas` also names leaves to leave out. Same on every rank. If None,
             states are compared at checkpoints and at a job's end, for the report.
@@ -83,6 +86,7 @@ class Runner:
         chaos: int | None = None,
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
+        metrics: str | os.PathLike[str] | None = None,
         check_replicas: CheckReplicas | int | None = None,
     ) -> None:
         listening = arguments.checked_instruments(instruments)
@@ -90,7 +94,8 @@ class Runner:
         arguments.check_policy(policy)
         arguments.check_count("`depth`", depth, least=1)
         arguments.check_link(link)
-        arguments.check_events(events)
+        arguments.check_folder("`events`", events)
+        arguments.check_folder("`metrics`", metrics)
         arguments.check_checkpoints(checkpoints)
         if chaos is not None:
             arguments.check_count("`chaos`", chaos, least=-math.inf)
@@ -104,6 +109,11 @@ class Runner:
         self._recorder = Recorder()
         if events is not None:
             self.world.flight.record_to(events)
+        self._writes_metrics = metrics is not None
+        self._metric_files: MetricFiles | None = None
+        if metrics is not None and self.world.rank == 0:
+            self._metric_files = MetricFiles(os.fspath(metrics), None if checkpoints is None else checkpoints.path)
+            listening = (*listening, self._metric_files)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._used = False
         self._driver: Driver | None = None
@@ -160,7 +170,15 @@ class Runner:
         return run.context
 
     def _job_run(self, name: str, fn: Callable[..., Any], arguments: dict[str, Any]) -> JobRun:
-        return JobRun(name, fn, arguments, listeners=self._listeners, world=self.world, checks=self.check_replicas)
+        return JobRun(
+            name,
+            fn,
+            arguments,
+            listeners=self._listeners,
+            world=self.world,
+            checks=self.check_replicas,
+            metric_files=self._metric_files,
+        )
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
         """Registers `fn`, so that rank 0 can add jobs of it during the run: `submit(name, job=..., **arguments)`.
@@ -279,6 +297,7 @@ class Runner:
                 raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(runs)} jobs")
             self._used = True
             self._agree(runs)
+            self._open_metrics()
             self._session = self._open(runs)
             if self._session is not None:
                 self._take_over(self._session)
@@ -306,6 +325,8 @@ class Runner:
             with self._lock:  # who is adding a job gets it into the list first
                 for run in self._runs:
                     run.close()
+                if self._metric_files is not None:
+                    self._metric_files.close()
                 self._runs.sort(key=lambda run: run.order)  # added in other orders elsewhere, perhaps
             jobs = self.jobs
             if self._session is not None:
@@ -340,6 +361,8 @@ class Runner:
         with self._lock:
             for run in self._runs:
                 run.close_unbegun()
+        if self._metric_files is not None:
+            self._metric_files.close()
         if self._session is not None:
             self._session.close()
 
@@ -352,6 +375,7 @@ class Runner:
                 "policy": repr(self.policy),
                 "checkpoints": kept,
                 "check_replicas": repr(self.check_replicas),
+                "metrics": self._writes_metrics,
             }
         )
         with self.world.monitor(job="", step=0, segment=-1, what="start of the run"):
@@ -360,7 +384,7 @@ class Runner:
             if text != texts[0]:
                 raise JobError(
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the same jobs in the "
-                    "same order, with the same policy, checkpoints and `check_replicas`, on every rank."
+                    "same order, with the same policy, checkpoints, `check_replicas` and `metrics`, on every rank."
                 )
 
     def _open(self, runs: Sequence[JobRun]) -> Session | None:
@@ -370,6 +394,25 @@ class Runner:
         with self.world.monitor(job="", step=0, segment=-1, what="opening the checkpoints"):
             names = [run.name for run in runs]
             return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
+
+    def _open_metrics(self) -> None:
+        """Lets rank 0 claim the folder of metrics. Waits for all ranks, if there is one.
+
+        Raises:
+            ValueError: On every rank: the folder is in use, or cannot be written.
+        """
+        if not self._writes_metrics:
+            return
+        problem = None
+        if self._metric_files is not None:
+            try:
+                self._metric_files.claim()
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        with self.world.monitor(job="", step=0, segment=-1, what="opening the folder of metrics"):
+            problem = gather(self.world.control, problem)[0]
+        if problem is not None:
+            raise ValueError(f"`metrics`: {problem}")
 
     def _resumption(self, job: JobContext) -> Resumption | None:
         if (session := self._session) is None:

@@ -9,6 +9,7 @@ table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
 gantt            the lanes as a picture; `tint` draws what is thinner than a pixel
 chrome           the run as a trace for Perfetto
+metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
 live             progress while the run goes on
 event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
 """
@@ -18,6 +19,7 @@ from jaxcross.report.live import LiveView
 from jaxcross.report.record import Recorder
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
+from jaxcross.report.tensorboard import TensorBoard
 from jaxcross.report.time_breakdown import break_down
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "LiveView",
     "Recorder",
     "Report",
+    "TensorBoard",
     "TimeBreakdown",
     "break_down",
 ]

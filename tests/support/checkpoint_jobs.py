@@ -59,18 +59,19 @@ def loop(job, world, data, *, own=False, every=3, steps=STEPS):
     return state
 
 
-def train(ranks, directory, *, after=None, names=("a", "b"), keep=2, fn=loop, data=batches, **kwargs):
+def train(ranks, directory, *, after=None, names=("a", "b"), keep=2, fn=loop, data=batches, metrics=None, **kwargs):
     """Runs the jobs on so many ranks. By rank: name -> (state, step, history, error).
 
     Args:
         after: Each job's data raises behind so many batches.
         directory: None for no checkpoints, or rank -> folder.
+        metrics: A folder for what the jobs log.
     """
 
     def work(world):
         folder = directory(world.rank) if callable(directory) else directory
         checkpoints = None if folder is None else Checkpoints(folder, keep=keep)
-        runner = Runner(world, checkpoints=checkpoints)
+        runner = Runner(world, checkpoints=checkpoints, metrics=metrics)
         for n, name in enumerate(names):
             mine = data(world, n)
             runner.add(name, fn, world=world, data=mine if after is None else ending(mine, after), **kwargs)

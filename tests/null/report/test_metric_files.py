@@ -1,0 +1,115 @@
+"""Files of metrics: what a line holds, what a restart keeps, and whose a folder is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxcross.report.metric_files import MetricFiles
+
+
+def written(folder: Path, job: str = "a") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / f"{job}.jsonl").read_text().splitlines()]
+    assert all(isinstance(line.pop("time"), float) for line in lines)
+    return lines
+
+
+def table(folder: Path, job: str = "a") -> list[dict[str, str]]:
+    with (folder / f"{job}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
+
+
+def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None) -> list[Any]:
+    """Logs values after the steps that follow `begin`; returns the history before."""
+    files = MetricFiles(folder, goes_on)
+    files.claim()
+    before = [] if begin is None else files.begin("a", begin)
+    for step, value in enumerate(values, (begin or 0) + 1):
+        files.metrics(job="a", step=step, values=value)
+    files.close()
+    return before
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"loss": 0.5, "n": 3, "ok": True}, {"loss": 0.5, "n": 3, "ok": True}),
+        ({"eval": {"accuracy": 0.5}, "loss": 1.0}, {"eval/accuracy": 0.5, "loss": 1.0}),
+        ({"step": 7, "time": 8.0}, {"step_": 7, "time_": 8.0}),
+        (0.25, {"value": 0.25}),
+        ({"w": np.arange(2.0), "pair": (1, {"x": 2})}, {"w": [0.0, 1.0], "pair/0": 1, "pair/1/x": 2}),
+        ({"loss": float("nan"), "top": float("-inf")}, {"loss": "nan", "top": "-inf"}),
+    ],
+    ids=["flat", "nested", "own keys", "number", "arrays", "not finite"],
+)
+def test_a_line_of_a_step(values: object, line: dict[str, Any], tmp_path: Path) -> None:
+    logged(tmp_path, values)
+    assert written(tmp_path) == [{"step": 1, **line}]
+    assert table(tmp_path) == [{k: str(v) for k, v in {"step": 1, **line}.items() if not isinstance(v, list)}]
+
+
+def test_a_new_metric_gets_a_column(tmp_path: Path) -> None:
+    logged(tmp_path, {"loss": 2.0}, {"loss": 1.0, "accuracy": 0.5}, {"loss": 0.5})
+    assert table(tmp_path) == [
+        {"step": "1", "loss": "2.0", "accuracy": ""},
+        {"step": "2", "loss": "1.0", "accuracy": "0.5"},
+        {"step": "3", "loss": "0.5", "accuracy": ""},
+    ]
+
+
+def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
+    """A killed run has logged more than its checkpoint holds, and was killed while it wrote."""
+    folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
+    logged(folder, *({"loss": float(n)} for n in range(5)), goes_on=checkpoints)
+    with (folder / "a.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    before = logged(folder, {"loss": 30.0}, goes_on=checkpoints, begin=3)
+    assert before == [(1, {"loss": 0.0}), (2, {"loss": 1.0}), (3, {"loss": 2.0})]
+    assert [(line["step"], line["loss"]) for line in written(folder)] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
+    assert [row["step"] for row in table(folder)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("first", [None, Path("/one")], ids=["no checkpoints", "other checkpoints"])
+def test_another_run_cannot_have_the_folder(first: Path | None, tmp_path: Path) -> None:
+    logged(tmp_path, {"loss": 1.0}, goes_on=first)
+    for goes_on in (None, Path("/two")):
+        with pytest.raises(ValueError, match="has the metrics of another run"):
+            MetricFiles(tmp_path, goes_on).claim()
+    assert written(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(ValueError, match="holds other files"):
+        MetricFiles(tmp_path).claim()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_name_is_no_path(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    files.claim()
+    files.metrics(job="../b/lr=0.1", step=1, values={"loss": 1.0})
+    files.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "..%2Fb%2Flr%3D0.1.csv",
+        "..%2Fb%2Flr%3D0.1.jsonl",
+        "run.json",
+    ]
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = MetricFiles(tmp_path / "metrics")
+    files.claim()
+    (tmp_path / "metrics" / "a.jsonl").mkdir()  # no file can be opened there
+    for step in (1, 2, 3):
+        files.metrics(job="a", step=step, values={"loss": 1.0})
+        files.metrics(job="b", step=step, values={"loss": 1.0})
+    files.close()
+    assert [r.getMessage()[:43] for r in caplog.records] == ["Metrics of job `a` are not written from her"]
+    assert len(written(tmp_path / "metrics", "b")) == 3
