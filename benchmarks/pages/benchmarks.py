@@ -171,6 +171,20 @@ def imagenet_accuracy(read: Read, _: str) -> Iterator[tuple[str, ...]]:
                ", ".join(f"{job['step_s_accuracy'][-1][2]:.2f}" for job in jobs))  # fmt: skip
 
 
+def data_cache(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Passes over a data set behind a slow link, through the cache and by other ways."""
+    found = read("data_cache")
+    yield "way", "images/s, by pass", "times the set from the origin, by pass", "all over the prediction, min to max"
+    for way, row in found["ways"].items():
+        if "missing" in row:
+            yield way, row["missing"], "", ""
+            continue
+        over = row["over_predicted"]
+        yield (way, ", ".join(f"{each['images_per_s']:.0f}" for each in row["passes"]),
+               ", ".join(f"{each['origin_sets']:.2f}" for each in row["passes"]),
+               f"{over['median']:.3f} ({over['min']:.3f} to {over['max']:.3f})" if over else "")  # fmt: skip
+
+
 def crossover(read: Read, _: str) -> Iterator[tuple[str, ...]]:
     """Two jobs, one after the other and in turn, by other exchanges than the mean."""
     yield "exchange", "sum m / sum c", "one after the other", "in turn", "times as fast", "bound", "bound / T"
@@ -205,4 +219,5 @@ TABLES: dict[str, Table] = {
     "exchange-core": exchange_core,
     "imagenet": imagenet,
     "imagenet-accuracy": imagenet_accuracy,
+    "data-cache": data_cache,
 }

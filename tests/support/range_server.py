@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,7 +62,7 @@ def handler(root: Path, sent: Sent, *, ranges: bool) -> type[BaseHTTPRequestHand
             self.send_header("Content-Length", str(end - start))
             self.end_headers()
             if body:
-                with path.open("rb") as file:
+                with path.open("rb") as file, suppress(ConnectionError):  # a client may want the beginning only
                     file.seek(start)
                     self.wfile.write(file.read(end - start))
                 with sent.lock:
