@@ -79,6 +79,7 @@ def sizes_of(records):
     return np.array([len(records.cached.read(n)[0]) for n in range(len(records))])
 
 
+@pytest.mark.mostly_integration("0.5-0-8", "0.4-0.3-8", "0-0.6-1", "1.2-0.1-100")
 @pytest.mark.parametrize("ahead", [1, 8, 100])
 @pytest.mark.parametrize(("disk", "memory"), [(0.5, 0), (0.5, 0.2), (0.4, 0.3), (1.2, 0.1), (0, 0.6)])
 def test_hits_and_bytes_are_as_predicted(folder, open_cache, tmp_path, monkeypatch, disk, memory, ahead):

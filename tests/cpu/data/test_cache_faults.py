@@ -139,6 +139,7 @@ def test_a_killed_run_leaves_a_good_cache(folder, plain, open_cache, tmp_path):
     assert not list((tmp_path / "cache" / "streams").iterdir())
 
 
+@pytest.mark.integration
 def test_memory_of_a_killed_run_is_freed(folder, open_cache, tmp_path):
     """By the next cache of the same user, be it another one."""
     places = [str(folder), str(tmp_path / "killed"), str(tmp_path / "memory")]
