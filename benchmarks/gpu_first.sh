@@ -71,30 +71,31 @@ part() {
     start=$SECONDS
     timeout --kill-after=5 "$((most < left ? most : left))" "$@" >"$OUT/$name.log" 2>&1
     status=$?
+    [ "$status" = 0 ] || FAILED+=" $name"
     echo "$name: status $status, $((SECONDS - start)) s" | tee -a "$OUT/parts.txt"
     tail -n "${TAIL:-12}" "$OUT/$name.log" | cut -c 1-600
 }
 
 parts() {
     export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)} PYTHONUNBUFFERED=1
-    part doctor 60 python3 -m jaxcross.cli doctor
-    part transfers 60 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases transfers --repeats 5 \
-        --sizes 1000000 100000000 --json "$OUT/gpu_transfers.json"
+    local gpu=(python3 benchmarks/gpu.py "${STAND_IN[@]}")
+    part doctor 60 python3 -m jaxcross doctor
     part tests 120 python3 -m pytest -q "${TESTS[@]}"
+    part ranks_resnet50 200 "${gpu[@]}" --cases ranks --steps 10 --repeats 3 --json "$OUT/gpu_ranks_resnet50.json"
+    part resnet50 150 "${gpu[@]}" --cases split,depth --rivals jit,whole,copied --steps 10 --repeats 3 \
+        --json "$OUT/gpu_resnet50.json"
+    part gpt 120 "${gpu[@]}" --model gpt --cases split,depth --rivals jit,whole --batch-size 16 --steps 6 --repeats 3 \
+        --json "$OUT/gpu_gpt.json"
+    part ranks_gpt 120 "${gpu[@]}" --model gpt --cases ranks --batch-size 8 --steps 5 --repeats 3 \
+        --json "$OUT/gpu_ranks_gpt.json"
+    part transfers 60 "${gpu[@]}" --cases transfers --repeats 5 --sizes 1000000 100000000 --json "$OUT/gpu_transfers.json"
     part selection 60 python3 benchmarks/selection.py "${SMOKE[@]}" --repeats 5 --cores 0 --sizes 1048576 25600000 \
         --json "$OUT/gpu_selection.json"
-    part resnet50 150 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases split,depth --rivals jit,whole,copied \
-        --steps 6 --repeats 3 --json "$OUT/gpu_resnet50.json"
-    part ranks_resnet50 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases ranks --steps 8 --repeats 3 \
-        --json "$OUT/gpu_ranks_resnet50.json"
-    part gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --cases split,depth --batch-size 16 \
-        --rivals jit,whole --steps 6 --repeats 3 --json "$OUT/gpu_gpt.json"
-    part ranks_gpt 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --model gpt --batch-size 8 --cases ranks --steps 5 \
-        --repeats 3 --json "$OUT/gpu_ranks_gpt.json"
-    part profile 120 python3 benchmarks/gpu.py "${STAND_IN[@]}" --cases profile --steps 10 --json "$OUT/gpu_profile.json"
+    part profile 120 "${gpu[@]}" --cases profile --steps 10 --json "$OUT/gpu_profile.json"
+    [ -z "$FAILED" ] || { echo "failed:$FAILED"; exit 1; }
 }
 
-STAND_IN=() SMOKE=() TESTS=(tests/gpu)
+STAND_IN=() SMOKE=() FAILED='' TESTS=(tests/gpu)
 LIMIT=${LIMIT:-520}
 case "${1:-}:$#" in
 pack:2) pack "$2" ;;

@@ -43,7 +43,7 @@ class Findings:
         cores: Cores that this process may use.
         machine_cores: Cores that the machine has.
         pool: Threads that XLA's CPU pool will have in a rank.
-        namespaces: Whether two hosts can be set up on this machine.
+        no_namespaces: Why two hosts cannot be set up on this machine; None if they can.
     """
 
     probe: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Findings:
     cores: int
     machine_cores: int
     pool: int
-    namespaces: bool
+    no_namespaces: str | None
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -124,7 +124,7 @@ def look() -> Findings:
         cores=xla_pool.cores(),
         machine_cores=os.cpu_count() or 1,
         pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores(), 1)),
-        namespaces=no_lab() is None,
+        no_namespaces=no_lab(),
     )
 
 
@@ -158,10 +158,10 @@ def judge(found: Findings) -> list[Check]:
     checks.append(
         Check(
             name="network namespaces",
-            found="available" if found.namespaces else "not available",
-            remedy=""
-            if found.namespaces
-            else "`jaxcross demo` will emulate its link and say so; training is not affected.",
+            found=found.no_namespaces or "available",
+            remedy="`jaxcross demo` will emulate its link and say so; training is not affected."
+            if found.no_namespaces
+            else "",
         )
     )
     return checks

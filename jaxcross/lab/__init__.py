@@ -27,6 +27,7 @@ from jaxcross.lab.meter import PATIENCE_S
 HOLDER = Path(__file__).with_name("holder.py")
 METER = Path(__file__).with_name("meter.py")
 START_S = 20
+SBIN = os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
 
 
@@ -69,8 +70,14 @@ class Lab:
 
     def __enter__(self) -> Self:
         for tool, package in TOOLS.items():
-            if shutil.which(tool) is None:
-                raise OSError(f"no lab on this machine: the command `{tool}` is missing. Install {package}.")
+            if shutil.which(tool) is not None:
+                continue
+            if (
+                elsewhere := shutil.which(tool, path=SBIN)
+            ) is not None:  # left out of the path of users who are not root
+                folder = Path(elsewhere).parent
+                raise OSError(f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. Add it.")
+            raise OSError(f"no lab on this machine: the command `{tool}` is missing. Install {package}.")
         if not sys.platform.startswith("linux"):
             raise OSError(f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`.")
         request = {"hosts": self.hosts, "rate": self.rate, "latency": self.latency, "burst_kb": self.burst_kb}

@@ -47,8 +47,18 @@ def test_a_closed_lab_runs_nothing():
         Lab().wrap(["true"])
 
 
+def test_a_tool_that_is_not_on_the_path_is_found(monkeypatch, tmp_path):
+    """Users who are not root often lack `sbin`: that, and not a package, is the remedy."""
+    (tmp_path / "ip").touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("jaxcross.lab.SBIN", str(tmp_path))
+    with pytest.raises(OSError, match=f"`ip` is in `{tmp_path}`, which is not on the path. Add it"), Lab():
+        pass
+
+
 def test_a_missing_tool_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("jaxcross.lab.SBIN", "")
     with pytest.raises(OSError, match="no lab on this machine: the command `ip` is missing"), Lab():
         pass
 

@@ -17,7 +17,7 @@ HEALTHY = Findings(
     cores=2,
     machine_cores=2,
     pool=2,
-    namespaces=True,
+    no_namespaces=None,
 )
 
 
@@ -44,7 +44,12 @@ WRONG = [
     (replace(HEALTHY, exchange={"ranks": 1, "correct": True}), "all-reduce of 2 ranks", True, "`mpirun` and mpi4py's"),
     (replace(HEALTHY, pool=1), "XLA CPU pool", True, "Unset `NPROC` and `PJRT_NPROC`"),
     (replace(HEALTHY, cores=1, machine_cores=8), "binding", False, "This shell is bound to one core"),
-    (replace(HEALTHY, namespaces=False), "network namespaces", False, "`jaxcross demo` will emulate its link"),
+    (
+        replace(HEALTHY, no_namespaces="no lab: `tc` is missing"),
+        "network namespaces",
+        False,
+        "`jaxcross demo` will emulate its link",
+    ),
 ]
 
 
