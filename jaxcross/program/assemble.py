@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,20 +21,23 @@ from jaxcross.program.trace import Traced
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})  # elementwise over ranks, so operands may share a buffer
 
 
-def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
+def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_device: bool = False) -> Program:
     """Builds the program, unverified.
 
     Args:
         graph: The equations of the traced step.
         placement: The segment of each equation.
         bucket_bytes: Smaller exchanges share flat buffers up to this size.
+        pack_on_device: Whether compute segments fill and empty these buffers, instead of the collective ones.
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
     results = set(variables(inner.outvars))
     owner = {v: placement.position[i] for v, i in graph.maker.items()}
-    parts: dict[Any, str] = {}
-    bodies = _bodies(graph, placement, bucket_bytes, parts)
+    shared = _SharedBuffers()
+    bodies = _bodies(graph, placement, bucket_bytes, shared)
+    if pack_on_device:
+        _pack_on_device(bodies, shared, owner)
     # What a position still has to compute follows from what the later ones read, so all bodies come first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
@@ -70,7 +73,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int) -> Program:
                 inputs=tuple(ids[v] for v in reads[at]),
                 outputs=(*(ids[v] for v in outs), *literal_ids),
                 last_uses=tuple(ids[v] for v in reads[at] if last_read[v] == at and v not in results),
-                exchanges=_exchanges(body, graph, parts) if collective else (),
+                exchanges=_exchanges(body, graph, shared.parts) if collective else (),
                 decisions=tuple(traced.decisions[v] for v in counts),
                 jaxpr=jaxpr,
             )
@@ -104,12 +107,57 @@ def _program(
     )
 
 
-def _bodies(graph: Graph, placement: Placement, bucket_bytes: int, parts: dict[Any, str]) -> list[list[Any]]:
-    """Returns the equations of each position, the tail last. Adds the contents of shared buffers to `parts`."""
+@dataclass(frozen=True, slots=True)
+class _SharedBuffers:
+    """The flat buffers in which several exchanges travel.
+
+    Attributes:
+        parts: For each buffer, the number of its operands and a hash of their sizes.
+        filled: What the equations make that fill the buffers.
+        emptied: What those make that empty them.
+    """
+
+    parts: dict[Any, str] = field(default_factory=dict)
+    filled: set[Any] = field(default_factory=set)
+    emptied: set[Any] = field(default_factory=set)
+
+
+def _pack_on_device(bodies: list[list[Any]], shared: _SharedBuffers, owner: dict[Any, int]) -> None:
+    """Moves equations that fill and empty shared buffers into the compute bodies around each collective one.
+
+    Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a millisecond, whatever
+    its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no compute body is, or where an exchange of
+    the same segment depends on it.
+    """
+    for at in range(1, len(bodies), 2):
+        body, made = bodies[at], {v for eqn in bodies[at] for v in eqn.outvars}
+        first, rest = [], []
+        for eqn in body:
+            ready = made.isdisjoint(variables(eqn.invars))
+            if bodies[at - 1] and ready and shared.filled.issuperset(eqn.outvars):
+                first.append(eqn)
+                made.difference_update(eqn.outvars)
+            else:
+                rest.append(eqn)
+        read: set[Any] = set()
+        kept, last = [], []
+        for eqn in reversed(rest):
+            if bodies[at + 1] and read.isdisjoint(eqn.outvars) and shared.emptied.issuperset(eqn.outvars):
+                last.append(eqn)
+            else:
+                kept.append(eqn)
+                read.update(variables(eqn.invars))
+        bodies[at - 1], bodies[at], bodies[at + 1] = bodies[at - 1] + first, kept[::-1], last[::-1] + bodies[at + 1]
+        for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
+            owner.update({v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner})
+
+
+def _bodies(graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers) -> list[list[Any]]:
+    """Returns the equations of each position, the tail last. Notes the shared buffers."""
     placed, bodies = by_place(placement.position), []
     for at in range(2 * len(placement.groups) + 1):
         if at % 2:
-            bodies.append(_collective_body(graph, placement.groups[at // 2], bucket_bytes, parts))
+            bodies.append(_collective_body(graph, placement.groups[at // 2], bucket_bytes, shared))
         else:
             members = {*placed.get(at, ()), *placement.recomputed.get(at, ())}
             bodies.append([graph.eqns[i] for i in sorted(members)])
@@ -159,11 +207,8 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
     return tuple(found)
 
 
-def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
-    """Returns the equations of one collective segment: level by level, small exchanges of one kind in shared buffers.
-
-    Adds to `parts`, for each buffer, the number of its operands and a hash of their sizes.
-    """
+def _collective_body(graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers) -> list[Any]:
+    """Returns the equations of a collective segment: level by level, small exchanges of one kind in shared buffers."""
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
@@ -172,11 +217,11 @@ def _collective_body(graph: Graph, group: Group, bucket_bytes: int, parts: dict[
         here = min(graph.level[i] for i in level)
         while between and graph.level[between[0]] <= here:
             body.append(graph.eqns[between.popleft()])
-        body += _bucketed(graph, level, bucket_bytes, parts)
+        body += _bucketed(graph, level, bucket_bytes, shared)
     return body + [graph.eqns[i] for i in between]  # exchanges of a later segment read these
 
 
-def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict[Any, str]) -> list[Any]:
+def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, shared: _SharedBuffers) -> list[Any]:
     """Returns the exchanges of one level; small ones of one kind go through flat buffers (cut rule 3)."""
     buckets: dict[tuple[Any, ...], list[list[int]]] = {}
     filled: dict[tuple[Any, ...], int] = {}  # bytes of each kind's latest bucket
@@ -206,11 +251,11 @@ def _bucketed(graph: Graph, level: Sequence[int], bucket_bytes: int, parts: dict
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
-            out.append((max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph, parts)))
+            out.append((max(members), eqns if len(eqns) == 1 else _share_buffer(eqns, graph, shared)))
     return [eqn for _, eqns in sorted(out, key=lambda item: item[0]) for eqn in eqns]
 
 
-def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> list[Any]:
+def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> list[Any]:
     """Returns equations that concatenate the operands, exchange the buffer once and split it again."""
     primitive, params = eqns[0].primitive, eqns[0].params
 
@@ -225,6 +270,7 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> l
     # Operands and results keep their variables, by which the other equations know them; the rest gets fresh ones.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
+    new = buffer.filled
     for eqn in inner.eqns:
         for v in eqn.outvars:
             env.setdefault(v, compat.new_var(v.aval))
@@ -233,5 +279,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, parts: dict[Any, str]) -> l
         out.append(eqn.replace(invars=invars, outvars=outvars, source_info=eqns[0].source_info))  # the user's line
         if eqn.primitive is primitive:
             sizes = ",".join(str(x.size) for x in args)
-            parts[invars[0]] = f"{len(args)} {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
+            buffer.parts[invars[0]] = f"{len(args)} {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
+            new = buffer.emptied
+        else:
+            new.update(outvars)
     return out

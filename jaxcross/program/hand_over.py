@@ -13,6 +13,11 @@ from jaxcross.program.ir import Aval
 _PINNED = "pinned_host"
 
 
+def on_accelerator() -> bool:
+    """Whether compute segments run elsewhere than on the host, so that arrays are handed over."""
+    return jax.default_backend() != "cpu"
+
+
 def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
     """Returns the host's pinned memory that belongs to the one accelerator of a program; None where there is none.
 

@@ -23,6 +23,7 @@ from jaxcross.program.compile import ExecutableCache, collectives_to_await, comp
 from jaxcross.program.cut import BUCKET_BYTES, Cut, checked_bytes, checked_cut, place_equations
 from jaxcross.program.execution import Compiled
 from jaxcross.program.graph import Graph
+from jaxcross.program.hand_over import on_accelerator
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.verify import verify
 
@@ -59,7 +60,8 @@ def cut(traced: trace.Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_
         raise CutError("the host decides a conditional at each step: cut `decide(branch)` of what was traced")
     n_segments, limit = checked_cut(cut), checked_bytes(bucket_bytes)
     graph = Graph(traced)
-    return verify(assemble(graph, place_equations(graph, n_segments), limit))
+    placement = place_equations(graph, n_segments)
+    return verify(assemble(graph, placement, limit, pack_on_device=on_accelerator()))
 
 
 def compile(  # noqa: A001 (the name of this stage in JAX)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -52,14 +54,15 @@ def test_cut_program_equals_its_jaxpr_bit_for_bit(recipe: Recipe, bucket_bytes: 
     consts = list(flat.consts)
     expected = bits(run_jaxpr(flat.jaxpr, flat.axes, [consts + x for x in leaves]))
     seen = set()
-    for cut in CUTS:
-        program = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
+    for cut, packed in itertools.product(CUTS, (False, True)):
+        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+            program = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
         text = program.text()
         assert parse(text).text() == text
         assert verify(parse(text)).exchange_signature() == program.exchange_signature()
         if (digest := program_digest(program)) not in seen:
             seen.add(digest)
-            assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}\n{program}"
+            assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}, packed={packed}\n{program}"
 
 
 @pytest.mark.integration
@@ -95,7 +98,7 @@ def test_digest_and_signature_depend_on_the_step_alone(recipe: Recipe) -> None:
 @pytest.mark.integration
 def test_fuzzer_reaches_what_it_is_for() -> None:
     """Most random programs hold exchanges, many several segments, some a `cond` the host decides and some a loop."""
-    counts = dict.fromkeys(("exchange", "two collectives", "undecided", "loop", "cond", "bucket"), 0)
+    counts = dict.fromkeys(("exchange", "two collectives", "undecided", "loop", "cond", "bucket", "packed"), 0)
 
     @seed(1)
     @settings(FUZZ, max_examples=100)
@@ -110,6 +113,8 @@ def test_fuzzer_reaches_what_it_is_for() -> None:
         counts["loop"] += any("loop" in dict(x.params) for x in program.exchanges)
         counts["cond"] += any(e.primitive.name == "cond" for e in flat.jaxpr.jaxpr.eqns)
         counts["bucket"] += len(stages.cut(flat, "whole", bucket_bytes=0).exchanges) > len(program.exchanges)
+        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=True):
+            counts["packed"] += stages.cut(flat, "whole").text() != program.text()
 
     count()
     assert counts["exchange"] >= 50 and min(counts.values()) >= 2, str(counts)

@@ -1,0 +1,60 @@
+"""On an accelerator compute segments fill and empty the buffers that exchanges share: few arrays are handed over."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxcross.program import stages
+from jaxcross.program.ir import Program
+from jaxcross.program.trace import trace
+from jaxcross.testing import LocalRanks
+
+LEAVES = 12
+
+
+def program(step: Any, *, packed: bool, cut: Any = "whole", **options: Any) -> Program:
+    args = ({f"w{n}": jnp.ones((n + 1, 4)) for n in range(LEAVES)}, jnp.ones(4))
+    with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+        return stages.cut(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), cut, **options)
+
+
+def sgd(params: Any, x: Any) -> Any:
+    grads = jax.grad(lambda params: sum(jnp.sum(jnp.tanh(w * x)) for w in params.values()))(params)
+    return jax.tree.map(lambda w, g: w - g, params, jax.lax.pmean(grads, "batch"))
+
+
+def twice(params: Any, x: Any) -> Any:
+    """The second exchange depends on the first, in one segment."""
+    sums = jax.lax.psum({name: w * x for name, w in params.items()}, "batch")
+    return jax.lax.psum({name: w * 2 for name, w in sums.items()}, "batch")
+
+
+def collective_sizes(program: Program) -> list[tuple[int, int]]:
+    return [(len(s.inputs), len(s.outputs)) for s in program.segments if s.kind == "collective"]
+
+
+def test_one_array_a_buffer_is_handed_over() -> None:
+    assert collective_sizes(program(sgd, packed=False)) == [(LEAVES, LEAVES)]
+    assert collective_sizes(program(sgd, packed=True)) == [(1, 1)]
+    assert collective_sizes(program(sgd, packed=True, cut=3)) == [(1, 1)] * 3
+    assert collective_sizes(program(sgd, packed=True, bucket_bytes=0)) == [(LEAVES, LEAVES)]
+
+
+@pytest.mark.parametrize("step", [sgd, twice])
+@pytest.mark.parametrize("cut", ["whole", 2])
+def test_ranks_exchange_the_same_things(step: Any, cut: Any) -> None:
+    """A rank with an accelerator and one without exchange alike, in as many segments."""
+    one, other = (program(step, packed=packed, cut=cut) for packed in (False, True))
+    assert one.exchange_signature() == other.exchange_signature()
+    assert [s.kind for s in one.segments] == [s.kind for s in other.segments]
+
+
+def test_what_an_exchange_of_the_same_segment_needs_stays() -> None:
+    """Between two exchanges of one segment nothing goes to the accelerator and back."""
+    one, other = (program(twice, packed=packed) for packed in (False, True))
+    assert len(one.segments) == len(other.segments)
