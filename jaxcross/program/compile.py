@@ -316,10 +316,12 @@ def _aliasable(
 ) -> tuple[int, ...]:
     """Returns the positions of inputs that may be overwritten and that match an output.
 
-    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and type.
+    XLA warns of donated buffers that it cannot use, so each must find an output of its shape and type. JAX gives a
+    buffer to the first such output, in whatever memory that is: none is donated whose kind has one in pinned memory.
     """
-    outputs = [v for v, to in zip(segment.outputs, pinned, strict=True) if to is None]
-    free = Counter((program.values[v].shape, program.values[v].dtype) for v in outputs)
+    kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
+    elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
+    free = Counter(kind for kind in kinds if kind not in elsewhere)
     taken, own = [], frozenset(program.inputs)
     # The user's own first: they were donated on purpose, and JAX reports a later use of one.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):

@@ -99,6 +99,22 @@ def placement(world: Any, device: Any, host: Any) -> None:
             assert after.committed
 
 
+def dependent(world: Any, device: Any, host: Any) -> None:
+    """A segment may overwrite a value, and makes two of its shape: one to hand on, and one that is only exchanged."""
+
+    def step(x: Any) -> Any:
+        h = jax.numpy.tanh(x)
+        g = jax.numpy.sin(h * lax.pmean(jax.numpy.sum(h), "batch"))
+        y = jax.numpy.dot(g, h)
+        return jax.numpy.dot(y, lax.pmean(g, "batch"))
+
+    x = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+    with jax.default_device(host):
+        (expected,) = vmap_oracle(step, {"batch": 1}, [(jax.device_put(x, host),)])
+    for cut in ("whole", 2):
+        close(jaxcross.crossover(step, axes="batch", cut=cut)(jax.device_put(x, device)), expected, f"cut {cut}:")
+
+
 def crossover(world: Any, device: Any, host: Any) -> None:
     """Two jobs in turn end in the same bits as each of them alone."""
     for name, work in workloads().items():
@@ -177,7 +193,7 @@ def ranks(world: Any, device: Any, host: Any) -> None:
         assert len(set(own)) == 2, "both ranks had the same batch: nothing was averaged"
 
 
-CASES = {case.__name__: case for case in (step, placement, crossover, selection, ranks)}
+CASES = {case.__name__: case for case in (step, placement, dependent, crossover, selection, ranks)}
 
 if __name__ == "__main__":
     prepare(STAND_IN)

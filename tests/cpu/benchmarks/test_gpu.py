@@ -189,7 +189,7 @@ def test_no_accelerator_is_said_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "name", ["step", "placement", "selection", pytest.param("crossover", marks=pytest.mark.exhaustive)]
+    "name", ["step", "placement", "dependent", "selection", pytest.param("crossover", marks=pytest.mark.exhaustive)]
 )
 def test_what_a_gpu_would_run(name: str, quick_compiler: dict[str, str]) -> None:
     assert f"rank 0: {name} holds" in run(str(CASE), name, "--stand-in", env=quick_compiler).stdout
