@@ -5,18 +5,16 @@
 #     benchmarks/gpu_first.sh run WHEELS OUT     on the machine with the GPU, which needs no network
 #     benchmarks/gpu_first.sh rehearse OUT       here, without a GPU: the same at toy sizes on a second CPU device
 #
-# Needs Python 3.12, and for `run` JAX with CUDA, Flax and optax. OUT gets a log and a JSON for each part as it ends, and
-# `parts.txt` with its seconds and exit status: what the machine's time did not suffice for is missing, the rest is whole.
+# Needs Python 3.12, and for `run` JAX with CUDA, Flax and optax, which are not packed. OUT gets a log and a JSON for each part
+# as it ends, and `parts.txt` with its seconds and exit status: what there was no time for is missing, the rest is whole.
 # PARTS="tests selection" chooses parts; LIMIT is the seconds for all of them (default 520).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 # What `run` cannot take from the machine. The JAX is the one that mpi4jax was built for; another is built there.
 JAX="${JAX:-0.11.2}"
-WHEELS_NEEDED=(
-    mpich==5.0.2 mpi4py==4.1.2 grain==0.2.18 array-record==0.8.6 tensorflow-datasets==4.9.10 dm-tree immutabledict
-    portpicker simple-parsing tensorflow-metadata termcolor toml docstring-parser googleapis-common-protos
-)
+MPI=(mpich==5.0.2 mpi4py==4.1.2)
+TESTERS=(pytest pytest-xdist hypothesis)
 BUILD_NEEDED=("setuptools>=82.0.1" wheel nanobind)
 
 usage() {
@@ -25,15 +23,14 @@ usage() {
 }
 
 pack() {
-    local wheels work
+    local wheels
     mkdir -p "$1"
     wheels=$(cd "$1" && pwd)
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
     python3.12 -m venv "$work/venv"
-    "$work/venv/bin/pip" install -q "jax==$JAX" "jaxlib==$JAX" "${BUILD_NEEDED[@]}" mpich==5.0.2 mpi4py==4.1.2
-    "$work/venv/bin/pip" download -q --no-deps -d "$wheels" "${WHEELS_NEEDED[@]}" "${BUILD_NEEDED[@]}"
-    "$work/venv/bin/pip" wheel -q --no-deps --no-build-isolation -w "$wheels" promise==2.3
+    "$work/venv/bin/pip" install -q "jax==$JAX" "jaxlib==$JAX" "${BUILD_NEEDED[@]}" "${MPI[@]}"
+    "$work/venv/bin/pip" download -q -d "$wheels" "${MPI[@]}" "${TESTERS[@]}" "${BUILD_NEEDED[@]}"
     "$work/venv/bin/pip" download -q --no-deps --no-binary mpi4jax --no-build-isolation -d "$wheels" mpi4jax==0.9.1.post2
     # An empty CUDA_PATH folder: only the targets for the CPU, which are all that jaxcross calls.
     mkdir "$work/no-cuda"
@@ -45,14 +42,13 @@ pack() {
 
 install() {
     local wheels=$1
-    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade "$wheels"/{mpich,mpi4py,grain,array_record}-*.whl \
-        "$wheels"/{tensorflow_datasets,dm_tree,immutabledict,portpicker,simple_parsing,tensorflow_metadata}-*.whl \
-        "$wheels"/{termcolor,toml,docstring_parser,googleapis_common_protos,promise}-*.whl || return
+    python3 -m pip install -q --no-index --find-links "$wheels" --no-compile "${MPI[@]}" "${TESTERS[@]}" || return
     if [ "$(python3 -c 'import jaxlib; print(jaxlib.__version__)')" = "$(cat "$wheels/jax.txt")" ]; then
         python3 -m pip install -q --no-index --no-deps --no-compile "$wheels"/mpi4jax-*.whl || return
     else
-        python3 -m pip install -q --no-index --no-deps "$wheels"/{setuptools,wheel,nanobind}-*.whl || return
-        CUDA_PATH=$(mktemp -d) python3 -m pip install -q --no-index --no-deps --no-build-isolation "$wheels"/mpi4jax-*.tar.gz || return
+        python3 -m pip install -q --no-index --find-links "$wheels" "${BUILD_NEEDED[@]}" || return
+        CUDA_PATH=$(mktemp -d) python3 -m pip install -q --no-index --no-deps --no-build-isolation \
+            "$wheels"/mpi4jax-*.tar.gz || return
     fi
     export PYTHONPATH="$PWD"
     python3 -c 'import jax, mpi4jax; print("JAX", jax.__version__, jax.devices())'
@@ -105,9 +101,10 @@ run:3)
     TESTS+=(-n 4 -p no:benchmark)  # that plugin, where it is installed, refuses -n
     part_start=$SECONDS
     install "$2" >"$OUT/install.log" 2>&1
-    echo "install: status $?, $((SECONDS - part_start)) s" | tee -a "$OUT/parts.txt"
+    status=$?
+    echo "install: status $status, $((SECONDS - part_start)) s" | tee -a "$OUT/parts.txt"
     tail -n 3 "$OUT/install.log"
-    parts
+    [ "$status" = 0 ] && parts
     ;;
 rehearse:2)
     OUT=$2

@@ -88,7 +88,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     # Errors of the arguments are found before anything is written.
     try:
-        require_extra("all", "the demo", "tensorflow_datasets", "array_record", "grain", "cv2", "matplotlib")
+        require_extra("all", "the demo", "tensorflow_datasets", "array_record", "grain", "cv2", "fsspec", "matplotlib")
     except MissingExtraError as error:
         raise DemoError(str(error)) from None
     example, mpirun = find_example(), find_mpirun()

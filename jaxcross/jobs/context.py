@@ -53,8 +53,7 @@ class JobContext:
             the first function with exchanges that it called, those between two exchanges of local SGD included:
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
             between ranks.
-        history: `(step, metrics)` of each `log` that was read back, in order. With `metrics=` of the runner, on rank 0,
-            it begins with what the job had logged before a restart.
+        history: `(step, metrics)` of each `log` that was read back, in order.
         examples_per_step: Examples that all ranks together use in a step, the mean of its steps: the leading dimension
             of the first array of a batch, times the ranks. Set it where that is wrong.
         unit: The name of an example in reports: `images` if that array has a height, a width and 1, 3 or 4 channels,
@@ -71,10 +70,18 @@ class JobContext:
         unread: The error of reading back what it logged, on this rank. All ranks get it after the run.
     """
 
-    def __init__(self, life: JobLifecycle, host: JobHost, metrics: MetricLog, world: World) -> None:
+    def __init__(
+        self,
+        life: JobLifecycle,
+        host: JobHost,
+        metrics: MetricLog,
+        world: World,
+        begin_files: Callable[[int], object] = lambda _: None,
+    ) -> None:
         self.name = life.name
         self._life = life
         self._metrics = metrics
+        self._begin_files = begin_files  # lets the files of metrics end with the step that was restored
         self._world = world
         self.host = host
         self.history = metrics.history
@@ -235,7 +242,7 @@ class JobContext:
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
-        self._metrics.restored(self.step)
+        self._begin_files(self.step)
         self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )
@@ -268,6 +275,8 @@ class JobContext:
         self.state = state
         resumption = self._life.resumption
         if resumption is not None:
+            # A restart goes on behind this step: what was logged until then must not be lost with the process.
+            self.unread = self._metrics.read_remaining() or self.unread
             every = resumption.save(
                 state, self.step, self.run_on_all_ranks, unsavable_reason=self.host.unsavable_reason()
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -22,19 +22,12 @@ class MetricLog:
 
     Args:
         listen: Called with each step and its metrics, once they are read back.
-        earlier: Returns `(step, metrics)` of what the job had logged up to a step in a run that this one goes on from.
     """
 
-    def __init__(
-        self, listen: Callable[[int, PyTree], None], earlier: Callable[[int], Sequence[tuple[int, PyTree]]]
-    ) -> None:
+    def __init__(self, listen: Callable[[int, PyTree], None]) -> None:
         self.history: list[tuple[int, PyTree]] = []
-        self._listen, self._earlier = listen, earlier
+        self._listen = listen
         self._pending: deque[tuple[int, PyTree]] = deque()
-
-    def restored(self, step: int) -> None:
-        """Notes that the job begins after a step. What it had logged until then comes first in the history."""
-        self.history[:0] = self._earlier(step)
 
     def add(self, step: int, metrics: PyTree) -> None:
         """Takes a copy, and reads back earlier metrics that are computed by now. Does not wait.

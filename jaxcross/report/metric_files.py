@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import itertools
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
@@ -16,7 +20,7 @@ from jaxcross.interleave.instrument import Instrument
 
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
-_OWN = ("step", "time")  # keys of every line; a metric of that name gets an underscore
+_LONGEST = 150  # of a file's name
 Value = Any  # a number, a text, or a list of them
 
 
@@ -25,8 +29,9 @@ class MetricFiles(Instrument):
     """Writes what jobs log, as it is read back.
 
     A line of `JOB.jsonl` has `step`, `time` (seconds since 1970) and the metrics; keys of a metric inside another are
-    joined by slashes. `JOB.csv` has the same, less what is no number. NaN and the infinities are texts in both. A
-    folder belongs to one run, or to one run and those that go on from its checkpoints.
+    joined by slashes. `JOB.csv` has the same, less what is no number; a metric that the first line lacks gets its
+    column at the end. NaN and the infinities are texts in both. A folder belongs to one run, or to one run and those
+    that go on from its checkpoints.
 
     Args:
         folder: Where to write. Made where it is missing.
@@ -36,6 +41,9 @@ class MetricFiles(Instrument):
     def __init__(self, folder: str | Path, goes_on: Path | None = None) -> None:
         self._folder, self._goes_on = Path(folder).absolute(), goes_on
         self._jobs: dict[str, _JobFiles | None] = {}
+        self._early: dict[str, list[dict[str, Value]]] = {}  # what jobs logged before they restored a state
+        self._lock = threading.RLock()  # the runner closes files that a job's thread may still write
+        self._closed = False
 
     def claim(self) -> None:
         """Makes the folder this run's.
@@ -46,43 +54,65 @@ class MetricFiles(Instrument):
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         marker, mine = self._folder / _MARKER, {"checkpoints": None if self._goes_on is None else str(self._goes_on)}
-        if marker.exists():
+        found = [path for path in self._folder.iterdir() if path != marker]
+        if marker.exists() and (found or marker.stat().st_size):  # one that is empty is of a run killed just here
             if self._goes_on is None or _load(marker.read_text()) != mine:
                 raise ValueError(
                     f"`{self._folder}` has the metrics of another run. Name another folder, or remove it; a run goes on"
                     " there if it has the same folder of checkpoints."
                 )
-        elif any(self._folder.iterdir()):
+        elif found:
             raise ValueError(f"`{self._folder}` is to hold metrics, and holds other files. Name an empty folder.")
         else:
             marker.write_text(json.dumps(mine) + "\n")
 
-    def begin(self, job: str, step: int) -> list[tuple[int, dict[str, Value]]]:
-        """Lets a job's files end with a step, after which it goes on. Returns `(step, metrics)` of what is left."""
-        lines: list[dict[str, Value]] = []
-        try:
-            files = self._jobs[job] = _JobFiles(self._folder / quote(job, safe=" "))
-            lines = files.cut(step)
-        except OSError as error:
-            self._give_up(job, error)
-        return [(line["step"], {k: v for k, v in line.items() if k not in _OWN}) for line in lines]
+    def begin(self, job: str, step: int) -> None:
+        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none."""
+        with self._lock:
+            if self._closed or self._jobs.get(job) is not None:
+                return  # without checkpoints its first line has opened them
+            try:
+                files = self._jobs[job] = _JobFiles(self._folder / _file_name(job))
+                files.open(step)
+                for line in self._early.pop(job, ()):
+                    if step == 0:  # else the run that this one goes on from has written it
+                        files.add(line)
+            except OSError as error:
+                self._give_up(job, error)
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a line."""
-        if job not in self._jobs:
-            self.begin(job, 0)  # it has restored nothing, so it has begun at its beginning
-        if (files := self._jobs[job]) is None:
-            return
-        try:
-            files.add({"step": step, "time": round(time.time(), 3), **dict(flat(values))})
-        except OSError as error:
-            self._give_up(job, error)
+        line: dict[str, Value] = {"step": step, "time": round(time.time(), 3)}
+        for key, value in flat(values):
+            while key in line:
+                key += "_"
+            line[key] = value
+        with self._lock:
+            if self._closed:
+                return
+            if job not in self._jobs and self._goes_on is not None:
+                self._early.setdefault(job, []).append(line)
+                return
+            if job not in self._jobs:
+                self.begin(job, 0)
+            if (files := self._jobs[job]) is not None:
+                try:
+                    files.add(line)
+                except OSError as error:
+                    self._give_up(job, error)
 
     def close(self) -> None:
-        """Closes the files."""
-        for files in self._jobs.values():
-            if files is not None:
-                files.close()
+        """Writes what is left, and closes the files."""
+        with self._lock:
+            for job in [*self._early]:
+                self.begin(job, 0)  # it has never restored a state
+            self._closed = True
+            for job, files in self._jobs.items():
+                try:
+                    if files is not None:
+                        files.close()
+                except OSError as error:
+                    _log.warning("Metrics of job `%s` may lack their last lines: %s.", job, error)
 
     def _give_up(self, job: str, error: OSError) -> None:
         self._jobs[job] = None
@@ -90,63 +120,81 @@ class MetricFiles(Instrument):
 
 
 class _JobFiles:
-    """One job's two files. Each line is whole on disk before the next is begun, or it is dropped at the next start."""
+    """One job's two files. A line that a kill has cut short is dropped at the next start."""
 
     def __init__(self, path: Path) -> None:
         self._jsonl, self._csv = path.with_name(f"{path.name}.jsonl"), path.with_name(f"{path.name}.csv")
-        self._columns: list[str] = [*_OWN]
-        self._files: tuple[Any, ...] = ()
+        self._columns: list[str] = []
+        self._lacks_columns = False
+        self._file: Any = None
+        self._table: Any = None
 
-    def cut(self, step: int) -> list[dict[str, Value]]:
-        """Drops lines of later steps, and of a write that was cut short. Returns those that are left."""
-        found = self._jsonl.read_text().splitlines() if self._jsonl.exists() else []
-        lines = [line for line in map(_load, found) if line is not None and line["step"] <= step]
-        self._columns = list(dict.fromkeys([*_OWN, *(key for line in lines for key in _scalars(line))]))
-        self._write(self._jsonl, (json.dumps(line) + "\n" for line in lines))
+    def open(self, step: int) -> None:
+        """Drops lines of later steps."""
+        if step == 0 and self._jsonl.exists():
+            aside = (self._jsonl.with_name(f"{self._jsonl.name}.old-{n}") for n in itertools.count(1))
+            self._jsonl.rename(next(path for path in aside if not path.exists()))
+        lines = [line for line in self._lines() if line["step"] <= step]
+        with _replacing(self._jsonl) as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
         self._write_table(lines)
-        self._files = (self._jsonl.open("a"), self._csv.open("a", newline=""))
-        return lines
+        self._file = self._jsonl.open("a")
 
     def add(self, line: Mapping[str, Value]) -> None:
-        jsonl, table = self._files
-        jsonl.write(json.dumps(line) + "\n")
-        jsonl.flush()
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
         scalars = _scalars(line)
-        if set(scalars) <= set(self._columns):
-            csv.DictWriter(table, self._columns).writerow(scalars)
-            table.flush()
-            return
-        # A metric that no line had so far: the table gets a column.
-        table.close()
-        self._columns += [key for key in scalars if key not in self._columns]
-        self._write_table([each for each in map(_load, self._jsonl.read_text().splitlines()) if each is not None])
-        self._files = (jsonl, self._csv.open("a", newline=""))
+        if not self._columns:
+            self._columns = list(scalars)
+            csv.writer(self._table).writerow(self._columns)
+        self._lacks_columns = self._lacks_columns or not set(scalars) <= set(self._columns)
+        csv.DictWriter(self._table, self._columns, extrasaction="ignore").writerow(scalars)
+        self._table.flush()
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+        if self._lacks_columns:
+            self._write_table(list(self._lines()))
+        if self._table is not None:
+            self._table.close()
+
+    def _lines(self) -> Iterator[dict[str, Value]]:
+        if self._jsonl.exists():
+            with self._jsonl.open() as file:
+                yield from (line for line in map(_load, file) if line is not None and "step" in line)
 
     def _write_table(self, lines: list[dict[str, Value]]) -> None:
-        temporary = self._csv.with_suffix(".csv.new")
-        with temporary.open("w", newline="") as file:
+        if self._table is not None:
+            self._table.close()
+        self._columns = list(dict.fromkeys(key for line in lines for key in _scalars(line)))
+        with _replacing(self._csv) as file:
             writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
+            if lines:
+                writer.writeheader()
             writer.writerows(map(_scalars, lines))
-        temporary.replace(self._csv)
+        self._table = self._csv.open("a", newline="")
 
-    @staticmethod
-    def _write(path: Path, lines: Iterator[str]) -> None:
-        temporary = path.with_suffix(path.suffix + ".new")
-        with temporary.open("w") as file:
-            file.writelines(lines)
-        temporary.replace(path)
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Any]:
+    """Opens a file that takes the place of another once it is whole."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w", newline="") as file:
+        yield file
+    new.replace(path)
+
+
+def _file_name(job: str) -> str:
+    name = quote(job, safe=" ")
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
     """Yields names and values of a tree of metrics: `eval/accuracy` for a metric in a dictionary."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from flat(value, f"{path}/{key}" if path else f"{key}_" if key in _OWN else str(key))
+            yield from flat(value, f"{path}/{key}" if path else str(key))
     elif isinstance(values, tuple | list) and not all(isinstance(v, int | float) for v in values):
         for n, value in enumerate(values):
             yield from flat(value, f"{path}/{n}" if path else str(n))

@@ -15,7 +15,8 @@ from jaxcross.report.metric_files import flat
 class TensorBoard(Instrument):
     """Writes the numbers that jobs log, with a folder of event files for each job. For one rank's `instruments`.
 
-    After a restart TensorBoard shows the new values from the first step on that was logged again.
+    After a restart TensorBoard shows the new values from the first step on that was logged again. A killed run may lack
+    its last seconds.
 
     Args:
         folder: For `tensorboard --logdir`.
@@ -38,7 +39,9 @@ class TensorBoard(Instrument):
         if (writer := self._writers.get(job)) is None:
             from tensorboardX import SummaryWriter
 
-            writer = self._writers[job] = SummaryWriter(str(self._folder / quote(job, safe=" ")), purge_step=step)
+            writer = self._writers[job] = SummaryWriter(
+                str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
+            )
         for key, value in flat(values):
             if isinstance(value, bool | int | float):
                 writer.add_scalar(key, value, step)

@@ -146,10 +146,9 @@ def _decompressed(compression: int, data: bytes) -> bytes:
     nbytes, place = _varint(data, 0)
     if compression != ZSTD:
         raise ValueError(f"the index at its end is compressed as `{chr(compression)}`; only zstd can be read remotely")
-    try:
-        import zstandard  # of the extra `remote`
-    except ImportError as error:
-        raise ImportError("Data sets at a URL need `zstandard`: install `jaxcross[remote]`.") from error
+    require_extra("remote", "a data set at a URL", "zstandard")
+    import zstandard
+
     try:
         return zstandard.ZstdDecompressor().decompress(data[place:], max_output_size=nbytes)
     except zstandard.ZstdError as error:

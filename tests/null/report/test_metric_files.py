@@ -25,15 +25,15 @@ def table(folder: Path, job: str = "a") -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None) -> list[Any]:
-    """Logs values after the steps that follow `begin`; returns the history before."""
+def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: int | None = None) -> None:
+    """Logs values after the steps that follow `begin`."""
     files = MetricFiles(folder, goes_on)
     files.claim()
-    before = [] if begin is None else files.begin("a", begin)
+    if begin is not None:
+        files.begin("a", begin)
     for step, value in enumerate(values, (begin or 0) + 1):
         files.metrics(job="a", step=step, values=value)
     files.close()
-    return before
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,10 @@ def logged(folder: Path, *values: object, goes_on: Path | None = None, begin: in
         ({"step": 7, "time": 8.0}, {"step_": 7, "time_": 8.0}),
         (0.25, {"value": 0.25}),
         ({"w": np.arange(2.0), "pair": (1, {"x": 2})}, {"w": [0.0, 1.0], "pair/0": 1, "pair/1/x": 2}),
+        ({"a/b": 1, "a": {"b": 2}}, {"a/b": 1, "a/b_": 2}),
         ({"loss": float("nan"), "top": float("-inf")}, {"loss": "nan", "top": "-inf"}),
     ],
-    ids=["flat", "nested", "own keys", "number", "arrays", "not finite"],
+    ids=["flat", "nested", "own keys", "number", "arrays", "one name twice", "not finite"],
 )
 def test_a_line_of_a_step(values: object, line: dict[str, Any], tmp_path: Path) -> None:
     logged(tmp_path, values)
@@ -69,8 +70,7 @@ def test_a_restart_drops_later_steps_and_half_a_line(tmp_path: Path) -> None:
     logged(folder, *({"loss": float(n)} for n in range(5)), goes_on=checkpoints)
     with (folder / "a.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    before = logged(folder, {"loss": 30.0}, goes_on=checkpoints, begin=3)
-    assert before == [(1, {"loss": 0.0}), (2, {"loss": 1.0}), (3, {"loss": 2.0})]
+    logged(folder, {"loss": 30.0}, goes_on=checkpoints, begin=3)
     assert [(line["step"], line["loss"]) for line in written(folder)] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
     assert [row["step"] for row in table(folder)] == ["1", "2", "3", "4"]
 
@@ -81,6 +81,48 @@ def test_another_run_cannot_have_the_folder(first: Path | None, tmp_path: Path) 
     for goes_on in (None, Path("/two")):
         with pytest.raises(ValueError, match="has the metrics of another run"):
             MetricFiles(tmp_path, goes_on).claim()
+    assert written(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_lines_of_a_run_whose_checkpoints_are_gone_stay(tmp_path: Path) -> None:
+    """It begins at step 0, in the folder of a run that has come further."""
+    folder, checkpoints = tmp_path / "metrics", tmp_path / "checkpoints"
+    for n in range(3):
+        logged(folder, {"loss": float(n)}, goes_on=checkpoints, begin=0)
+    assert written(folder) == [{"step": 1, "loss": 2.0}]
+    aside = [json.loads((folder / f"a.jsonl.old-{n}").read_text())["loss"] for n in (1, 2)]
+    assert aside == [0.0, 1.0]
+
+
+def test_what_is_logged_before_the_state_is_restored(tmp_path: Path) -> None:
+    """It is not known yet where the files are to end: it waits, and a run that goes on has it already."""
+    for begin, losses in ((0, [(0, 9.0), (1, 1.0)]), (1, [(0, 9.0), (1, 1.0), (2, 2.0)])):
+        files = MetricFiles(tmp_path / "metrics", tmp_path / "checkpoints")
+        files.claim()
+        files.metrics(job="a", step=0, values={"loss": 9.0})
+        files.begin("a", begin)
+        files.metrics(job="a", step=begin + 1, values={"loss": begin + 1.0})
+        files.close()
+        assert [(line["step"], line["loss"]) for line in written(tmp_path / "metrics")] == losses
+
+
+def test_a_job_that_restores_nothing_is_written_at_the_end(tmp_path: Path) -> None:
+    logged(tmp_path / "metrics", {"loss": 1.0}, goes_on=tmp_path / "checkpoints")
+    assert written(tmp_path / "metrics") == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_late_line_is_no_error(tmp_path: Path) -> None:
+    """A thread that a broken run has left may still log."""
+    files = MetricFiles(tmp_path)
+    files.claim()
+    files.close()
+    files.metrics(job="a", step=1, values={"loss": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_kill_before_the_folder_was_claimed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").touch()
+    logged(tmp_path, {"loss": 1.0})
     assert written(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
@@ -106,7 +148,7 @@ def test_a_name_is_no_path(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = MetricFiles(tmp_path / "metrics")
     files.claim()
-    (tmp_path / "metrics" / "a.jsonl").mkdir()  # no file can be opened there
+    (tmp_path / "metrics" / "a.csv.new").mkdir()  # no file can be opened there
     for step in (1, 2, 3):
         files.metrics(job="a", step=step, values={"loss": 1.0})
         files.metrics(job="b", step=step, values={"loss": 1.0})
