@@ -16,6 +16,8 @@ from functools import cached_property
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
+from jaxcross.errors import require_extra
+
 BLOCK_BYTES = 1 << 16
 BLOCK_HEADER_BYTES = 24
 CHUNK_HEADER = struct.Struct("<QQQQQ")  # hashes of header and data, sizes, and the type with the number of records

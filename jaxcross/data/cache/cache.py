@@ -259,7 +259,9 @@ def _remove_abandoned(own: Path) -> None:
         if other == own or not folder.is_absolute():
             continue
         if not folder.is_dir():
-            shutil.rmtree(other, ignore_errors=True)
+            # Removed, or of a container that shares this memory and has other disks: then its levels have users.
+            if not any(has_users(users) for users in other.glob("*/users")):
+                shutil.rmtree(other, ignore_errors=True)
             continue
         with suppress(OSError):
             mutex = FileLock(folder / "open.lock")

@@ -18,26 +18,34 @@ BYTE_LOCK = struct.Struct("hhqqi4x")  # the kernel's `struct flock`: kind, origi
 
 @final
 class FileLock:
-    """Mutual exclusion among all threads and processes that name the same file. A context manager; not reentrant."""
+    """Mutual exclusion among all threads and processes that name the same file. A context manager; not reentrant.
+
+    Once it is closed it excludes the threads of this process only.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._fd = _open(path)
+        self._fd: int | None = _open(path)
         self._threads = threading.Lock()
 
     def __enter__(self) -> Self:
         self._threads.acquire()
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._threads.release()
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file. Waits for who holds the lock in another thread."""
+        with self._threads:
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None  # the number may be another file's from now on
 
 
 @final

@@ -18,8 +18,8 @@ from jaxcross.data.cache.small_files import FooterFiles
 
 CONNECTIONS = 32
 """Ranges that are read at once. With fsspec's own 128 some starved: 19 s instead of 12 over 8 Mbit/s, once 200 s."""
-TRIES = 3
-WAIT_S = 0.5
+TRIES = 7
+WAIT_S = 0.5  # doubled each time: half a minute in all, as stores that limit their load ask for
 
 
 class Fetched(NamedTuple):
@@ -219,11 +219,14 @@ class RemoteOrigin(Origin):
             try:
                 return call()
             except Exception as error:  # each of fsspec's file systems has errors of its own
-                if attempt < TRIES and not self._stop.wait(WAIT_S * attempt):
+                # Over HTTP fsspec says that a file is not there where the server is not.
+                again = attempt < TRIES and not isinstance(error, PermissionError)
+                if again and not self._stop.wait(WAIT_S * 2 ** (attempt - 1)):
                     continue
                 kind = type(error) if isinstance(error, FileNotFoundError | PermissionError) else OSError
                 raise kind(
-                    f"Reading {_named(paths)} failed {attempt} times: {type(error).__name__}: {error}. Training "
+                    f"Reading {_named(paths)} failed{f' {attempt} times' if attempt > 1 else ''}: "
+                    f"{type(error).__name__}: {error}. Training "
                     "resumes from its data position once the storage answers."
                 ) from error
         return None

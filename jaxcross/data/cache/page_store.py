@@ -63,7 +63,7 @@ class PageStore:
             raise ValueError(f"`{name}_bytes` must be 0 or at least {SMALLEST_BYTES}, got {budget_bytes}.")
         self.n_pages = (budget_bytes - 8 * HEADER) // (PAGE_BYTES + 8)
         self.damaged = 0
-        self.is_off = False
+        self.is_off = self._is_closed = False
         self._folder = folder
         self._name = name
         self._distances = distances
@@ -105,15 +105,18 @@ class PageStore:
     def grow(self, records: int) -> None:
         """Makes place for rows of records below `records`."""
         with self._lock:
+            if self._is_closed:
+                return
             if _size(self._folder / "rows") < records * ROW_BYTES:
                 _resize(self._folder / "rows", records * ROW_BYTES)
-        self._map_rows()
+            self._map_rows()
 
     def close(self) -> None:
-        """Leaves the level. Nothing may be called after it."""
-        self._header = self._next = self._free = np.empty(0, np.int64)
-        self._rows = np.empty((0, 4), np.uint32)
-        os.close(self._data)
+        """Leaves the level. Waits for a call in another thread; after it the level has nothing and takes nothing."""
+        with self._lock:
+            self._is_closed = True
+            self._rows = np.empty((0, 4), np.uint32)
+            os.close(self._data)  # threads that still read find no record: the number may be another file's now
         self._lock.close()
         self._users.leave()
 
@@ -124,9 +127,16 @@ class PageStore:
         """Reads one record, or returns None. A record whose checksum is wrong, or has another salt, is dropped."""
         if number not in self:
             return None
-        blob = self._read(number, salt)
+        try:
+            blob = self._read(number, salt)
+        except (OSError, IndexError):
+            if not self._is_closed:
+                raise
+            return None
         if blob is None and number in self:  # moved by another process while it was read, or damaged
             with self._locked():
+                if self._is_closed:
+                    return None
                 blob = self._read(number, salt)
                 if blob is None and number in self:
                     self._drop(np.array([number]))
@@ -146,6 +156,8 @@ class PageStore:
             return False
         try:
             with self._locked():
+                if self._is_closed:
+                    return False
                 if number in self:
                     return True
                 lacking = needed - int(self._header[FREE])
@@ -174,7 +186,7 @@ class PageStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
-            if self._header[DIRTY]:
+            if self._header[DIRTY] and not self._is_closed:
                 self._recount()
             yield
 

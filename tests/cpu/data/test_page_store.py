@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -300,3 +301,30 @@ def test_processes_fill_one_level_together(tmp_path):
     assert kept(store) == list(range(store.n_pages // 3))
     free_pages(store)
     assert file_bytes(tmp_path) <= BUDGET
+
+
+def test_a_store_closes_behind_a_write(tmp_path, monkeypatch):
+    """A thread that is storing a record never writes into a file that got the store's descriptor."""
+    store, write = open_store(tmp_path / "level"), page_store._write
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        assert go_on.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(page_store, "_write", slow)
+    writer = threading.Thread(target=store.put, args=(1, b"x" * 9000))
+    writer.start()
+    assert begun.wait(30)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    go_on.set()
+    for thread in (writer, closer):
+        thread.join(30)
+    mine = [os.open(tmp_path / f"mine-{n}", os.O_RDWR | os.O_CREAT) for n in range(8)]
+    assert not store.put(2, b"y" * 9000)
+    assert store.get(1) is None
+    assert [os.fstat(fd).st_size for fd in mine] == [0] * 8
+    for fd in mine:
+        os.close(fd)

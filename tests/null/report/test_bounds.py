@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Span
@@ -95,7 +95,8 @@ def simulated(seed, kind):
                 span, free = replace(span, start_ns=min(arrived, span.start_ns)), span.end_ns
             times = {name: getattr(span, name) + clock for name in ("start_ns", "end_ns", "ready_ns")}
             spans.append(replace(span, **times))
-        wall_ns[rank] = round(result.end_s * 1e9)
+        # The exchange lane is through at `end_s`; of a job that left, the device may still have a segment then.
+        wall_ns[rank] = max([round(result.end_s * 1e9), *(span.end_ns for span in result.spans)])
     names = sorted({span.job for span in spans} | {str(job) for job in range(jobs)})
     facts = [JobSummary(name=n, steps=max((s.step for s in spans if s.job == n), default=0)) for n in names]
     return spans, facts, wall_ns
@@ -131,6 +132,7 @@ def check_sums(result, *, served=False):
 
 @settings(max_examples=200, deadline=None)
 @given(seed=SEEDS, kind=st.sampled_from(POLICIES))
+@example(seed=5495493, kind="round-robin")  # computes until after its last exchange
 def test_no_round_is_shorter_than_its_bound(seed, kind):
     spans, facts, wall_ns = simulated(seed, kind)
     check_sums(break_down(spans, facts, wall_ns, in_turn=kind == "sequential"))
