@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
@@ -33,21 +34,27 @@ class TensorBoard(Instrument):
         require_extra("tensorboard", "`TensorBoard`", "tensorboardX")
         self._folder = Path(folder).absolute()
         self._writers: dict[str, Any] = {}
+        atexit.register(self.close)
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a point to each curve."""
         if (writer := self._writers.get(job)) is None:
             from tensorboardX import SummaryWriter
 
-            writer = self._writers[job] = SummaryWriter(
-                str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
-            )
+            # TensorBoard hides what a killed run has from this step on.
+            writer = SummaryWriter(str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5)
+            self._writers[job] = writer
         for key, value in flat(values):
             if isinstance(value, bool | int | float):
                 writer.add_scalar(key, value, step)
 
     def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:
-        """Writes what is left of a job that is over."""
+        """Writes what is left of a job that came to its end. Waits for the disk."""
         del step, value
-        if kind in ("done", "status") and (writer := self._writers.get(job)) is not None:
-            writer.flush()
+        if kind == "done" and (writer := self._writers.pop(job, None)) is not None:
+            writer.close()  # its `flush` would leave what its thread has not taken yet
+
+    def close(self) -> None:
+        """Writes what is left of the other jobs, as the process does at its end."""
+        while self._writers:
+            self._writers.popitem()[1].close()

@@ -26,9 +26,11 @@ def test_event_files_hold_the_numbers(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     for step in (1, 2):
         sink.metrics(job="a/b", step=step, values={"loss": 0.5 / step, "eval": {"accuracy": 0.25}, "w": [1, 2]})
+        sink.note(job="a/b", kind="status", step=step, value="paused")  # it goes on afterwards
     sink.metrics(job="other", step=7, values={"loss": 3.0})
-    for job in ("a/b", "other", "unknown"):
+    for job in ("a/b", "unknown"):
         sink.note(job=job, kind="done", step=2)
     found = [("loss", 1, 0.5), ("eval/accuracy", 1, 0.25), ("loss", 2, 0.25), ("eval/accuracy", 2, 0.25)]
     assert list(points(tmp_path / "a%2Fb")) == found
+    sink.close()  # a job that failed
     assert list(points(tmp_path / "other")) == [("loss", 7, 3.0)]
