@@ -27,7 +27,7 @@ settings.register_profile("jaxcross", deadline=None, suppress_health_check=[Heal
 settings.load_profile("jaxcross")
 
 
-ALL_TESTS_S = 1000.0
+ALL_TESTS_S = 820.0
 """Time of all tests of a plain `pytest`, added up over its workers, on the machine of the table in tests/README.md."""
 
 
