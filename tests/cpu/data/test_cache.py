@@ -11,26 +11,9 @@ from jaxcross.data import Cache, SharedDecode, eval_batches, open_records, train
 from jaxcross.data.cache import simulate, streams
 from jaxcross.data.cache.locks import Claims
 from jaxcross.data.cache.next_use import PAGE_BYTES
-from tests.support.data_caches import IMAGES, STREAM, caches_in, digests, records_of, tree, write_set
+from tests.support.data_caches import IMAGES, STREAM, digests, records_of, tree
 
 BUDGETS = {"disk_bytes": (0, 90_000, 10**6), "memory_bytes": (0, 70_000, 10**6), "images_bytes": (0, 100_000, 10**6)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_set(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
-    """The bits of 20 batches without a cache."""
-    return digests(train_batches(folder, steps=20, **STREAM))
-
-
-@pytest.fixture
-def open_cache(tmp_path):
-    with caches_in(tmp_path) as call:
-        yield call
 
 
 @pytest.mark.parametrize("budgets", list(itertools.product(*BUDGETS.values())), ids=str)

@@ -12,24 +12,7 @@ from jaxcross.data import open_records, synthesise, train_batches
 from jaxcross.data.cache import streams
 from jaxcross.data.cache.feed import Passes
 from jaxcross.data.cache.streams import Streams
-from tests.support.data_caches import IMAGES, STREAM, caches_in, digest, digests, records_of, write_set
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_set(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
-    """The bits of 20 batches without a cache."""
-    return digests(train_batches(folder, steps=20, **STREAM))
-
-
-@pytest.fixture
-def open_cache(tmp_path):
-    with caches_in(tmp_path) as call:
-        yield call
+from tests.support.data_caches import IMAGES, STREAM, digest, digests, records_of
 
 
 def test_a_changed_data_set_is_read_again(tmp_path, open_cache):
