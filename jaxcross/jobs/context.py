@@ -76,7 +76,7 @@ class JobContext:
         host: JobHost,
         metrics: MetricLog,
         world: World,
-        begin_files: Callable[[int], object] = lambda _: None,
+        begin_files: Callable[[int], None] | None = None,
     ) -> None:
         self.name = life.name
         self._life = life
@@ -242,7 +242,8 @@ class JobContext:
                 label = "restore" if mode == "check" else f"restore, mode={mode!r}"  # ranks compare it
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
-        self._begin_files(self.step)
+        if self._begin_files is not None:
+            self._begin_files(self.step)
         self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )

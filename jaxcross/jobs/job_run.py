@@ -56,7 +56,7 @@ class JobRun:
         self._life = JobLifecycle(name)
         self._host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
         self._metrics = MetricLog(self._note_metrics)
-        begin = partial(metric_files.begin, name) if metric_files is not None else _no_files
+        begin = None if metric_files is None else partial(metric_files.begin, name)
         self.context = JobContext(self._life, self._host, self._metrics, world, begin)
 
     @property
@@ -159,10 +159,6 @@ class JobRun:
         if resumption is not None:
             reason = self._host.unsavable_reason()
             resumption.save_last(self._host.latest.state, self.step, together, unsavable_reason=reason)
-
-
-def _no_files(_: int) -> None:
-    """Does nothing, where no metrics are written."""
 
 
 def _no_function(*_: object, **__: object) -> None:
