@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxcross.errors import first_line
+
 _TIMEOUT_S = 90.0
 
 
@@ -22,14 +24,16 @@ class Check:
     Attributes:
         name: What was looked at.
         found: What was found.
-        remedy: What to do about it; empty if all is well.
+        remedy: What to do about it; empty if all is well, or if another check has the remedy.
         fatal: Training cannot work until it is done.
+        cause: Name of the check whose remedy comes first: until then this one cannot be judged.
     """
 
     name: str
     found: str
     remedy: str = ""
     fatal: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Findings:
         probe: The JSON of `jaxcross.world.probe`.
         exchange: The JSON of its two-rank all-reduce, or `{"error": ...}`.
         mpirun: Path and vendor of the launcher, or None.
+        libraries: The folder with the MPI library that belongs to `mpirun`, if there is one.
         cores: Cores that this process may use.
         machine_cores: Cores that the machine has.
         pool: Threads that XLA's CPU pool will have in a rank.
@@ -49,6 +54,7 @@ class Findings:
     probe: Mapping[str, Any]
     exchange: Mapping[str, Any]
     mpirun: tuple[str, str] | None
+    libraries: str | None
     cores: int
     machine_cores: int
     pool: int
@@ -84,14 +90,19 @@ def run(args: argparse.Namespace) -> int:
     for column in ("", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        mark = "[green]ok" if not check.remedy else "[red]wrong" if check.fatal else "[yellow]note"
-        table.add_row(mark, check.name, _escaped(check.found))
+        table.add_row(_mark(check), check.name, _escaped(check.found))
     console = Console()
     console.print(table)
     for check in checks:
         if check.remedy:
             console.print(f"[bold]{check.name}[/bold]: {_escaped(check.remedy)}")
     return exit_code(checks)
+
+
+def _mark(check: Check) -> str:
+    if check.cause:
+        return "[dim]-"
+    return "[green]ok" if not check.remedy else "[red]wrong" if check.fatal else "[yellow]note"
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -121,6 +132,7 @@ def look() -> Findings:
         probe=_ask([sys.executable, "-m", "jaxcross.world.probe"], {}),
         exchange=exchange,
         mpirun=None if mpirun is None else (mpirun.path, mpirun.vendor),
+        libraries=None if mpirun is None else libraries_of(mpirun.path),
         cores=xla_pool.cores(),
         machine_cores=os.cpu_count() or 1,
         pool=xla_pool.effective(os.environ, xla_pool.needed(xla_pool.cores(), 1)),
@@ -128,50 +140,64 @@ def look() -> Findings:
     )
 
 
+def libraries_of(mpirun: str) -> str | None:
+    """Returns the folder with the MPI library that was installed together with `mpirun`; None if there is none."""
+    prefixes = (Path(mpirun).absolute().parent.parent, Path(mpirun).resolve().parent.parent)
+    folders = (prefix / name for prefix in prefixes for name in ("lib", "lib64"))
+    return next((str(folder) for folder in folders if any(folder.glob("libmpi.so*"))), None)
+
+
 def judge(found: Findings) -> list[Check]:
-    """Returns a check for each part of the findings. Pure."""
+    """Returns a check for each part of the findings. Where one explains others, it alone has a remedy. Pure."""
     mpi, mpi4jax, jax = (found.probe.get(k, {"error": "no answer"}) for k in ("mpi", "mpi4jax", "jax"))
-    checks = [_judge_mpi(mpi), _judge_threads(mpi), _judge_mpi4jax(mpi4jax), _judge_jax(jax)]
-    if found.mpirun is None:
-        remedy = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
-        checks.append(Check(name="mpirun", found="none", remedy=remedy, fatal=True))
-    else:
-        checks.append(Check(name="mpirun", found=f"{found.mpirun[0]} ({found.mpirun[1]})"))
-    checks.append(_judge_exchange(found.exchange))
-    small = found.pool < 2
-    checks.append(
-        Check(
-            name="XLA CPU pool",
-            found=f"{found.pool} threads for {found.cores} of {found.machine_cores} cores",
-            remedy="Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread." if small else "",
-            fatal=small,
-        )
-    )
-    bound = found.cores == 1 and found.machine_cores > 1
-    checks.append(
-        Check(
-            name="binding",
-            found=f"{found.cores} of {found.machine_cores} cores",
-            remedy="This shell is bound to one core; compute and exchange will share it." if bound else "",
-        )
-    )
-    checks.append(
-        Check(
-            name="network namespaces",
-            found=found.no_namespaces or "available",
-            remedy="`jaxcross demo` will emulate its link and say so; training is not affected."
-            if found.no_namespaces
-            else "",
-        )
-    )
-    return checks
+    checks = [
+        _judge_mpi(mpi, found),
+        _judge_threads(mpi),
+        _judge_mpi4jax(mpi4jax),
+        _judge_jax(jax),
+        _judge_mpirun(found.mpirun),
+        _judge_exchange(found.exchange),
+        _judge_pool(found),
+        _judge_binding(found),
+        _judge_namespaces(found.no_namespaces),
+    ]
+    fatal = {check.name for check in checks if check.fatal}
+    return [_explained(check, fatal) for check in checks]
 
 
-def _judge_mpi(mpi: Mapping[str, Any]) -> Check:
-    if "error" in mpi:
-        remedy = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
-        return Check(name="MPI", found=mpi["error"], remedy=remedy, fatal=True)
-    return Check(name="MPI", found=f"{mpi['library']} (MPI {mpi['standard']})")
+_CAUSES = {
+    "thread level": ("MPI",),
+    "mpi4jax": ("MPI", "JAX"),
+    "mpirun": ("MPI",),
+    "all-reduce of 2 ranks": ("MPI", "JAX", "mpirun", "mpi4jax", "thread level", "XLA CPU pool"),
+}
+"""The checks that fail if an earlier link of the chain does, and those links, the first cause first."""
+
+
+def _explained(check: Check, fatal: set[str]) -> Check:
+    """Returns the check without a remedy if it has failed as a consequence of another one."""
+    cause = next((name for name in _CAUSES.get(check.name, ()) if name in fatal), None)
+    if cause is None or not check.fatal:
+        return check
+    return Check(name=check.name, found=f"cannot be checked before {cause}", cause=cause)
+
+
+_NO_MPI = "Install an MPI next to jaxcross (`pip install mpich`), or load your cluster's MPI module."
+
+
+def _judge_mpi(mpi: Mapping[str, Any], found: Findings) -> Check:
+    if "error" not in mpi:
+        return Check(name="MPI", found=f"{mpi['library']} (MPI {mpi['standard']})")
+    error = first_line(str(mpi["error"]))
+    remedy = _NO_MPI
+    if found.mpirun is not None and found.libraries is not None:
+        # The `bin` of an installation without its `lib`: the environment was set by hand, and by half.
+        error += f"; `{found.mpirun[0]}` is on the path, its library in `{found.libraries}` is not"
+        remedy = (
+            "Let the loader find the library of your `mpirun`: load your cluster's MPI module, or "
+            f"`export LD_LIBRARY_PATH={found.libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}`."
+        )
+    return Check(name="MPI", found=error, remedy=remedy, fatal=True)
 
 
 def _judge_threads(mpi: Mapping[str, Any]) -> Check:
@@ -200,6 +226,12 @@ def _judge_jax(jax: Mapping[str, Any]) -> Check:
     return Check(name="JAX", found=f"{jax['version']} (jaxlib {jax['jaxlib']}): {', '.join(jax['devices'])}")
 
 
+def _judge_mpirun(mpirun: tuple[str, str] | None) -> Check:
+    if mpirun is None:
+        return Check(name="mpirun", found="none", remedy=_NO_MPI, fatal=True)
+    return Check(name="mpirun", found=f"{mpirun[0]} ({mpirun[1]})")
+
+
 def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
     name = "all-reduce of 2 ranks"
     if exchange.get("correct") and exchange.get("ranks") == 2:
@@ -209,6 +241,30 @@ def _judge_exchange(exchange: Mapping[str, Any]) -> Check:
         "`mpirun` and mpi4py's MPI must be of one vendor; run `jaxcross launch -n 2 -m jaxcross.world.probe exchange`."
     )
     return Check(name=name, found=found, remedy=remedy, fatal=True)
+
+
+def _judge_pool(found: Findings) -> Check:
+    small = found.pool < 2
+    return Check(
+        name="XLA CPU pool",
+        found=f"{found.pool} threads for {found.cores} of {found.machine_cores} cores",
+        remedy="Unset `NPROC` and `PJRT_NPROC`: a waiting exchange would hold the only thread." if small else "",
+        fatal=small,
+    )
+
+
+def _judge_binding(found: Findings) -> Check:
+    bound = found.cores == 1 and found.machine_cores > 1
+    return Check(
+        name="binding",
+        found=f"{found.cores} of {found.machine_cores} cores",
+        remedy="This shell is bound to one core; compute and exchange will share it." if bound else "",
+    )
+
+
+def _judge_namespaces(reason: str | None) -> Check:
+    remedy = "`jaxcross demo` will emulate its link and say so; training is not affected."
+    return Check(name="network namespaces", found=reason or "available", remedy=remedy if reason else "")
 
 
 def _ask(line: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxcross.commands.doctor import Findings, exit_code, judge
+from jaxcross.commands.doctor import Findings, exit_code, judge, libraries_of
 
 HEALTHY = Findings(
     probe={
@@ -14,6 +14,7 @@ HEALTHY = Findings(
     },
     exchange={"ranks": 2, "pool": 4, "correct": True},
     mpirun=("/venv/bin/mpirun", "mpich"),
+    libraries="/venv/lib",
     cores=2,
     machine_cores=2,
     pool=2,
@@ -34,7 +35,12 @@ def test_a_healthy_machine():
 
 
 WRONG = [
-    (with_probe("mpi", {"error": "cannot load"}), "MPI", True, "Install an MPI next to jaxcross"),
+    (
+        replace(with_probe("mpi", {"error": "cannot load"}), libraries=None),
+        "MPI",
+        True,
+        "Install an MPI next to jaxcross",
+    ),
     (with_probe("mpi", {**HEALTHY.probe["mpi"], "thread_level": "single"}), "thread level", True, "jaxcross needs"),
     (with_probe("mpi4jax", {"error": "ABI"}), "mpi4jax", True, "Rebuild it for the MPI that is loaded"),
     (with_probe("mpi4jax", {**HEALTHY.probe["mpi4jax"], "warnings": ["too new"]}), "mpi4jax", False, "too new"),
@@ -61,3 +67,62 @@ def test_each_wrong_thing_has_a_remedy(findings, name, fatal, remedy):
     wrong = {c.name: c for c in checks if c.remedy}
     assert name in wrong and wrong[name].remedy.startswith(remedy)
     assert exit_code(checks) == int(fatal)
+
+
+NOTHING_LOADS = {"error": "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open shared object file"}
+HALF_AN_MPI = Findings(
+    probe={"mpi": NOTHING_LOADS, "mpi4jax": NOTHING_LOADS, "jax": HEALTHY.probe["jax"]},
+    exchange={"error": "exit code 1: libmpi.so: cannot open shared object file"},
+    mpirun=("/opt/mpich/bin/mpirun", "unknown"),
+    libraries="/opt/mpich/lib",
+    cores=2,
+    machine_cores=2,
+    pool=2,
+    no_namespaces=None,
+)
+
+
+def test_bin_without_lib_is_one_remedy():
+    """An MPI whose `bin` is on the path but not its `lib` gets one remedy, not one for each consequence."""
+    checks = judge(HALF_AN_MPI)
+    (remedy,) = [check.remedy for check in checks if check.remedy]
+    assert remedy.endswith("`export LD_LIBRARY_PATH=/opt/mpich/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}`.")
+    mpi, *others = [check for check in checks if check.cause or check.fatal]
+    assert mpi.found == (
+        "RuntimeError: cannot load MPI library; `/opt/mpich/bin/mpirun` is on the path, its library in `/opt/mpich/lib`"
+        " is not"
+    )
+    assert [(check.name, check.cause) for check in others] == [
+        (name, "MPI") for name in ("thread level", "mpi4jax", "all-reduce of 2 ranks")
+    ]
+    assert exit_code(checks) == 1
+
+
+CONSEQUENCES = [
+    (replace(HEALTHY, mpirun=None, exchange={"error": "no `mpirun`"}), "mpirun"),
+    (replace(with_probe("mpi4jax", {"error": "ABI"}), exchange={"error": "ABI"}), "mpi4jax"),
+    (replace(with_probe("jax", {"error": "no driver"}), exchange={"error": "no driver"}), "JAX"),
+    (replace(HEALTHY, pool=1, exchange={"error": "pool"}), "XLA CPU pool"),
+]
+
+
+@pytest.mark.parametrize(("findings", "cause"), CONSEQUENCES, ids=[c for _, c in CONSEQUENCES])
+def test_failed_exchange_points_at_its_cause(findings, cause):
+    (exchange,) = [check for check in judge(findings) if check.name.startswith("all-reduce")]
+    assert (exchange.cause, exchange.remedy) == (cause, "")
+    assert [check.name for check in judge(findings) if check.remedy] == [cause]
+
+
+def test_exchange_that_works_needs_no_cause():
+    """What works is not called a consequence, whatever else is wrong."""
+    checks = judge(replace(HEALTHY, pool=1))
+    assert [check.cause for check in checks] == [""] * len(checks)
+
+
+def test_library_next_to_mpirun_is_found(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").touch()
+    assert libraries_of(str(tmp_path / "bin" / "mpirun")) is None
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libmpi.so.12").touch()
+    assert libraries_of(str(tmp_path / "bin" / "mpirun")) == str(tmp_path / "lib64")
