@@ -78,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         keep_bytecode(config)
     # Children of a test (mpirun and its ranks) print their stacks on a crash, too.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    # Tests compare what processes print, and a slow machine prints more progress than a fast one.
+    os.environ["JAXCROSS_PROGRESS"] = "0"
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -94,6 +94,28 @@ class FlightRecorder:
             raise
         self.end(token)
 
+    def current(self) -> tuple[Activity, ...]:
+        """Returns the activities under way, the one that began first at the head."""
+        return tuple(self._open.copy().values())
+
+    @property
+    def run(self) -> str:
+        """Identifies this run's processes, the same on every rank."""
+        first = self._processes[0]
+        return f"{first.host} {first.pid} {first.started}"
+
+    def replace_file(self, name: str, text: str) -> None:
+        """Replaces a small file next to the event file; readers see the old text or the new one, whole."""
+        if self._file < 0:
+            return
+        path = self._path.with_name(name)
+        try:
+            new = path.with_suffix(".new")
+            new.write_text(text)
+            os.replace(new, path)
+        except OSError as error:
+            _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
+
     def beat(self) -> None:
         """Records that this rank lives."""
         if self._file >= 0:
@@ -150,10 +172,10 @@ class FlightRecorder:
 
     def _start_file(self) -> None:
         """Starts a file with the activities under way; keeps the file before it, and no other."""
-        now_ns, own, first = time.monotonic_ns(), self._processes[self._rank], self._processes[0]
+        now_ns, own = time.monotonic_ns(), self._processes[self._rank]
         header = {
             "jaxcross": VERSION,
-            "run": f"{first.host} {first.pid} {first.started}",
+            "run": self.run,
             "rank": self._rank,
             "size": len(self._processes),
             "host": own.host,

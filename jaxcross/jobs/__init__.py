@@ -10,6 +10,7 @@ prefetch        batches, prepared ahead; `data_position` says where a job is in 
 latest_state    the state that a job is left with, however it ends; `resumption` ties it to checkpoints
 replicas        whether all ranks hold the same state; `replica_checks` says when that is compared
 metrics         what a job logged
+progress        how far the jobs are, shown while they run
 step_registry   the functions with exchanges that a job calls
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from jaxcross._arguments import is_whole
@@ -92,6 +94,21 @@ def check_checkpoints(checkpoints: Any) -> None:
     """
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise _wrong("`checkpoints`", "`jaxcross.Checkpoints(directory, every=1000)`, or None", checkpoints)
+
+
+def check_progress(progress: Any) -> None:
+    """Makes sure that `progress` is a yes or no, seconds above 0, or None.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is not above 0, or not finite.
+    """
+    if progress is None or isinstance(progress, bool):
+        return
+    if not isinstance(progress, Real):
+        raise _wrong("`progress`", "True, False, the seconds between lines, or None", progress)
+    if not 0 < float(progress) < math.inf:
+        raise ValueError(f"`progress` must be more than 0 seconds between lines, False for none, got {progress}.")
 
 
 def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:

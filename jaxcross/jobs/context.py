@@ -18,7 +18,7 @@ from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
-from jaxcross.jobs.prefetch import Prefetcher, to_device
+from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
@@ -172,6 +172,10 @@ class JobContext:
         # thread.
         loops = self.host.loops = [loop for loop in self.host.loops if not loop.closed]
         resumption = self._life.resumption
+        start = START if resumption is None else resumption.next_position()
+        if not loops:  # one next to others evaluates, perhaps
+            count = number_of_batches(data, steps)
+            self.host.planned_steps = None if count is None else self.step + max(0, count - start.n_batches)
         loop = Prefetcher(
             driver=driver,
             job=record,
@@ -180,7 +184,7 @@ class JobContext:
             data=data,
             steps=steps,
             prepare=to_device,
-            start=START if resumption is None else resumption.next_position(),
+            start=start,
             resumable=resumption is not None,
         )
         self._streams += 1

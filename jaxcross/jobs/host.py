@@ -41,6 +41,7 @@ class JobHost:
         replicas: Comparisons of the ranks' copies of the state.
         examples: Examples of a step.
         loops: The job's loops over batches that are not over, in their order.
+        planned_steps: The step at which its latest loop on its own ends, None where that is not known.
         done: Set once the job is over and its results are final.
     """
 
@@ -59,6 +60,7 @@ class JobHost:
         self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
         self.examples = ExampleCount()
         self.loops: list[Prefetcher] = []
+        self.planned_steps: int | None = None
         self.done = threading.Event()
 
     @property

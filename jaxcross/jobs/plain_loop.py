@@ -95,6 +95,7 @@ def run(
     checkpoints: Checkpoints | None = None,
     metrics: str | os.PathLike[str] | None = None,
     check_replicas: CheckReplicas | int | None = None,
+    progress: bool | float | None = None,
 ) -> Report:
     """Runs plain training loops that share this rank's device. Waits for all ranks; see `Runner`.
 
@@ -126,6 +127,7 @@ def run(
         checkpoints=checkpoints,
         metrics=metrics,
         check_replicas=check_replicas,
+        progress=progress,
     ) as runner:
         for job in found:
             runner.add(job.name, job._run)

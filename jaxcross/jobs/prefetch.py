@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any, Protocol, final, runtime_checkable
 
 import jax
@@ -206,6 +207,15 @@ class Prefetcher(Iterator[Any]):
                 source.close()
             except Exception:  # the job does not need it any more, and may be over
                 _log.exception("`close()` of the data given to job.batches raised")
+
+
+def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:
+    """Returns how many batches a loop has, unless another rank's data end sooner; None if that is not known."""
+    length = None
+    if isinstance(data, Sized):
+        with suppress(Exception):  # a length that its class cannot tell
+            length = len(data)
+    return min((n for n in (length, steps) if n is not None), default=None)
 
 
 def to_device(batch: PyTree) -> PyTree:

@@ -26,6 +26,7 @@ from jaxcross.jobs import arguments
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.job_run import JobRun
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
+from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.submissions import RegisteredFunctions
@@ -63,10 +64,13 @@ class Runner:
         check_replicas: Compare the ranks' copies of each job's state after so many steps, and let a job fail on every
             rank where they differ; a `CheckReplicas` also names leaves to leave out. Same on every rank. If None,
             states are compared at checkpoints and at a job's end, for the report.
+        progress: Whether to show how far the jobs are. By default `jaxcross launch` draws a table on a terminal;
+            elsewhere rank 0 prints a line a job to standard error, first after 3 s, then every 10 s, in a long run
+            every minute. A number is the seconds between lines. `JAXCROSS_PROGRESS` in the environment overrules it.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1.
+        ValueError: `depth` is below 1, or `progress` is a number that is not above 0.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -88,6 +92,7 @@ class Runner:
         checkpoints: Checkpoints | None = None,
         metrics: str | os.PathLike[str] | None = None,
         check_replicas: CheckReplicas | int | None = None,
+        progress: bool | float | None = None,
     ) -> None:
         listening = arguments.checked_instruments(instruments)
         arguments.check_world(world)
@@ -97,6 +102,7 @@ class Runner:
         arguments.check_folder("`events`", events)
         arguments.check_folder("`metrics`", metrics)
         arguments.check_checkpoints(checkpoints)
+        arguments.check_progress(progress)
         if chaos is not None:
             arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current_world()
@@ -115,6 +121,14 @@ class Runner:
             self._metric_files = MetricFiles(os.fspath(metrics), None if checkpoints is None else checkpoints.path)
             listening = (*listening, self._metric_files)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
+        self._progress = ProgressReporter(
+            lambda: self.jobs,
+            flight=self.world.flight,
+            rank=self.world.rank,
+            ranks=self.world.size,
+            progress=progress,
+            environ=os.environ,
+        )
         self._used = False
         self._driver: Driver | None = None
         self._lock = threading.RLock()  # jobs may be added by several threads
@@ -315,7 +329,7 @@ class Runner:
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._resumption(run.context))
         start_ns = time.monotonic_ns()
-        with defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
+        with self._progress, defer_signals() as held:  # a rank that is asked to stop while it saves is stopping already
             try:
                 stopped = driver.run(held)
             except BaseException:

@@ -11,6 +11,7 @@ gantt            the lanes as a picture; `tint` draws what is thinner than a pix
 chrome           the run as a trace for Perfetto
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
 live             progress while the run goes on
+progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and a table of it
 event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
 """
 

@@ -24,6 +24,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"link": Link}, TypeError, "`link` must be .* got the class `Link`."),
     ({"depth": 1.5}, TypeError, "`depth` must be a whole number, got 1.5."),
     ({"depth": True}, TypeError, "`depth` must be a whole number, got True."),
+    ({"progress": "no"}, TypeError, "`progress` must be True, False, the seconds between lines, or None, got 'no'."),
+    ({"progress": 0}, ValueError, "`progress` must be more than 0 seconds between lines, False for none, got 0."),
+    (
+        {"progress": float("nan")},
+        ValueError,
+        "`progress` must be more than 0 seconds between lines, False for none, got nan.",
+    ),
     ({"depth": 0}, ValueError, "`depth` must be at least 1, got 0."),
     ({"instruments": SpanLog()}, TypeError, f"`instruments` must be {INSTRUMENTS}, got <"),
     ({"instruments": [SpanLog]}, TypeError, f"`instruments` must be {INSTRUMENTS}, got the class `SpanLog`."),

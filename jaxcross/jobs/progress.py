@@ -1,0 +1,165 @@
+"""Shows from a thread of rank 0 how far a run's jobs are: lines in the log, and a file for other processes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Self, final
+
+from jaxcross.errors import shortened
+from jaxcross.health.activity import Activity
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.jobs.context import JobContext
+from jaxcross.report.progress import FILE, JobProgress, Pace, RunProgress, doing_text, metric_text
+from jaxcross.report.progress_text import run_lines
+
+VARIABLE = "JAXCROSS_PROGRESS"
+FIRST_S = 3.0
+"""Seconds of a run before its first lines: a run that is shorter prints none."""
+
+_LEAST_S, _MOST_S, _GROWS_AFTER = 10.0, 60.0, 10
+_LOOK_S = 1.0
+
+
+def interval_of(progress: bool | float | None, environ: Mapping[str, str]) -> Interval:
+    """Returns when lines are due; `JAXCROSS_PROGRESS` in the environment overrules the script.
+
+    Raises:
+        ValueError: The variable is no number of seconds.
+    """
+    if text := environ.get(VARIABLE, ""):
+        try:
+            every_s = float(text)
+        except ValueError:
+            every_s = -1.0
+        if not 0 <= every_s < math.inf:
+            raise ValueError(
+                f"`{VARIABLE}` in the environment must be seconds between lines of progress, 0 for none, got {text!r}."
+            )
+        return Interval(every_s, never=not every_s)
+    if isinstance(progress, bool) or progress is None:
+        return Interval(None, never=progress is False)
+    return Interval(float(progress))
+
+
+@final
+class Interval:
+    """Says when the next lines are due.
+
+    Args:
+        every_s: Seconds between them. None for 10 s at first, growing to a minute in a long run.
+        never: No lines at all.
+    """
+
+    def __init__(self, every_s: float | None, *, never: bool = False) -> None:
+        self.never = never
+        self._every_s = every_s
+        self._next_s = FIRST_S if every_s is None else min(FIRST_S, every_s)
+
+    def due(self, run_s: float) -> bool:
+        """Whether lines are due now, in seconds since the run began. If so, the next ones are due an interval later."""
+        if self.never or run_s < self._next_s:
+            return False
+        growing_s = min(max(_LEAST_S, run_s / _GROWS_AFTER), _MOST_S)
+        self._next_s = run_s + (growing_s if self._every_s is None else self._every_s)
+        return True
+
+
+@final
+class ProgressReporter:
+    """A context in which rank 0 shows how far the jobs are. Other ranks do nothing.
+
+    It reads what jobs and the flight recorder know anyway, once a second, so that steps cost no more with it.
+
+    Args:
+        jobs: Returns the jobs, those that joined later included.
+        flight: Knows what this rank is in, and where it records its events.
+        rank: This rank.
+        ranks: Number of ranks.
+        progress: As of `Runner`.
+        environ: The environment.
+    """
+
+    def __init__(
+        self,
+        jobs: Callable[[], Iterable[JobContext]],
+        *,
+        flight: FlightRecorder,
+        rank: int,
+        ranks: int,
+        progress: bool | float | None,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._jobs, self._flight, self._rank, self._ranks = jobs, flight, rank, ranks
+        self._interval = interval_of(progress, environ)
+        self._shown = progress is not False
+        self._paces: dict[str, Pace] = {}
+        self._begun_s = 0.0
+        self._printed = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxcross-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._begun_s = time.monotonic()
+        if self._rank == 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rank != 0:
+            return
+        self._over.set()
+        self._thread.join(_LOOK_S)  # it may hang in a write to a log that nobody reads: that must not hold the run up
+        if not self._thread.is_alive():
+            self.look(time.monotonic(), over=True)
+
+    def _watch(self) -> None:
+        self.look(self._begun_s)
+        while not self._over.wait(_LOOK_S):
+            self.look(time.monotonic())
+
+    def look(self, now_s: float, *, over: bool = False) -> None:
+        """Takes the jobs' state of this moment, writes the file, and prints lines if they are due."""
+        run = RunProgress(
+            run=self._flight.run,
+            ranks=self._ranks,
+            at_s=time.time(),
+            run_s=now_s - self._begun_s,
+            over=over,
+            shown=self._shown,
+            jobs=tuple(self._progress_of(job, now_s) for job in self._jobs()),
+        )
+        self._flight.replace_file(FILE, run.to_json())
+        if self._printed if over else self._interval.due(run.run_s):
+            self._printed = True
+            with suppress(OSError, ValueError, AttributeError):  # a log that is closed ends no training
+                print("\n".join(run_lines(run)), file=sys.stderr, flush=True)
+
+    def _progress_of(self, job: JobContext, now_s: float) -> JobProgress:
+        host, made = job.host, job.host.steps_made
+        activity = None if job.status else self._activity(job.name)
+        doing = "" if activity is None else doing_text(activity.what, local=activity.local)
+        return JobProgress(
+            name=job.name,
+            step=job.step,
+            steps=host.planned_steps,
+            steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, made),
+            doing=shortened("paused" if job.paused else doing, 60),
+            doing_s=0.0 if activity is None or job.paused else max(0.0, now_s - activity.since_s),
+            metric=metric_text(job.history[-1][1]) if job.history else "",
+            status=job.status or "",
+        )
+
+    def _activity(self, job: str) -> Activity | None:
+        """Returns what the job is in: what it does, or else what it waits for."""
+        own = [activity for activity in self._flight.current() if activity.job == job]
+        return min(own, key=_rank_of, default=None)
+
+
+def _rank_of(activity: Activity) -> tuple[int, float]:
+    first = ("compile", "exchange", "compute")
+    return first.index(activity.what) if activity.what in first else len(first), activity.since_s

@@ -1,0 +1,190 @@
+"""Progress of a run as plain data, and as the file in the folder of events that other processes read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxcross.report.metric_files import flat
+from jaxcross.report.units import number
+
+FILE = "progress.json"
+"""The file that rank 0 replaces about once a second while a run lasts."""
+
+VERSION = 1
+_MOST_BYTES = 4 << 20
+_MOST_JOBS = 10_000
+_LONGEST_TEXT = 200
+_PACE_S = 10.0
+_WORDS = {
+    "compile": "compiling",
+    "compute": "computing",
+    "exchange": "exchanging",
+    "checkpoint": "saving",
+    "comparison": "agreeing with all ranks",
+    "call of the step": "waiting for other ranks",
+    "end of the job": "waiting for other ranks to end",
+    "other ranks, to leave": "waiting for other ranks to leave",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProgress:
+    """One job at one moment, as rank 0 sees it.
+
+    Attributes:
+        name: The job's name.
+        step: Steps done.
+        steps: Steps that its loop will have done at its end, None where that is not known.
+        steps_per_s: Its latest rate, None before the second step.
+        doing: What it does or waits for, "" if nothing is known.
+        doing_s: Seconds since when.
+        metric: What it logged last, as text.
+        status: How it ended; "" before that.
+    """
+
+    name: str
+    step: int = 0
+    steps: int | None = None
+    steps_per_s: float | None = None
+    doing: str = ""
+    doing_s: float = 0.0
+    metric: str = ""
+    status: str = ""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to its last step at this rate; None where that cannot be said."""
+        if self.status or not self.steps or not self.steps_per_s:
+            return None
+        return max(0, self.steps - self.step) / self.steps_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """All jobs of a run at one moment.
+
+    Attributes:
+        run: Identifies the processes of the ranks, as in their event files.
+        ranks: Number of ranks.
+        at_s: The moment, in seconds of the epoch.
+        run_s: Seconds since the run began.
+        over: Whether the run has ended.
+        shown: False if the script asks for no view of its progress.
+        jobs: The jobs, in the order in which they were added.
+    """
+
+    run: str
+    ranks: int
+    at_s: float
+    run_s: float
+    over: bool = False
+    shown: bool = True
+    jobs: tuple[JobProgress, ...] = ()
+
+    def to_json(self) -> str:
+        """Returns the text of the file."""
+        return json.dumps({"jaxcross": VERSION, **asdict(self)}) + "\n"
+
+
+class Pace:
+    """Steps per second of one job, over the latest ten seconds and at least one step.
+
+    The first step counts for nothing, since it compiles.
+    """
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[float, int]] = deque()
+
+    def look(self, now_s: float, steps_made: int) -> float | None:
+        """Takes the number of steps made until now; returns the rate, None if two steps were not seen yet."""
+        changes = self._changes
+        if steps_made > (changes[-1][1] if changes else 0):
+            changes.append((now_s, steps_made))
+        while len(changes) > 2 and changes[1][0] <= now_s - _PACE_S:
+            changes.popleft()
+        if len(changes) < 2:
+            return None
+        (first_s, first), (last_s, last) = changes[0], changes[-1]
+        return (last - first) / (last_s - first_s)
+
+
+def metric_text(values: object) -> str:
+    """Returns one of the metrics that a job logged: `loss`, or else the first number."""
+    numbers = {key: value for key, value in flat(values) if isinstance(value, int | float)}
+    name = "loss" if "loss" in numbers else next(iter(numbers), None)
+    return "" if name is None else f"{name} {number(numbers[name])}"
+
+
+def doing_text(what: str, *, local: bool) -> str:
+    """Returns words for an activity of a job, as the flight recorder names it."""
+    if what in _WORDS:
+        return _WORDS[what]
+    if what.startswith("batch "):
+        return "waiting for data" if local else "waiting for other ranks' data"
+    return what if local else f"{what}, with all ranks"
+
+
+def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
+    """Reads the progress of the latest run in `folder`; None if no run has begun there.
+
+    Raises:
+        ValueError: The file is damaged, or of another version.
+        OSError: The file cannot be read.
+    """
+    path = Path(folder) / FILE
+    try:
+        # Neither a link to elsewhere nor a pipe that would wait for a writer.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(file, "rb") as stream:
+        regular = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        text = stream.read(_MOST_BYTES) if regular else b""
+    try:
+        found = json.loads(text)
+        if found["jaxcross"] != VERSION:
+            raise ValueError
+        return RunProgress(
+            run=_text(found["run"]),
+            ranks=int(found["ranks"]),
+            at_s=_seconds(found["at_s"]),
+            run_s=_seconds(found["run_s"]),
+            over=bool(found["over"]),
+            shown=bool(found["shown"]),
+            jobs=tuple(_job(job) for job in found["jobs"][:_MOST_JOBS]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"`{path}` is not the progress of a run, or is of another version of jaxcross.") from None
+
+
+def _job(fields: Mapping[str, Any]) -> JobProgress:
+    steps, rate = fields["steps"], fields["steps_per_s"]
+    return JobProgress(
+        name=_text(fields["name"]),
+        step=int(fields["step"]),
+        steps=None if steps is None else int(steps),
+        steps_per_s=None if rate is None else _seconds(rate),
+        doing=_text(fields["doing"]),
+        doing_s=_seconds(fields["doing_s"]),
+        metric=_text(fields["metric"]),
+        status=_text(fields["status"]),
+    )
+
+
+def _text(value: Any) -> str:
+    return "".join(c if c.isprintable() else " " for c in str(value)[:_LONGEST_TEXT])
+
+
+def _seconds(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number

@@ -1,0 +1,155 @@
+"""Progress of a run as people read it: lines for a log, a table for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxcross.report.progress import JobProgress, RunProgress
+from jaxcross.report.units import number
+
+MOST_LINES = 8
+"""Jobs that get a line of their own in a log."""
+
+_LASTING_S = 2.0
+_BAR = 16
+
+
+def duration(seconds: float) -> str:
+    """Returns `8 s`, `2 min 10 s`, `3 h 05 min`, `4 d 06 h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole >= 48 * 3600:
+        return f"{whole // 86400} d {whole % 86400 // 3600:02} h"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def steps_text(job: JobProgress) -> str:
+    """Returns `40/100`, or `40` where the number of steps is not known."""
+    return f"{job.step}/{job.steps}" if job.steps is not None else f"{job.step}"
+
+
+def state_text(job: JobProgress) -> str:
+    """Returns how the job ended, or what it does or waits for, with its time if it lasts."""
+    if job.status or not job.doing:
+        return job.status or ("" if job.step else "before its first step")
+    lasting = job.doing_s >= _LASTING_S or job.doing == "compiling"
+    return f"{job.doing}, {duration(job.doing_s)}" if lasting else job.doing
+
+
+def job_line(job: JobProgress) -> str:
+    """Returns one line: the step, the rate, what was logged, what it waits for, the time left."""
+    state = state_text(job)
+    if job.step and not job.status and job.doing_s < _LASTING_S and job.doing not in ("compiling", "paused"):
+        state = ""  # a moment of a step like any other
+    parts = [
+        f"step {steps_text(job)}" if job.step or job.steps is not None else "",
+        f"{number(job.steps_per_s)} steps/s" if job.steps_per_s and not job.status else "",
+        job.metric,
+        state,
+        f"{duration(job.left_s)} left" if job.left_s else "",
+    ]
+    return f"{job.name}: " + ", ".join(part for part in parts if part)
+
+
+def run_lines(run: RunProgress) -> list[str]:
+    """Returns a line a job, and one for all jobs beyond the first few that still run."""
+    shown, rest = _first_jobs(run.jobs, MOST_LINES)
+    stamp = f"[jaxcross {duration(run.run_s)}]"
+    lines = [f"{stamp} {job_line(job)}" for job in shown]
+    return [*lines, f"{stamp} {_rest_text(rest)}"] if rest else lines
+
+
+def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str = "") -> Table:
+    """Returns the table of a terminal.
+
+    Args:
+        run: The progress.
+        width: Columns of the terminal.
+        most_jobs: Jobs that get a row; the others share the last one.
+        title: A line above the table.
+    """
+    shown, rest = _first_jobs(run.jobs, most_jobs)
+    table = Table(title=Text(title) if title else None, title_justify="left", title_style="", box=None, pad_edge=False)
+    rows = {head: [cell(job) for job in shown] for head, cell in _CELLS.items()}
+    widths = _widths({head: max(map(len, (head, *cells))) for head, cells in rows.items()}, width)
+    for head, columns in widths.items():
+        justify: Literal["left", "right"] = "right" if head in _NUMBERS else "left"
+        table.add_column(head, justify=justify, no_wrap=True, width=columns)
+    for n, job in enumerate(shown):
+        style = "" if not job.status else "dim" if job.status == "ended" else "bold"
+        table.add_row(*(rows[head][n] for head in widths), style=style)
+    if rest:
+        table.caption, table.caption_justify, table.caption_style = Text(_rest_text(rest)), "left", ""
+    return table
+
+
+def _bar(job: JobProgress) -> Text:
+    if not job.steps:
+        return Text("")
+    full = min(_BAR, _BAR * job.step // job.steps)
+    return Text("━" * full).append("━" * (_BAR - full), style="bright_black")
+
+
+def _rate(job: JobProgress) -> Text:
+    return Text(number(job.steps_per_s) if job.steps_per_s and not job.status else "")
+
+
+def _left(job: JobProgress) -> Text:
+    return Text("" if job.left_s is None else duration(job.left_s))
+
+
+_CELLS: dict[str, Callable[[JobProgress], Text]] = {
+    "job": lambda job: Text(job.name),
+    "step": lambda job: Text(steps_text(job)),
+    "": _bar,
+    "steps/s": _rate,
+    "left": _left,
+    "logged": lambda job: Text(job.metric),
+    "now": lambda job: Text(state_text(job)),
+}
+_NUMBERS = ("step", "steps/s", "left")
+_MOST = {"job": 30, "logged": 24}
+_LEAST = {"logged": 12, "job": 12, "now": 28}
+"""Characters to which columns shrink on a narrow terminal, in this order; numbers are never cut."""
+
+_DROPPED = ("", "left", "logged", "steps/s")
+"""Columns that a terminal goes without if that does not suffice, in this order."""
+
+
+def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
+    """Returns the characters of each column that fits into `width`."""
+    most = {head: min(n, _MOST.get(head, n)) for head, n in needed.items()}
+    widths = most
+    for dropped in range(len(_DROPPED) + 1):
+        widths = {head: n for head, n in most.items() if head not in _DROPPED[:dropped]}
+        for head, least in _LEAST.items():
+            too_wide = sum(widths.values()) + 2 * (len(widths) - 1) - width
+            if head in widths and too_wide > 0:
+                widths[head] = max(min(least, widths[head]), widths[head] - too_wide)
+        if sum(widths.values()) + 2 * (len(widths) - 1) <= width:
+            break
+    return widths
+
+
+def _first_jobs(jobs: Sequence[JobProgress], most: int) -> tuple[list[JobProgress], list[JobProgress]]:
+    """Returns the jobs to show, in their order, and the others. If not all can be shown, those that run come first."""
+    if len(jobs) <= most:
+        return list(jobs), []
+    order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))
+    chosen = set(order[:most])
+    return [jobs[n] for n in sorted(chosen)], [job for n, job in enumerate(jobs) if n not in chosen]
+
+
+def _rest_text(jobs: Sequence[JobProgress]) -> str:
+    counts = Counter(job.status or ("running" if job.step else "before the first step") for job in jobs)
+    return f"{len(jobs)} more job{'s' * (len(jobs) > 1)}: " + ", ".join(
+        f"{count} {state}" for state, count in counts.items()
+    )
