@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
+from jaxcross.interleave.contention import Contention, Work
 from jaxcross.interleave.instrument import Span, SpanKind
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy
@@ -121,11 +123,12 @@ class _Rank:
         self.steps: dict[int, int] = {}
         self.interleaver = Interleaver(len(scripts), policy, depth)
         self.result = RankResult()
-        self.device_free_s = 0.0
+        self.device: deque[Work] = deque()  # the first one runs
         self.calls: dict[int, Step] = {}
         self.streams: dict[int, dict[int, bool]] = {}  # by job: the streams that it began, and whether they go on
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
-        self.ends: dict[tuple[int, int, int], float] = {}
+        self.ends: dict[tuple[int, int, int], float] = {}  # of the compute segments that have run
+        self.arriving: Callable[[], None] | None = None  # the exchange that waits for its segments
         self.slot = 0
 
 
@@ -138,6 +141,7 @@ class Simulation:
         depth: Compute segments on the device at once.
         exchange_s: Seconds that an exchange (job, step, segment) takes once all ranks have arrived.
         vote_s: Seconds that a vote, a comparison or a sync takes.
+        contention: How much computations and exchanges slow each other down.
         backoff_s: Seconds that a driver waits at each level of backoff.
         stop_at_s: Time of an interrupt on rank 0, if any.
         requests: Requests about jobs: (seconds, rank, job's number, request).
@@ -155,6 +159,7 @@ class Simulation:
         depth: int = 2,
         exchange_s: Callable[[int, int, int], float] = lambda job, step, segment: 1.0,
         vote_s: float = 0.0,
+        contention: Contention | None = None,
         backoff_s: Callable[[int], float] = lambda level: min(0.002 * 2**level, 0.05),
         stop_at_s: float | None = None,
         requests: Sequence[tuple[float, int, int, JobRequest]] = (),
@@ -165,6 +170,8 @@ class Simulation:
     ) -> None:
         self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
         self._exchange_s, self._vote_s, self._backoff_s = exchange_s, vote_s, backoff_s
+        self._contention = contention or Contention()
+        self._transfer: Work | None = None  # the exchange that is on the link
         self._check = check
         self._script_of = submitted
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -241,11 +248,9 @@ class Simulation:
             case m.Dispatch():
                 self._dispatch(rank, instruction)
             case m.RunExchange(job, call, step, segment, zero):
-                step_call = rank.calls[job]
-                needs = step_call.graph.needs[segment]
-                own = max((rank.ends.get((job, call, need), now) for need in needs), default=now)
-                slot = ("exchange", job, step, segment)
-                self._at(max(now, own) if not zero else now, lambda: self._meet(rank, slot, own))
+                graph = rank.calls[job].graph
+                needs = [(job, call, need) for need in graph.needs[segment] if graph.kinds[need] == "compute"]
+                self._arrive(rank, ("exchange", job, step, segment), () if zero else needs)
             case m.CastVote(ballot):
                 self._meet(rank, ("vote",), ballot)
             case m.CompareTexts(job, text):
@@ -306,17 +311,60 @@ class Simulation:
         key, action = (d.job, d.call, d.segment), rank.calls[d.job]
         rank.result.segments.append(key)
         fails = action.fails.get(d.segment)
-        start = max(self._now, rank.device_free_s)
         if fails == "dispatch":
             self._post(self._now, rank, m.SegmentFailed(*key, "failed at dispatch"))
             return
-        end = rank.device_free_s = start + action.seconds[d.segment]
-        rank.ends[key] = end
+        ready_s = self._now
+        work = Work(action.seconds[d.segment], self._at, lambda: ended())
+
+        def ended() -> None:
+            rank.device.popleft()
+            rank.ends[key] = self._now
+            span = _span(rank, d.job, d.step, d.segment, "compute", work.start_s, self._now, ready_s)
+            rank.result.spans.append(span)
+            if rank.device:
+                rank.device[0].start(self._now, self._compute_factor)
+            self._pace_transfer()
+            ns = round((self._now - work.start_s) * 1e9)
+            failed = m.SegmentFailed(*key, "failed on the device")
+            self._handle(rank, failed if fails else m.SegmentCompleted(*key, ns))
+            if rank.arriving is not None:
+                rank.arriving()
+
         self._post(self._now, rank, m.SegmentDispatched(*key))
-        ns = round((end - start) * 1e9)
-        late = m.SegmentFailed(*key, "failed on the device") if fails else m.SegmentCompleted(*key, ns)
-        self._post(end, rank, late)
-        rank.result.spans.append(_span(rank, d.job, d.step, d.segment, "compute", start, end, self._now))
+        rank.device.append(work)
+        if len(rank.device) == 1:
+            work.start(self._now, self._compute_factor)
+            self._pace_transfer()
+
+    @property
+    def _compute_factor(self) -> float:
+        return 1.0 if self._transfer is None else self._contention.compute
+
+    def _pace_transfer(self) -> None:
+        if self._transfer is not None:
+            factor = self._contention.exchange if any(rank.device for rank in self._ranks) else 1.0
+            self._transfer.change_pace(self._now, factor)
+
+    def _set_transfer(self, work: Work | None) -> None:
+        """Puts an exchange on the link, or takes it off; computations go on at another pace."""
+        self._transfer = work
+        for rank in self._ranks:
+            if rank.device:
+                rank.device[0].change_pace(self._now, self._compute_factor)
+
+    def _arrive(self, rank: _Rank, slot: tuple[Any, ...], needs: Sequence[tuple[int, int, int]]) -> None:
+        """Enters an exchange once the segments that it needs have run."""
+        asked_s = self._now
+
+        def try_now() -> None:
+            rank.arriving = try_now
+            if all(need in rank.ends for need in needs):
+                rank.arriving = None
+                own = max((rank.ends[need] for need in needs), default=asked_s)
+                self._at(self._now, lambda: self._meet(rank, slot, own))
+
+        try_now()
 
     def _meet(self, rank: _Rank, slot: tuple[Any, ...], payload: object) -> None:
         rank.result.slots.append(slot)
@@ -330,17 +378,19 @@ class Simulation:
         if len(meeting) < len(self._ranks):
             return
         payloads = [meeting[number][1] for number in range(len(self._ranks))]
-        end = self._now + (self._exchange_s(*slot[1:]) if slot[0] == "exchange" else self._vote_s)
+        if slot[0] == "exchange":
+            begin = self._now
+            work = Work(self._exchange_s(*slot[1:]), self._at, lambda: self._exchanged(slot, begin, payloads))
+            computing = any(other.device for other in self._ranks)
+            work.start(begin, self._contention.exchange if computing else 1.0)
+            self._set_transfer(work)
+            return
+        end = self._now + self._vote_s
         verdict = tally(payloads) if slot[0] == "vote" else None
         for other in self._ranks:
             event: m.Event
             if verdict is not None:
                 event = m.VoteDone(verdict)
-            elif slot[0] == "exchange":
-                event = m.ExchangeDone(slot[1], slot[3])
-                _, job, step, segment = slot
-                span = _span(other, job, step, segment, "collective", self._now, end, payloads[other.number])
-                other.result.spans.append(span)
             elif slot[0] == "compare":
                 event = m.TextsCompared(slot[1], tuple(payloads))
             elif slot[0] == "gather":
@@ -348,6 +398,14 @@ class Simulation:
             else:
                 event = m.SyncDone(slot[1])
             self._post(end, other, event)
+
+    def _exchanged(self, slot: tuple[Any, ...], begin_s: float, ready_s: Sequence[float]) -> None:
+        self._set_transfer(None)
+        _, job, step, segment = slot
+        for rank in self._ranks:
+            span = _span(rank, job, step, segment, "collective", begin_s, self._now, ready_s[rank.number])
+            rank.result.spans.append(span)
+            self._post(self._now, rank, m.ExchangeDone(job, segment))
 
 
 def _span(

@@ -23,10 +23,11 @@ def test_import_starts_nothing() -> None:
 
 
 def test_the_decisions_of_a_run_need_no_jax() -> None:
-    """Whatever they import in turn: interleaver, policies, vote and simulator run without arrays."""
+    """Whatever they import in turn: interleaver, policies, vote, simulator and twin run without arrays."""
     code = (
         "import sys\n"
         "from jaxcross.interleave import interleaver, policy, simulator, vote\n"
+        "from jaxcross.plan import predict\n"
         "print([n for n in ('jax', 'mpi4py', 'mpi4jax') if n in sys.modules])"
     )
     assert fresh(code) == "[]"

@@ -1,0 +1,116 @@
+"""The twin of a run: the real interleaver on a virtual clock, fed with profiles, broken down like a real run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.interleave.instrument import Span
+from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
+from jaxcross.interleave.simulator import Script, Simulation, Step, Think
+from jaxcross.plan.profile import Profile
+from jaxcross.report.summary import JobSummary, TimeBreakdown
+from jaxcross.report.time_breakdown import break_down
+
+VOTE_S = 0.0005
+"""Seconds of a vote on a local network: latency, not bandwidth. It matters below some 20 ms a step."""
+MAX_STEPS = 100_000
+"""Steps of all jobs together that a twin makes at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a twin did.
+
+    Attributes:
+        rounds: The breakdown of its time, as in a report.
+        steps: Steps of each job.
+        spans: Its spans, for a picture.
+        wall_s: Seconds from its begin to its end, the filling of the pipeline included.
+    """
+
+    rounds: TimeBreakdown
+    steps: tuple[int, ...]
+    spans: tuple[Span, ...]
+    wall_s: float
+
+    @property
+    def s_per_step(self) -> float:
+        """Seconds a job-step over the whole run."""
+        return self.wall_s / sum(self.steps)
+
+
+def predict(
+    profiles: Sequence[Profile],
+    *,
+    policy: Policy | None = None,
+    contention: Contention | None = None,
+    steps: int | Sequence[int] = 20,
+    depth: int = 2,
+    vote_s: float = VOTE_S,
+) -> Prediction:
+    """Predicts a run of these jobs together. Uses no device and no ranks; all ranks are taken to be equally fast.
+
+    Args:
+        profiles: The jobs, in the order in which a runner would have them; names must differ.
+        policy: As in `Runner`; `RoundRobin()` if None.
+        contention: How much lanes slow each other down; not at all if None.
+        steps: Steps of each job, or of the slowest: the others make as many as fit into the same time alone.
+        depth: As in `Runner`.
+        vote_s: Seconds of a vote.
+
+    Raises:
+        ValueError: There are no jobs, two have one name, `steps` is below 2, or the policy has not a share for each.
+    """
+    made = _checked(profiles, policy, steps)
+    policy = policy if policy is not None else RoundRobin()
+    # Ranks that are equally fast do the same at the same time: one of them shows what all do.
+    simulation = Simulation(
+        [[_script(profile, count) for profile, count in zip(profiles, made, strict=True)]],
+        policy=policy,
+        depth=depth,
+        exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
+        vote_s=vote_s,
+        contention=contention,
+        check=False,
+    )
+    result = simulation.run(events=1_000 * MAX_STEPS)[0]
+    spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
+    summaries = [JobSummary(name=profile.name, steps=count) for profile, count in zip(profiles, made, strict=True)]
+    wall_ns = max((span.end_ns for span in spans), default=0)
+    rounds = break_down(spans, summaries, {0: wall_ns}, in_turn=isinstance(policy, Sequential))
+    return Prediction(rounds=rounds, steps=made, spans=spans, wall_s=wall_ns / 1e9)
+
+
+def _script(profile: Profile, steps: int) -> Script:
+    step = Step(profile.graph, profile.seconds)
+    for _ in range(steps):
+        if profile.host_s:
+            yield Think(profile.host_s)
+        yield step
+
+
+def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the number of steps of each job."""
+    if not profiles:
+        raise ValueError("a prediction needs the profile of at least one job")
+    twice = [name for name, count in Counter(profile.name for profile in profiles).items() if count > 1]
+    if twice:
+        raise ValueError(f"two jobs have the name `{twice[0]}`")
+    if isinstance(policy, Weighted) and len(policy.shares) != len(profiles):
+        raise ValueError(f"`Weighted` has {len(policy.shares)} shares, there are {len(profiles)} jobs")
+    made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
+    if len(made) != len(profiles) or min(made) < 2:
+        raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")
+    if sum(made) > MAX_STEPS:
+        raise ValueError(f"the jobs are too unlike: {sum(made)} steps of all together, at most {MAX_STEPS}")
+    return made
+
+
+def _equally_long(profiles: Sequence[Profile], steps: int) -> Iterator[int]:
+    alone_s = [profile.compute_s + profile.exchange_s + profile.host_s for profile in profiles]
+    for seconds in alone_s:
+        yield math.ceil(steps * max(alone_s) / seconds) if seconds else steps

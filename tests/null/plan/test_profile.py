@@ -1,0 +1,141 @@
+"""Profiles and contention as data: what is written is read back, anything else is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.plan.contention import TWO_CORES, MachineContention
+from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
+
+GRAPH = StepGraph(
+    kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), nbytes=(0, 64, 0)
+)
+PROFILE = Profile(
+    name="resnet",
+    graph=GRAPH,
+    seconds=(0.1, 1 / 3, 1e-9),
+    host_s=0.25,
+    ranks=4,
+    link="lab",
+    mbit_per_s=500,
+    peak_bytes=9,
+)
+
+
+def test_a_profile_is_read_back(tmp_path: Path) -> None:
+    assert Profile.load(PROFILE.to_json(tmp_path / "p.json")) == PROFILE
+
+
+def test_compute_and_exchange_are_sums() -> None:
+    assert (PROFILE.compute_s, PROFILE.exchange_s) == (0.1 + 1e-9, 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 1"),
+        ({"segments": []}, "1 to 10000 segments"),
+        ({"segments": [7]}, "a segment is a table"),
+        ({"ranks": True}, "`ranks` is True"),
+        ({"ranks": 0}, "must be finite"),
+        ({"host_s": -1.0}, "must be finite"),
+        ({"peak_bytes": 10**400}, "larger than any number"),
+        ({"host_s": float("nan")}, "must be finite"),
+        ({"name": None}, "`name` is None"),
+        ({"link": ...}, "`link` is missing"),
+    ],
+)
+def test_another_content_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    data = {key: value for key, value in {**PROFILE.as_data(), **change}.items() if value is not ...}
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"`.*p\.json` is not a profile of jaxcross: .*{message}"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("kind", "send", "`compute` or `collective`"),
+        ("needs", [5], "can only need earlier ones"),
+        ("needs", [True], "numbers of segments"),
+        ("nbytes", -1, "negative number of bytes"),
+        ("seconds", "1", "`seconds` is '1'"),
+        ("after_commit", 1, "`after_commit` is 1"),
+    ],
+)
+def test_another_segment_is_refused(key: str, value: object, message: str) -> None:
+    data = PROFILE.as_data()
+    data["segments"][2][key] = value
+    with pytest.raises(ValueError, match=message):
+        Profile.from_data(data)
+
+
+def test_a_huge_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    with path.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ValueError, match="more than 10000000 bytes"):
+        Profile.load(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(PROFILE.as_data())), inner),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(PROFILE.as_data())), JSON))
+def test_random_content_is_refused_or_read(change: dict[str, Any]) -> None:
+    """No other error than ValueError, whatever the file says."""
+    try:
+        profile = Profile.from_data({**PROFILE.as_data(), **change})
+    except ValueError:
+        return
+    assert Profile.from_data(profile.as_data()) == profile
+
+
+def test_contention_is_linear_between_two_rates() -> None:
+    there = MachineContention(
+        measured=((100, Contention(compute=1.0, exchange=1.2)), (300, Contention(compute=1.5, exchange=1.4)))
+    )
+    middle = there.at(200)
+    assert (middle.compute, middle.exchange) == (pytest.approx(1.25), pytest.approx(1.3))
+    assert there.at(10) == Contention(compute=1.0, exchange=1.2)
+    assert there.at(1e9) == Contention(compute=1.5, exchange=1.4)
+    assert there.at(300) == Contention(compute=1.5, exchange=1.4)
+
+
+def test_contention_is_read_back() -> None:
+    assert MachineContention.from_json(json.loads(json.dumps(TWO_CORES.to_json()))) == TWO_CORES
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        {},
+        [1],
+        [{"mbit_per_s": 1, "compute": 1}],
+        [{"mbit_per_s": 1, "compute": "1", "exchange": 1}],
+        [{"mbit_per_s": 1, "compute": 0.9, "exchange": 1}],
+        [{"mbit_per_s": 1, "compute": 1, "exchange": 1}] * 2,
+        [{"mbit_per_s": 0, "compute": 1, "exchange": 1}],
+    ],
+)
+def test_other_contention_is_refused(points: Any) -> None:
+    with pytest.raises(ValueError, match="contention|rates"):
+        MachineContention.from_json(points)
+
+
+@pytest.mark.parametrize("factor", [0.99, float("nan"), float("inf")])
+def test_a_factor_of_contention_is_at_least_1(factor: float) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Contention(compute=factor)
