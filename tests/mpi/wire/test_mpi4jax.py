@@ -24,28 +24,30 @@ def test_every_call_in_jobs_is_as_alone(mpirun: Any, quick_compiler: dict[str, s
     assert done.stdout.count("jobs done") == ranks, done.stdout + done.stderr
 
 
-@pytest.mark.mostly_integration("3-a_rank_fails_before_its_calls")
-@pytest.mark.parametrize(
-    ("ranks", "case"),
-    [
-        (4, "opposite_orders"),
-        (2, "a_shorter_message"),
-        (3, "a_rank_fails_before_its_calls"),
-        (3, "a_rank_without_calls"),
-        (2, "eager_calls_in_another_job"),
-        (2, "communicators_that_look_alike"),
-        (2, "batches_of_other_shapes"),
-        (2, "values_that_are_not_finite"),
-        (2, "numbers_that_mpi_does_not_have"),
-        (3, "conditionals_of_both_kinds"),
-        (2, "a_shorter_batch_where_calls_differ"),
-        (4, "groups_with_steps_of_their_own"),
-        (4, "a_chain_through_all_ranks"),
-    ],
-)
-def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int, case: str) -> None:
-    done = mpirun(ranks, "mpi4jax_faults.py", case, env=quick_compiler).check()
-    assert done.stdout.count("case done") == ranks, done.stdout + done.stderr
+FAULTS = {
+    2: (
+        "a_shorter_message", "eager_calls_in_another_job", "communicators_that_look_alike", "batches_of_other_shapes",
+        "values_that_are_not_finite", "numbers_that_mpi_does_not_have", "a_shorter_batch_where_calls_differ",
+    ),
+    3: ("a_rank_without_calls", "conditionals_of_both_kinds"),
+    4: ("opposite_orders", "groups_with_steps_of_their_own", "a_chain_through_all_ranks"),
+}  # fmt: skip
+
+
+def check_faults(mpirun: Any, env: dict[str, str], ranks: int, *names: str) -> None:
+    done = mpirun(ranks, "mpi4jax_faults.py", *names, timeout=900, env=env).check()
+    assert [done.stdout.count(f"{name} done") for name in names] == [ranks] * len(names), done.stdout + done.stderr
+
+
+def test_a_rank_that_fails_makes_its_calls(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+    check_faults(mpirun, quick_compiler, 3, "a_rank_fails_before_its_calls")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ranks", FAULTS)
+def test_faults(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
+    """One after the other on the same ranks: what fails leaves the next step and the next run as they were."""
+    check_faults(mpirun, quick_compiler, ranks, *FAULTS[ranks])
 
 
 @pytest.mark.exhaustive
