@@ -1,5 +1,5 @@
 """The one table of loops that exchange and end after another number of iterations on each rank. A new row is at once
-tested in lock step, over MPI on two and four ranks, and next to another job.
+tested in lock step, over MPI, and next to another job.
 
 Each row is a step `(t, x)`: a counter, equal on all ranks, and the rank's own array.
 """

@@ -1,7 +1,7 @@
 """Loops that exchange and end after another number of iterations on each rank: every row of the table on the ranks of
 this run against `vmap`, two jobs in crossover against each alone, and what becomes of a rank that fails.
 
-Prints `passed NAME` for each case on rank 0.
+Prints `passed NAME` for each case on rank 0. The command line names cases, or rows of the table for `rows`.
 """
 
 import json
@@ -27,7 +27,8 @@ RANK, P = WORLD.rank, WORLD.size
 def rows():
     """Exact rows to the bit. Each rank computes one oracle in so many, which holds all ranks."""
     wrong = []
-    for place, (name, row) in enumerate(TABLE.items()):
+    named = {name: row for name, row in TABLE.items() if name in sys.argv[1:]}
+    for place, (name, row) in enumerate((named or TABLE).items()):
         step = jaxcross.crossover(row.step, axes=row.axes(P))
         got = [jax.tree.map(np.asarray, step(jnp.int32(t), own(RANK))) for t in range(row.calls)]
         everywhere = [WORLD.control.allgather_text(json.dumps([x.tolist() for x in jax.tree.leaves(g)])) for g in got]
@@ -218,7 +219,8 @@ CASES = [
     a_branch_that_no_rank_takes,  # the last one: a step fails halfway, after which this process exchanges no more
 ]  # fmt: skip
 for case in CASES:
-    if len(sys.argv) < 2 or case.__name__ in sys.argv[1:]:
+    wanted = {"rows" if name in TABLE else name for name in sys.argv[1:]}
+    if not wanted or case.__name__ in wanted:
         case()
         if RANK == 0:
             print(f"passed {case.__name__}", flush=True)
