@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxcross.lab import Lab
     from jaxcross.report import Comparison, Report
 
-MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
+MODELS = ("resnet8", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet200")
 PATIENCE_S = 10.0
 
 

@@ -15,7 +15,7 @@ from jaxcross.report import Report
 pytestmark = pytest.mark.integration
 
 
-TOY = ["--model", "resnet18", "--image-size", "32", "--batch-size", "2", "--steps", "6"]
+TOY = ["--model", "resnet8", "--image-size", "32", "--batch-size", "2", "--steps", "6"]
 
 
 def demo(*options):
@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, quick_compiler):
     guard.start()
     try:
         for text in process.stdout:
-            if text.startswith("resnet18"):
+            if text.startswith("resnet8"):
                 os.killpg(process.pid, signal.SIGINT)
                 break
         # the pipe ends when the last rank, too, is gone
