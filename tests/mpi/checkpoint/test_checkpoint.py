@@ -1,6 +1,7 @@
 """Training that is killed at a random moment, started again until it is through, ends in the same bits."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,15 @@ pytestmark = pytest.mark.integration
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/kill_resume.py"
 
 
-def killed(tmp_path, *options, timeout):
+def killed(tmp_path, *options, timeout, env=()):
     out = tmp_path / "out.json"
-    subprocess.run([sys.executable, str(BENCHMARK), "--json", str(out), *options], check=True, timeout=timeout)
+    line = [sys.executable, str(BENCHMARK), "--json", str(out), *options]
+    subprocess.run(line, check=True, timeout=timeout, env={**os.environ, **dict(env)})
     return json.loads(out.read_text())
 
 
-def test_a_run_that_is_killed_while_it_writes_goes_on(mpirun, tmp_path):
-    result = killed(tmp_path, "--smoke", "--ranks", "2", "--seed", "14", timeout=900)
+def test_a_run_that_is_killed_while_it_writes_goes_on(mpirun, tmp_path, quick_compiler):
+    result = killed(tmp_path, "--smoke", "--ranks", "2", "--seed", "14", timeout=900, env=quick_compiler)
     (trial,) = result["rows"]
     assert [kill["at"] for kill in trial["kills"]] == ["write"]
     assert trial["equal"]

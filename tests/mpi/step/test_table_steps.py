@@ -34,7 +34,7 @@ def run(mpirun, folder, steps, x64, seed, jobs, compiler):
 @pytest.mark.parametrize("jobs", [0, 2])
 @pytest.mark.parametrize("x64", [False, True])
 def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
-    run(mpirun, tmp_path, 200, x64, 0, jobs, quick_compiler)
+    run(mpirun, tmp_path, 100, x64, 0, jobs, quick_compiler)
 
 
 @pytest.mark.exhaustive
