@@ -106,17 +106,18 @@ def keep_bytecode(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    unknown: dict[str, set[str]] = {}  # ids of `mostly_integration` by test
+    unknown: dict[str, set[str]] = {}  # ids of `mostly_...` by test
     for item in items:
-        if (mostly := item.get_closest_marker("mostly_integration")) is None:
-            continue
-        case = item.callspec.id  # type: ignore[attr-defined]
-        unknown.setdefault(item.nodeid.partition("[")[0], set(mostly.args)).discard(case)
-        if case not in mostly.args and item.get_closest_marker("exhaustive") is None:
-            item.add_marker("integration")
+        for mark in ("exhaustive", "integration"):
+            if (mostly := item.get_closest_marker(f"mostly_{mark}")) is None:
+                continue
+            case = item.callspec.id  # type: ignore[attr-defined]
+            unknown.setdefault(item.nodeid.partition("[")[0], set(mostly.args)).discard(case)
+            if case not in mostly.args and item.get_closest_marker("exhaustive") is None:
+                item.add_marker(mark)
     wrong = {name: ids for name, ids in unknown.items() if ids}
     if wrong and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"`mostly_integration` names cases that do not exist: {wrong}")
+        raise pytest.UsageError(f"`mostly_integration` or `mostly_exhaustive` name cases that do not exist: {wrong}")
     without = pytest.mark.skip(reason="no accelerator")
     for item in items:
         in_folder = item.path.is_relative_to(TESTS / "gpu")

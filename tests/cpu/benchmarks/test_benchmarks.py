@@ -56,7 +56,7 @@ def test_wire_call(smoke):
     assert "question" in smoke("wire_call.py")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.integration
 def test_scale(smoke):
     result = smoke("scale.py")
     for part in ("decision_by_jobs", "decision_by_segments", "run_by_jobs", "run_by_segments"):
@@ -98,7 +98,7 @@ def test_endurance(smoke, tmp_path):
             assert objects <= (64 * done if part == "joins" else 300)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.integration
 def test_selection(smoke):
     result = smoke("selection.py")
     kinds = [(4, "normal"), (41, "normal"), (410, "normal"), (41, "layers"), (41, "misleading")]
@@ -220,7 +220,7 @@ def test_crossover(smoke):
     assert result["bytes_crossed"] > 1e6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.integration
 def test_exchanges(smoke):
     if (reason := available()) is not None:
         pytest.skip(f"no lab on this machine: {reason}")

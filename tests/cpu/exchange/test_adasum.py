@@ -12,36 +12,9 @@ import pytest
 
 from jaxcross.exchange.adasum import adasum, chunk
 from jaxcross.testing import vmapped
+from tests.support.adasum_tree import EPS, grads, norm, tree
 
-pytestmark = pytest.mark.exhaustive
-
-SHAPES = {"matrix": (7, 3), "one": (1,), "scalar": (), "long": (50,), "empty": (0, 3), "few": (3,)}
-EPS = float(jnp.finfo(jnp.float32).eps)
-
-
-def pair(a, b):
-    """One layer of two ranks, in float64."""
-    aa, bb, ab = np.vdot(a, a), np.vdot(b, b), np.vdot(a, b)
-    return a * (1 - ab / (2 * aa) if aa else 1) + b * (1 - ab / (2 * bb) if bb else 1)
-
-
-def tree(layer):
-    """The ranks of one layer (first axis), as documented: beyond a power of two fold in, then neighbours pair up."""
-    vectors = [np.asarray(x, np.float64) for x in layer]
-    base = 1 << (len(vectors).bit_length() - 1)
-    folded = [pair(v, vectors[r + base]) if r + base < len(vectors) else v for r, v in enumerate(vectors[:base])]
-    while len(folded) > 1:
-        folded = [pair(*folded[i : i + 2]) for i in range(0, len(folded), 2)]
-    return folded[0]
-
-
-def grads(ranks, seed=0, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    # A part in common, so that the dot products matter.
-    return {
-        name: np.asarray(rng.normal(size=(ranks, *shape)) + rng.normal(size=shape), np.float32)
-        for name, shape in shapes.items()
-    }
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
 @functools.cache
@@ -56,10 +29,7 @@ def combine(gradients, ranks=None):
     return jax.tree.map(np.asarray, compiled((("batch", ranks),))(gradients))
 
 
-def norm(x):
-    return np.linalg.norm(np.asarray(x, np.float64).ravel())
-
-
+@pytest.mark.mostly_exhaustive("1", "5")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])
 def test_adasum_matches_the_tree_with_equal_bits(ranks):
     """Adasum equals the tree layer by layer, with the same bits on every rank."""
@@ -73,6 +43,7 @@ def test_adasum_matches_the_tree_with_equal_bits(ranks):
         assert norm(got[name][0] - want) <= 20 * EPS * norm(want), name
 
 
+@pytest.mark.mostly_exhaustive("3-2")
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 3), (5, 2)])
 def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
     flat = grads(nodes * local)
@@ -84,6 +55,7 @@ def test_hierarchical_is_the_tree_over_means_of_nodes(nodes, local):
         assert norm(got[name][0, 0] - want) <= 20 * EPS * norm(want), name
 
 
+@pytest.mark.mostly_exhaustive("3-1", "2-3")
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 1), (4, 1), (8, 1), (2, 3)])
 def test_layers_that_are_cut_in_chunks(nodes, local):
     shapes = {"a": (70, 60), "b": (9001,), "one": (1,)}
@@ -96,6 +68,7 @@ def test_layers_that_are_cut_in_chunks(nodes, local):
         assert norm(got[name][0, 0] - want) <= 20 * EPS * norm(want), name
 
 
+@pytest.mark.mostly_exhaustive("4")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_equal_gradients_stay_as_they_are(ranks):
     g = grads(1)
@@ -111,6 +84,7 @@ def test_finite_values_near_the_maximum_stay_finite(dtype):
         np.testing.assert_array_equal(combine(jnp.concatenate([g, sign * g]))[1], want)
 
 
+@pytest.mark.mostly_exhaustive("2", "3")
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_orthogonal_gradients_add_and_parallel_average(ranks):
     """Orthogonal gradients are added, and parallel ones are averaged."""
@@ -139,6 +113,7 @@ def test_symmetry_scaling_rotation_zero():
     assert norm(combine(np.stack([3 * a, b]))[0] - (ab + 2 * a)) > 0.1
 
 
+@pytest.mark.mostly_exhaustive("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_norms(seed):
     layer = grads(8, seed, {"x": (40,)})["x"].astype(np.float64)
@@ -162,7 +137,7 @@ def test_each_layer_has_coefficients_of_its_own():
     assert norm(whole - np.concatenate([layers["a"][0], layers["b"][0]])) > 0.01 * norm(whole)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
 @pytest.mark.parametrize("magnitudes", [(1e-33, 1e-33), (1e-30, 1.0), (1e-33, 1e18), (1e18, 1e18), (1e30, 1e30)])
 def test_any_magnitude(ranks, magnitudes):
     rng = np.random.default_rng(5)
@@ -200,52 +175,13 @@ def test_narrow_floats_are_combined_in_float32():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))])
 def test_what_is_not_finite_shows_on_every_rank(ranks, bad):
     given = grads(ranks)
     given["matrix"][-1, 2, 1] = bad
     got = combine(given)
     assert not np.isfinite(got["matrix"]).all(axis=(1, 2)).any()
     assert np.isfinite(got["long"]).all()
-
-
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1), optax.lamb(0.1)])
-def test_deltas_come_from_each_rank_s_own_optimizer(optimizer):
-    tx, ranks = adasum("batch", optimizer=optimizer), 4
-    params = jax.tree.map(lambda x: x[0], grads(1))
-    state = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * ranks), tx.init(params))
-    alone = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * ranks), optimizer.init(params))
-    step = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, params), axis_name="batch"))
-    own = jax.jit(jax.vmap(lambda g, s: optimizer.update(g, s, params)))
-    for number in range(2):
-        given = grads(ranks, number)
-        updates, state = step(given, state)
-        deltas, alone = own(given, alone)
-        for name, delta in deltas.items():
-            want = tree(delta)
-            assert norm(updates[name][0] - want) <= 50 * EPS * norm(want)
-            assert (updates[name] == updates[name][:1]).all()
-    jax.tree.map(np.testing.assert_array_equal, state[0].per_rank, alone)
-
-
-def test_deltas_are_averaged_in_nodes_before_combining():
-    """Deltas are averaged within nodes before they are combined."""
-    optimizer, axes = optax.adam(0.1), {"node": 2, "local": 2}
-    tx = adasum("node", optimizer=optimizer, inner_axis="local")
-    params = jax.tree.map(lambda x: x[0], grads(1))
-    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), tx.init(params))
-    alone = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, 2, *jnp.shape(x))), optimizer.init(params))
-    step = jax.jit(vmapped(lambda g, s: tx.update(g, s, params), axes))
-    own = jax.jit(vmapped(lambda g, s: optimizer.update(g, s, params), axes))
-    for number in range(2):
-        given = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), grads(4, number))
-        updates, state = step(given, state)
-        deltas, alone = own(given, alone)
-        for name, delta in deltas.items():
-            want = tree(np.asarray(delta, np.float64).mean(1))
-            assert norm(updates[name][0, 0] - want) <= 50 * EPS * norm(want)
-            assert (updates[name] == updates[name][:1, :1]).all()
-    jax.tree.map(np.testing.assert_array_equal, state[0].per_rank, alone)
 
 
 def test_deltas_of_plain_sgd_are_raw_gradients():

@@ -22,7 +22,7 @@ from jaxcross.exchange.sign_sgd import sign_sgd
 from jaxcross.testing import vmapped
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
 # PowerSGD

@@ -20,7 +20,7 @@ from tests.support.decentralised_training import (
     zero,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.integration
 
 
 def test_elastic_average_is_its_equations():

@@ -20,7 +20,7 @@ from tests.support.decentralised_training import (
     zero,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.integration
 
 
 TOPOLOGIES = [(t, n) for t in ("ring", "torus", "exponential", "complete") for n in (1, 2, 3, 4, 6, 8, 9, 12, 16)]

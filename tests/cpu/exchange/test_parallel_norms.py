@@ -15,7 +15,7 @@ from tests.support.quadratic_training import (
     train,
 )
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
 def masked():
@@ -36,7 +36,7 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 4, 7))])
 @pytest.mark.parametrize("name", PARALLEL)
 def test_parallel_norms_are_optax_s(name, ranks):
     shared, alone = PARALLEL[name]

@@ -16,7 +16,7 @@ from jaxcross.exchange.select import select
 from jaxcross.exchange.top_k import top_k
 from tests.support.exchange_ranks import normal
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.integration
 
 
 def vectors(size: int) -> dict[str, np.ndarray]:

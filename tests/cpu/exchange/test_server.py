@@ -20,10 +20,10 @@ from tests.support.quadratic_training import (
     train,
 )
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5, 16))])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_optimizer_is_synchronous_training(name, ranks):
     optimizer = OPTIMIZERS[name]

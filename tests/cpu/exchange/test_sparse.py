@@ -17,7 +17,7 @@ from jaxcross.exchange.top_k import top_k
 from jaxcross.testing import vmapped
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
 # Top-k
@@ -183,7 +183,7 @@ def test_nothing_is_left_where_everything_is_sent(make: Any) -> None:
 @pytest.mark.parametrize(
     ("density", "size", "k"), [(0.01, 1000, 10), (0.01, 49, 1), (0.05, 50, 2), (0.5, 3, 2), (0.9, 4, 4), (1, 7, 7)]
 )
-@pytest.mark.parametrize("selection", ["exact", "threshold"])
+@pytest.mark.parametrize("selection", ["exact", pytest.param("threshold", marks=pytest.mark.exhaustive)])
 def test_so_many_elements_are_sent(density: float, size: int, k: int, selection: Any) -> None:
     x = normal(1, 1, size)
     tx = top_k(density, "batch", selection=selection)

@@ -14,7 +14,7 @@ from jaxcross.exchange.mean import mean
 from jaxcross.exchange.top_k import top_k
 from tests.support.exchange_ranks import RANKS, normal, on_ranks, states
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("compiled_quickly")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("compiled_quickly")]
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.5])

@@ -22,7 +22,7 @@ from tests.support.quadratic_training import (
     zero,
 )
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
