@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Self
+
+MAX_SEGMENTS = 10_000
+"""Number of segments that `StepGraph.from_data` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +61,47 @@ class StepGraph:
     def is_step(self) -> bool:
         """Whether a call counts as a step of its job."""
         return bool(self.collectives) or self.local_step
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns kinds, dependences and bytes as plain data, without what only ranks compare."""
+        return {
+            "kinds": [*self.kinds],
+            "needs": [[*needs] for needs in self.needs],
+            "after_commit": sorted(self.after_commit),
+            "nbytes": [*self.nbytes],
+            "local_step": self.local_step,
+        }
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        """Returns the graph of what `as_data` returned.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        names = ("kinds", "needs", "after_commit", "nbytes")
+        if not isinstance(data, Mapping) or not all(isinstance(data.get(name), list) for name in names):
+            raise ValueError(f"a step graph has the lists {', '.join(names)}")
+        kinds, needs, after_commit, nbytes = (data[name] for name in names)
+        if not 1 <= len(kinds) <= MAX_SEGMENTS:
+            raise ValueError(f"a step has 1 to {MAX_SEGMENTS} segments, not {len(kinds)}")
+        if not all(kind in ("compute", "collective") for kind in kinds):
+            raise ValueError("each of `kinds` is `compute` or `collective`")
+        if not all(isinstance(several, list) for several in needs):
+            raise ValueError("each of `needs` is a list of numbers of segments")
+        numbers = [*after_commit, *nbytes, *(need for several in needs for need in several)]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("`needs`, `after_commit` and `nbytes` hold whole numbers that are not negative")
+        if nbytes and len(nbytes) != len(kinds):
+            raise ValueError(f"{len(kinds)} segments, but `nbytes` of {len(nbytes)}")
+        if any(number >= len(kinds) for number in after_commit):
+            raise ValueError("`after_commit` holds numbers of segments")
+        if type(data.get("local_step")) is not bool:
+            raise ValueError("`local_step` is true or false")
+        return cls(
+            kinds=tuple(kinds),
+            needs=tuple(map(tuple, needs)),
+            after_commit=frozenset(after_commit),
+            nbytes=tuple(nbytes),
+            local_step=data["local_step"],
+        )

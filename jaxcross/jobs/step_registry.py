@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Self
+
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
@@ -20,6 +23,27 @@ def step_graph_of(program: Program) -> StepGraph:
     )
 
 
+@dataclass(slots=True)
+class StepOutline:
+    """What a plan needs to know of a program: its segments, its memory, and how many of a job's steps ran it.
+
+    Attributes:
+        graph: Its segments.
+        peak_bytes: The most bytes alive at once in a step.
+        boundary_bytes: The most bytes alive between two segments.
+        steps: Steps that ran it.
+    """
+
+    graph: StepGraph
+    peak_bytes: int
+    boundary_bytes: int
+    steps: int = 0
+
+    @classmethod
+    def of(cls, compiled: Compiled, graph: StepGraph) -> Self:
+        return cls(graph, compiled.peak_live_bytes(), compiled.boundary_live_bytes())
+
+
 class StepRegistry:
     """The functions with exchanges of one job on one rank; used by the job's thread.
 
@@ -27,13 +51,14 @@ class StepRegistry:
         training: The name of the function whose calls are the job's steps: the first step that it called. None before.
     """
 
-    __slots__ = ("_agreed", "_graphs", "_programs", "training")
+    __slots__ = ("_agreed", "_graphs", "_outlines", "_programs", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
         self._graphs: dict[int, tuple[Compiled, StepGraph]] = {}
         self._programs: dict[int, Program] = {}
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
+        self._outlines: dict[int, StepOutline] = {}
 
     @property
     def any(self) -> bool:
@@ -71,7 +96,24 @@ class StepRegistry:
         leads = self.leads(compiled)
         if leads and self.training is None:
             self.training = compiled.program.name
+        if leads:
+            outline = self._outlines.get(id(compiled))
+            if outline is None:
+                outline = self._outlines[id(compiled)] = StepOutline.of(compiled, self.graph(compiled))
+            outline.steps += 1
         return leads
+
+    def outline(self) -> dict[str, Any] | None:
+        """Returns the outline of the program that most of the job's steps ran, as plain data; None if it made none."""
+        most = max(self._outlines.values(), key=lambda outline: outline.steps, default=None)
+        if most is None:
+            return None
+        return {
+            "graph": most.graph.as_data(),
+            "steps": most.steps,
+            "peak_bytes": most.peak_bytes,
+            "boundary_bytes": most.boundary_bytes,
+        }
 
     def leads(self, compiled: Compiled) -> bool:
         """Whether a call is a step of the job, if all ranks commit it."""

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Self
 
 from jaxcross.errors import clause
+from jaxcross.interleave.instrument import Span
+from jaxcross.interleave.policy import Sequential
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.report.summary import RunData
+from jaxcross.report.timeline import in_lane_order, shortest_exchanges
 
 FORMAT = 1
-MAX_SEGMENTS = 10_000
 MAX_FILE_BYTES = 10_000_000
 MAX_INTEGER = 2**63
+MIN_STEPS = 3
+MOST = 0.9
+"""Share of a job's steps that must have run one program, so that its times are that program's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +36,7 @@ class Profile:
         graph: Kinds and dependences of the step's segments, and the bytes that each hands to the wire.
         seconds: Seconds of each segment: of the device for a computation, of the link for an exchange, without waiting
             for other ranks.
-        host_s: Seconds between two steps in which the job's thread is at work: input, logging.
+        host_s: Seconds from a step's return to the next call, in which the job's thread is at work: input, logging.
         ranks: The ranks that it was measured on.
         link: The link between them, in words.
         mbit_per_s: The rate of that link; None if unknown.
@@ -72,6 +81,44 @@ class Profile:
         )
         return cls(name=name, graph=graph, seconds=(compute_s, exchange_s, 0.0), ranks=ranks)
 
+    @classmethod
+    def of(cls, report: RunData, name: str, *, mbit_per_s: float | None = None) -> Self:
+        """Returns the profile of a job that ran alone, or in turn with others: means over its steps without the first.
+
+        The compute seconds are those of the slowest rank, the exchange seconds those after the last rank had arrived.
+
+        Args:
+            report: The report of the run; a `Report`, also one that was loaded.
+            name: The job.
+            mbit_per_s: The rate of the link, where it is known.
+
+        Raises:
+            ValueError: There is no such job, it ran next to others, it made fewer than three steps, or its steps ran
+                several programs.
+        """
+        facts = next((job for job in report.jobs if job.name == name), None)
+        if facts is None:
+            raise ValueError(f"the report has no job `{name}`; it has {', '.join(job.name for job in report.jobs)}")
+        if len(report.jobs) > 1 and report.policy != Sequential().name:
+            raise ValueError(f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or in turn.")
+        if facts.outline is None:
+            raise ValueError(f"the report has no outline of a step of `{name}`")
+        graph = StepGraph.from_data(facts.outline.get("graph"))
+        if facts.outline["steps"] < MOST * facts.steps:
+            raise ValueError(f"the steps of `{name}` ran several programs: a profile is of one")
+        seconds, host_s = _means(report.spans, name, graph)
+        return cls(
+            name=name,
+            graph=graph,
+            seconds=seconds,
+            host_s=host_s,
+            ranks=len(report.ranks),
+            link=report.link,
+            mbit_per_s=mbit_per_s,
+            peak_bytes=facts.outline["peak_bytes"],
+            boundary_bytes=facts.outline["boundary_bytes"],
+        )
+
     @property
     def compute_s(self) -> float:
         """Seconds of device time a step: c."""
@@ -93,21 +140,11 @@ class Profile:
 
     def as_data(self) -> dict[str, Any]:
         """Returns plain data, as in the file."""
-        graph = self.graph
         return {
             "format": FORMAT,
             "name": self.name,
-            "segments": [
-                {
-                    "kind": kind,
-                    "needs": [*graph.needs[i]],
-                    "seconds": self.seconds[i],
-                    "nbytes": graph.nbytes[i] if graph.nbytes else 0,
-                    "after_commit": i in graph.after_commit,
-                }
-                for i, kind in enumerate(graph.kinds)
-            ],
-            "local_step": graph.local_step,
+            "graph": self.graph.as_data(),
+            "seconds": [*self.seconds],
             "host_s": self.host_s,
             "ranks": self.ranks,
             "link": self.link,
@@ -141,30 +178,13 @@ class Profile:
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"this version reads profiles of format {FORMAT}")
-        segments = _of_type(data, "segments", list)
-        if not 1 <= len(segments) <= MAX_SEGMENTS:
-            raise ValueError(f"a step has 1 to {MAX_SEGMENTS} segments, not {len(segments)}")
-        if not all(isinstance(segment, Mapping) for segment in segments):
-            raise ValueError("a segment is a table of its kind, needs, seconds, nbytes and after_commit")
-        kinds = [_of_type(segment, "kind", str) for segment in segments]
-        if not set(kinds) <= {"compute", "collective"}:
-            raise ValueError(f"a segment is `compute` or `collective`, got {sorted(set(kinds))}")
-        needs = [_of_type(segment, "needs", list) for segment in segments]
-        if not all(type(need) is int for several in needs for need in several):
-            raise ValueError("`needs` lists numbers of segments")
-        graph = StepGraph(
-            kinds=tuple(kinds),  # type: ignore[arg-type]
-            needs=tuple(map(tuple, needs)),
-            after_commit=frozenset(i for i, s in enumerate(segments) if _of_type(s, "after_commit", bool)),
-            nbytes=tuple(_of_type(segment, "nbytes", int) for segment in segments),
-            local_step=_of_type(data, "local_step", bool),
-        )
-        if any(nbytes < 0 for nbytes in graph.nbytes):
-            raise ValueError("a segment sends a negative number of bytes")
+        seconds = _of_type(data, "seconds", list)
+        if not all(type(number) in (int, float) and abs(number) < MAX_INTEGER for number in seconds):
+            raise ValueError("`seconds` holds the seconds of each segment")
         return cls(
             name=_of_type(data, "name", str),
-            graph=graph,
-            seconds=tuple(float(_of_type(segment, "seconds", int, float)) for segment in segments),
+            graph=StepGraph.from_data(data.get("graph")),
+            seconds=tuple(map(float, seconds)),
             host_s=float(_of_type(data, "host_s", int, float)),
             ranks=_of_type(data, "ranks", int),
             link=_of_type(data, "link", str),
@@ -172,6 +192,47 @@ class Profile:
             peak_bytes=_of_type(data, "peak_bytes", int, type(None)),
             boundary_bytes=_of_type(data, "boundary_bytes", int, type(None)),
         )
+
+
+def _means(spans: Iterable[Span], name: str, graph: StepGraph) -> tuple[tuple[float, ...], float]:
+    """Returns the mean seconds of each segment, and the median ones from a step's return to the next call.
+
+    Raises:
+        ValueError: There are fewer than three whole steps.
+    """
+    spans = in_lane_order(span for span in spans if span.job == name and span.in_step)
+    arrived = shortest_exchanges(spans)
+    steps: dict[tuple[int, int], dict[int, Span]] = defaultdict(dict)
+    for span in spans:
+        if span.kind in ("compute", "collective"):
+            steps[span.rank, span.number][span.segment] = span
+    whole = {key: found for key, found in sorted(steps.items()) if len(found) == len(graph.kinds)}
+    on_rank: dict[int, list[dict[int, Span]]] = defaultdict(list)
+    for (rank, _), found in whole.items():
+        on_rank[rank].append(found)
+    if min((len(found) for found in on_rank.values()), default=0) < MIN_STEPS:
+        raise ValueError(f"the run of `{name}` has fewer than {MIN_STEPS} whole steps: a profile needs more")
+    seconds = []
+    for index, kind in enumerate(graph.kinds):
+        of_ranks = []
+        for found in on_rank.values():
+            of_steps = [step[index] for step in found[1:]]  # the first step compiles and touches each page
+            if kind == "compute":
+                of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
+            else:
+                of_ranks.append(fmean(arrived[span.job, span.number, span.segment] for span in of_steps))
+        seconds.append(max(of_ranks) / 1e9)
+    gaps = [
+        max(0, min(span.ready_ns for span in after.values()) - max(map(_returned_ns, before.values())))
+        for found in on_rank.values()
+        for before, after in pairwise(found[1:])
+    ]
+    return tuple(seconds), median(gaps) / 1e9
+
+
+def _returned_ns(span: Span) -> int:
+    """Returns the time at which the job's thread has this segment behind it: a computation once it is dispatched."""
+    return span.ready_ns if span.kind == "compute" else span.end_ns
 
 
 def _of_type(table: Mapping[str, Any], key: str, *types: type) -> Any:

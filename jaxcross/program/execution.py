@@ -90,9 +90,18 @@ class Compiled:
         Follows the values from segment to segment and XLA's buffer assignment of each executable. Donated buffers count
         once.
         """
+        return self._live_bytes()[0]
+
+    def boundary_live_bytes(self) -> int:
+        """Returns the most bytes that are alive between two segments, or before or after a step: what a job keeps while
+        another one's segment runs.
+        """
+        return self._live_bytes()[1]
+
+    def _live_bytes(self) -> tuple[int, int]:
         program = self.program
         alive = {v: program.values[v].nbytes for v in program.inputs}
-        peak = sum(alive.values())
+        peak = boundary = sum(alive.values())
         for runnable in self.runnables:
             segment, stats = runnable.segment, runnable.call.memory_analysis()
             made = sum(program.values[v].nbytes for v in segment.outputs) + segment.extra_nbytes
@@ -103,8 +112,10 @@ class Compiled:
                 if v not in program.inputs or v in program.donated:
                     alive.pop(v, None)
             alive.update({v: program.values[v].nbytes for v in segment.outputs})
+            boundary = max(boundary, sum(alive.values()))
         copies = (program.values[program.outputs[place]].nbytes for place, moved in self.passthroughs if not moved)
-        return max(peak, sum(alive.values()) + sum(copies))
+        after = sum(alive.values()) + sum(copies)
+        return max(peak, after), max(boundary, after)
 
 
 @final

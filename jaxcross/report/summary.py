@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxcross.interleave.instrument import Span
 
@@ -41,6 +41,8 @@ class JobSummary:
             ...` with the reason; empty for one rank, and for jobs without a state.
         first_step: Steps that earlier runs did, which this one resumed from.
         unit: The unit of examples: `images` or `examples`.
+        outline: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, `peak_bytes` alive
+            at once in one step and `boundary_bytes` alive between two segments, by XLA's figures. None without steps.
     """
 
     name: str
@@ -54,6 +56,7 @@ class JobSummary:
     replicas: str = ""
     first_step: int = 0
     unit: str = "examples"
+    outline: Mapping[str, Any] | None = None
 
     @property
     def last_step(self) -> int:

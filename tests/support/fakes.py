@@ -237,6 +237,12 @@ class FakeCompiled:
     def execution(self, inputs: Sequence[Any]) -> FakeExecution:
         return FakeExecution(self, inputs)
 
+    def peak_live_bytes(self) -> int:
+        return sum(value.nbytes for value in self.program.values)
+
+    def boundary_live_bytes(self) -> int:
+        return self.peak_live_bytes()
+
 
 class FakeExecution:
     """One step in flight of a `FakeCompiled`."""

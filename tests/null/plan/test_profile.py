@@ -12,6 +12,8 @@ from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.contention import TWO_CORES, MachineContention
 from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
+from jaxcross.plan.twin import predict
+from jaxcross.report import JobSummary, Report
 
 GRAPH = StepGraph(
     kinds=("compute", "collective", "compute"), needs=((), (0,), (0, 1)), after_commit=frozenset({2}), nbytes=(0, 64, 0)
@@ -40,8 +42,9 @@ def test_compute_and_exchange_are_sums() -> None:
     ("change", "message"),
     [
         ({"format": 2}, "format 1"),
-        ({"segments": []}, "1 to 10000 segments"),
-        ({"segments": [7]}, "a segment is a table"),
+        ({"graph": []}, "a step graph has the lists"),
+        ({"seconds": [1.0, 2.0]}, "3 segments and 2 times"),
+        ({"seconds": [1.0, 2.0, "3"]}, "seconds of each segment"),
         ({"ranks": True}, "`ranks` is True"),
         ({"ranks": 0}, "must be finite"),
         ({"host_s": -1.0}, "must be finite"),
@@ -62,19 +65,23 @@ def test_another_content_is_refused(tmp_path: Path, change: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kind", "send", "`compute` or `collective`"),
-        ("needs", [5], "can only need earlier ones"),
-        ("needs", [True], "numbers of segments"),
-        ("nbytes", -1, "negative number of bytes"),
-        ("seconds", "1", "`seconds` is '1'"),
-        ("after_commit", 1, "`after_commit` is 1"),
+        ("kinds", [], "1 to 10000 segments"),
+        ("kinds", ["compute", "send", "compute"], "`compute` or `collective`"),
+        ("needs", [[], [0], [5]], "can only need earlier ones"),
+        ("needs", [[], [0], [True]], "whole numbers"),
+        ("needs", [[], [0], 1], "list of numbers of segments"),
+        ("needs", [[], [0]], "3 segments, but needs of 2"),
+        ("nbytes", [0, -1, 0], "whole numbers that are not negative"),
+        ("nbytes", [0], "`nbytes` of 1"),
+        ("after_commit", [3], "numbers of segments"),
+        ("after_commit", [1], "waits for the commit"),
+        ("local_step", 0, "true or false"),
+        ("local_step", True, "cannot be a local step"),
     ],
 )
-def test_another_segment_is_refused(key: str, value: object, message: str) -> None:
-    data = PROFILE.as_data()
-    data["segments"][2][key] = value
+def test_another_graph_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Profile.from_data(data)
+        StepGraph.from_data({**GRAPH.as_data(), key: value})
 
 
 def test_a_huge_file_is_refused(tmp_path: Path) -> None:
@@ -139,3 +146,43 @@ def test_other_contention_is_refused(points: Any) -> None:
 def test_a_factor_of_contention_is_at_least_1(factor: float) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         Contention(compute=factor)
+
+
+def _report(profile: Profile, *, steps: int = 8, ran: int | None = None, others: tuple[str, ...] = ()) -> Report:
+    """The report of a run of the job, made by the twin."""
+    spans = predict([profile], steps=steps, vote_s=0.0).spans
+    outline = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
+    outline |= {"peak_bytes": profile.peak_bytes, "boundary_bytes": profile.boundary_bytes}
+    jobs = [JobSummary(name=profile.name, steps=steps, outline=outline)]
+    jobs += [JobSummary(name=name, steps=0) for name in others]
+    return Report(spans=spans, jobs=tuple(jobs), wall_ns={0: (0, 1)}, policy="round-robin", link="lab")
+
+
+def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
+    graph = StepGraph(
+        kinds=("compute", "collective", "compute", "collective", "compute"),
+        needs=((), (0,), (0,), (2,), (1, 3)),
+        after_commit=frozenset({4}),
+        nbytes=(0, 8, 0, 8, 0),
+    )
+    made = Profile(name="a", graph=graph, seconds=(0.1, 0.2, 0.3, 0.4, 0.05), host_s=0.02, link="lab", peak_bytes=7)
+    report = Report.load(_report(made).to_json(tmp_path / "report.json"))
+    found = Profile.of(report, "a")
+    assert found.seconds == pytest.approx(made.seconds, abs=1e-6)
+    assert found.host_s == pytest.approx(made.host_s, abs=1e-6)
+    assert (found.graph, found.peak_bytes, found.link) == (made.graph, 7, "lab")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "message"),
+    [
+        ({}, "b", "no job `b`; it has resnet"),
+        ({"others": ("b",)}, "resnet", "ran next to other jobs"),
+        ({"others": ("b",)}, "b", "ran next to other jobs"),
+        ({"steps": 2}, "resnet", "fewer than 3 whole steps"),
+        ({"ran": 5}, "resnet", "several programs"),
+    ],
+)
+def test_a_run_that_is_no_profile_is_an_error(options: dict[str, Any], name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Profile.of(_report(PROFILE, **options), name)
