@@ -2,6 +2,7 @@
 
     crossover        a train step -> the same step over MPI, cut into compute and collective segments
     Runner           several jobs, taking turns on this rank's device
+    sweep            many trials of one training function, a few at a time
     Checkpoints      exact resume: a run that was killed goes on as if it had not been
     exchange         gradient exchanges as optax transformations
     tensor           layers of one model sharded over several ranks: 1-D, 2-D, 2.5-D
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
+    from jaxcross.sweeps.sweep import sweep
     from jaxcross.world import World, current_world, initialize
 
 __version__ = "0.1.0"
@@ -55,6 +57,7 @@ __all__ = [
     "initialize",
     "plan",
     "run",
+    "sweep",
     "tensor",
 ]
 
@@ -72,6 +75,7 @@ _HOMES = {
     "current_world": "world",
     "initialize": "world",
     "run": "jobs.plain_loop",
+    "sweep": "sweeps.sweep",
 }
 
 

@@ -30,13 +30,14 @@ FOLDERS = {
     "checkpoint": "save and restore",
     "report": "tables, pictures, bounds",
     "plan": "choose an exchange",
+    "sweeps": "trials of one function",
     "commands": "`jaxcross launch`, `demo`,\n`doctor`, ...",
     "lab": "hosts and links to test on",
 }
 GROUPS = {
     "ground": ("world", "health"),
     "inside a step": ("exchange", "tensor", "server"),
-    "around a run": ("data", "checkpoint", "report", "plan"),
+    "around a run": ("data", "checkpoint", "report", "plan", "sweeps"),
     "tools": ("commands", "lab"),
 }
 

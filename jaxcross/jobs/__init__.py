@@ -11,6 +11,7 @@ latest_state    the state that a job is left with, however it ends; `resumption`
 replicas        whether all ranks hold the same state; `replica_checks` says when that is compared
 metrics         what a job logged
 progress        how far the jobs are, shown while they run
+observer        follows a job that is a trial of a sweep
 step_registry   the functions with exchanges that a job calls
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to

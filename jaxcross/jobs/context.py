@@ -18,6 +18,7 @@ from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
 from jaxcross.jobs.metrics import MetricLog
+from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
@@ -144,6 +145,9 @@ class JobContext:
         """Keeps a pytree of scalars under the current step. Never waits: it is read back once it is computed.
 
         Kept are copies: the next step may donate what was logged. Of a random key, its words (`jax.random.key_data`).
+
+        In a sweep that prunes, logging the sweep's metric waits for the other trials and for all ranks, and ends the
+        trial there if it is pruned; log it on every rank.
         """
         self._metrics.add(self.step, metrics)
 
@@ -281,7 +285,9 @@ class JobContext:
         resumption = self._life.resumption
         if resumption is not None:
             # A restart goes on behind this step: what was logged until then must not be lost with the process.
-            self.unread = self._metrics.read_remaining() or self.unread
+            self.read_back()
+            if self.host.observer is not None:
+                self.host.observer.saving(self.step)
             every = resumption.save(
                 state, self.step, self.run_on_all_ranks, unsavable_reason=self.host.unsavable_reason()
             )
@@ -357,3 +363,11 @@ class JobContext:
     def save_every(self) -> int | None:
         """The number of steps after which the plain loop saves, if it does."""
         return None if self._life.resumption is None else self._life.resumption.every
+
+    def observe(self, observer: JobObserver) -> None:
+        """Lets `observer` follow the job from here on; in the job's thread."""
+        self.host.observer = self._metrics.observer = observer
+
+    def read_back(self) -> None:
+        """Puts all that was logged so far into `history`. Waits for the device."""
+        self.unread = self._metrics.read_remaining() or self.unread

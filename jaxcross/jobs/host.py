@@ -15,6 +15,7 @@ from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, Sp
 from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.lifecycle import JobLifecycle
+from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
@@ -43,6 +44,7 @@ class JobHost:
         loops: The job's loops over batches that are not over, in their order.
         planned_steps: The step at which its latest loop on its own ends, None where that is not known.
         done: Set once the job is over and its results are final.
+        observer: Follows the job, if it is a trial of a sweep.
     """
 
     in_run = True
@@ -62,6 +64,7 @@ class JobHost:
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
         self.done = threading.Event()
+        self.observer: JobObserver | None = None
 
     @property
     def is_only_job(self) -> bool:
@@ -203,6 +206,8 @@ class JobHost:
         if trains:
             self.step += 1
             self.examples.count_step()
+            if self.observer is not None:
+                self.observer.stepped(self.step)
         if resumption is not None and graph.is_step:
             resumption.note_call(
                 compiled.program.name, self.loops, trains=trains, state=self.latest.state, results=outputs

@@ -130,6 +130,10 @@ class JobRun:
         self._function, self._arguments = _no_function, {}
         host.registry.forget()
         host.loops = []
+        if host.observer is not None:
+            if not host.observer.ended(asked=life.stop_requested):
+                life.resumption = None
+            host.observer = self._metrics.observer = None
         context.done.set()
 
     def close_unbegun(self) -> None:

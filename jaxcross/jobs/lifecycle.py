@@ -39,6 +39,7 @@ class JobLifecycle:
         driver: The run's; None before the run, and once the job is over.
         record: The driver's record of the job; None before the run.
         resumption: Ties the job to its checkpoints, if there are any.
+        stop_requested: Whether the job ended because it alone was asked to stop.
         misuse: The error of a loop over batches in another thread, for the job's own thread to raise.
     """
 
@@ -47,6 +48,7 @@ class JobLifecycle:
         self.driver: Driver | None = None
         self.record: JobRecord | None = None
         self.resumption: Resumption | None = None
+        self.stop_requested = False
         self.misuse: JobError | None = None
         self._unwound = False
 
@@ -113,9 +115,10 @@ class JobLifecycle:
         """Takes the job's place in a run that begins, or that the job is added to."""
         self.driver, self.record, self.resumption = driver, record, resumption
         record.abandon = partial(self._abandon, job)
+        # Called by the driver before any other job can save what it did in the knowledge of this end.
+        record.on_end = self._on_end
         if resumption is not None:
-            # Called by the driver before any other job can save what it did in the knowledge of this end.
-            record.on_end, record.on_pause = self._on_end, resumption.mark_paused
+            record.on_pause = resumption.mark_paused
 
     def main(self, job: ManagedJob) -> None:
         """Runs the job's function: the body of its thread. An error becomes the job's failure on all ranks.
@@ -164,6 +167,7 @@ class JobLifecycle:
 
     def _on_end(self, status: FinalStatus, asked: bool) -> None:
         status = self.final_status(status)
+        self.stop_requested = asked
         # A job that ends because its whole run was stopped goes on in the next run: no mark for that.
         if self.resumption is not None and (status != "stopped" or asked):
             self.resumption.mark_done(status)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.jobs.latest_state import own_copy
+from jaxcross.jobs.observer import JobObserver
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 
@@ -22,10 +23,14 @@ class MetricLog:
 
     Args:
         listen: Called with each step and its metrics, once they are read back.
+
+    Attributes:
+        observer: Called with what is logged, before it is read back.
     """
 
     def __init__(self, listen: Callable[[int, PyTree], None]) -> None:
         self.history: list[tuple[int, PyTree]] = []
+        self.observer: JobObserver | None = None
         self._listen = listen
         self._pending: deque[tuple[int, PyTree]] = deque()
 
@@ -43,6 +48,8 @@ class MetricLog:
         self._pending.append((step, own_copy(jax.tree.map(_key_data, metrics))))
         while self._pending and _computed(self._pending[0][1]):
             self._read_back()
+        if self.observer is not None:
+            self.observer.logged(step, metrics)
 
     def read_remaining(self) -> Exception | None:
         """Reads back all remaining metrics, and returns the first error, if any. Waits for the device."""

@@ -9,6 +9,7 @@ table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
 gantt            the lanes as a picture; `tint` draws what is thinner than a pixel
 chrome           the run as a trace for Perfetto
+sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one, `sweep_plot` the picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
 live             progress while the run goes on
 progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and a table of it

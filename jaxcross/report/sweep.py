@@ -1,0 +1,129 @@
+"""`SweepResult`: the trials of a sweep, as a table and a picture."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxcross.errors import first_line, shortened
+from jaxcross.report.sweep_trial import SweepTrial
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from jaxcross.report.report import Report
+
+_MOST_FAILURES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """What a sweep came to. The same on every rank, but for the state where ranks hold their own.
+
+    Attributes:
+        metric: The metric by which trials are compared.
+        mode: `max` or `min`.
+        trials: All of them, by number.
+        best: The finished trial with the best last value; of equal ones the first. None if none finished, or all with
+            a value that is no number.
+        state: The best trial's final state, if it ended in this process. Else its checkpoint has it: add a job with its
+            name and parameters to a `Runner` with `Checkpoints` in the sweep's folder `checkpoints`.
+        reports: Reports of the runs, mostly one.
+    """
+
+    metric: str
+    mode: str
+    trials: tuple[SweepTrial, ...]
+    best: SweepTrial | None
+    state: Any = field(default=None, repr=False)
+    reports: tuple[Report, ...] = field(default=(), repr=False)
+
+    @property
+    def ranked(self) -> list[SweepTrial]:
+        """The trials, best first: those that finished, then the others by how far they came."""
+        sign = -1 if self.mode == "max" else 1
+
+        def key(trial: SweepTrial) -> tuple[float, ...]:
+            value = trial.value if trial.value is not None and trial.value == trial.value else float("inf") * sign
+            if trial.status == "finished":
+                return 0, sign * value, trial.number
+            return ("pruned", "stopped", "failed").index(trial.status) + 1, -trial.step, sign * value, trial.number
+
+        return sorted(self.trials, key=key)
+
+    def __rich__(self) -> Group:
+        """The table, for `rich.print`."""
+        return _table(self)
+
+    def __str__(self) -> str:
+        from jaxcross.report.table import printed
+
+        return printed(_table(self))
+
+    def to_plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draws the metric of all trials against their steps, and returns the path of the PNG.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
+        """
+        from jaxcross.report.sweep_plot import draw
+
+        best = None if self.best is None else self.best.number
+        return draw(Path(path), self.ranked, best=best, metric=self.metric, mode=self.mode, answer=headline(self))
+
+
+def _table(result: SweepResult) -> Group:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial.params))
+    table = Table()
+    table.add_column("")
+    table.add_column("trial", justify="right")
+    for name in names:
+        table.add_column(Text(name), justify="right")
+    table.add_column(Text(result.metric), justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column("status")
+    for trial in result.ranked:
+        best = result.best is not None and trial.number == result.best.number
+        cells = [_cell(trial.params[name]) if name in trial.params else "-" for name in names]
+        row = ["*" if best else "", str(trial.number), *cells, exact(trial.value), str(trial.step), trial.status]
+        table.add_row(*map(Text, row), style="bold" if best else None)
+    lines = [headline(result)]
+    failed = [trial for trial in result.trials if trial.status == "failed"]
+    lines += [f"Trial `{t.name}` failed: {shortened(first_line(t.error), 300)}" for t in failed[:_MOST_FAILURES]]
+    if len(failed) > _MOST_FAILURES:
+        lines.append(f"And {len(failed) - _MOST_FAILURES} more failed: `sweep.json` says why.")
+    title = Text(_title(result), style="bold")
+    return Group(title, table, Text("\n".join(lines)))
+
+
+def _title(result: SweepResult) -> str:
+    counts = {
+        status: sum(t.status == status for t in result.trials) for status in ("finished", "pruned", "stopped", "failed")
+    }
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"Sweep of {len(result.trials)} trials by {result.metric} ({result.mode}): {told}"
+
+
+def headline(result: SweepResult) -> str:
+    """The answer to the question which trial is best, in a line."""
+    if result.best is None:
+        return f"No trial finished with a {result.metric}."
+    words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
+    return f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} steps."
+
+
+def exact(value: float | None) -> str:
+    """Four significant digits: trials often differ in the third."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else shortened(str(value), 30)

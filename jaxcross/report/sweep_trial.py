@@ -1,0 +1,33 @@
+"""`SweepTrial`: one trial of a sweep, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTrial:
+    """One trial.
+
+    Attributes:
+        number: Counts from 0, in the order in which trials were asked for.
+        name: The name of its job, and of its files.
+        params: Its parameters.
+        status: `finished`, `pruned`, `failed`, or `stopped` by `job.stop`.
+        step: Steps that it made.
+        value: The metric as it logged it last; None if it never did.
+        digest: A digest of its final state on all ranks, if it finished.
+        error: Why it failed.
+        values: The metric as `(step, value)`.
+    """
+
+    number: int
+    name: str
+    params: dict[str, Any]
+    status: Literal["finished", "pruned", "failed", "stopped"]
+    step: int
+    value: float | None
+    digest: str = ""
+    error: str = ""
+    values: tuple[tuple[int, float], ...] = ()

@@ -1,0 +1,199 @@
+"""`Coordinator`: rank 0's side of a sweep. It asks, tells, prunes, and writes down what must survive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import final
+
+from jaxcross.errors import JobError
+from jaxcross.sweeps.log import TrialLog, TrialRecord
+from jaxcross.sweeps.schedule import Decision, Parameters, Schedule, Search, Started, Status
+from jaxcross.sweeps.search import name_of
+
+_log = logging.getLogger("jaxcross")
+_LOOK_S = 0.1  # how often who waits looks whether the run was stopped
+Make = Callable[[Mapping[int, Parameters]], Search]
+Submit = Callable[[Started, str], None]
+Check = Callable[[str, Parameters], None]
+
+
+class _DiffersError(Exception):
+    """A search does not repeat what it asked before a restart."""
+
+
+@final
+class Coordinator:
+    """Called by the threads of all trials on rank 0.
+
+    Making one goes through all that an earlier start wrote down: the search ends in the state that it had then.
+
+    Args:
+        make: Makes a fresh search that has asked nothing. It gives trials of these numbers these parameters.
+        log: What is known of the trials.
+        concurrent: Number of trials at a time.
+        check: Called with name and parameters of each trial that is new; raises if the trial cannot run.
+
+    Attributes:
+        search: The search in use.
+        error: What the search raised, if anything: no trial begins after that, and none is pruned.
+        submit: Starts a trial's job on all ranks; replaced by each run. May raise JobError if the run is over.
+
+    Raises:
+        Exception: What the search raises for its first trials.
+    """
+
+    def __init__(self, make: Make, log: TrialLog, *, concurrent: int, check: Check = lambda *_: None) -> None:
+        self._log, self._concurrent, self._check = log, concurrent, check
+        self._changed = threading.Condition(threading.RLock())
+        self.error: Exception | None = None
+        self.submit: Submit = lambda *_: None
+        self.search = make({})
+        try:
+            self._schedule = self._repeated(strict=True)
+        except _DiffersError as error:
+            _log.warning(
+                "The sweep goes on, but not as if it had never stopped: %s. Give the sampler a seed, as"
+                " `optuna.samplers.TPESampler(seed=0)`, and keep the version of Optuna.",
+                error,
+            )
+            self.search = make({number: trial.parameters for number, trial in log.trials.items()})
+            self._schedule = self._repeated(strict=False)
+        self._check_pruned()
+
+    def _repeated(self, *, strict: bool) -> Schedule:
+        """Returns a schedule that has gone through all that is written down."""
+        schedule = Schedule(self.search, concurrent=self._concurrent, known_until=self._log.known_until)
+        new = self._taken(schedule, schedule.begin(), strict=strict)
+        while (decisions := schedule.repeat()) is not None:
+            new += self._taken(schedule, decisions, strict=strict)
+        while decisions := schedule.settle():
+            new += self._taken(schedule, decisions, strict=strict)
+        for decision in new:  # not before all has turned out to repeat
+            self._write(decision)
+        return schedule
+
+    def _taken(self, schedule: Schedule, decisions: list[Decision], *, strict: bool) -> list[Decision]:
+        """Notes all that is known of the trials that begin. Returns the decisions that are not written down."""
+        new: list[Decision] = []
+        for decision in decisions:
+            known = self._log.trials.get(decision.number)
+            if known is None or not isinstance(decision, Started):
+                new.append(decision)
+                continue
+            if strict and known.parameters != decision.parameters:
+                was = f"trial {known.number} was asked for with {known.parameters}"
+                raise _DiffersError(f"{was}, and is now with {decision.parameters}")
+            for step, value in sorted(known.values.items()) if self.search.prunes else ():
+                new += schedule.report(known.number, step, value)
+            if known.returned or known.status in ("finished", "failed", "stopped"):
+                status = "finished" if known.returned else known.status or "finished"
+                new += schedule.end(known.number, known.step, status, known.value)
+        return new
+
+    def _check_pruned(self) -> None:
+        """Makes sure that the pruner repeats what it decided before a restart.
+
+        Raises:
+            JobError: It does not.
+        """
+        for trial in self._log.trials.values():
+            if trial.status == "pruned" and self._schedule.decided(trial.number, trial.step) is not True:
+                raise JobError(
+                    f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and the pruner would let"
+                    " it go on now. Start with the pruner and the version of Optuna that were in use, or in another"
+                    " folder."
+                )
+
+    @property
+    def trials(self) -> list[TrialRecord]:
+        """All trials that have begun, by number."""
+        with self._changed:
+            return [trial for _, trial in sorted(self._log.trials.items())]
+
+    @property
+    def running(self) -> list[TrialRecord]:
+        """The trials to run: those that have begun and are not over, or whose last state is not saved."""
+        with self._changed:
+            return [trial for trial in self.trials if trial.status is None and self._schedule.has_begun(trial.number)]
+
+    def may_begin(self, number: int, stopping: Callable[[], bool]) -> bool:
+        """Whether a trial is to run, and not over. Waits for a trial that a restart brought back too early."""
+        with self._changed:
+            while not self._schedule.has_begun(number) and self._schedule.running and not stopping():
+                self._changed.wait(_LOOK_S)
+            return number in [trial.number for trial in self.running]
+
+    def advanced(self, number: int, step: int) -> None:
+        """Notes that a trial has made so many steps. Waits for a search that is being asked, if others wait for it."""
+        with self._changed:
+            self._follow(lambda: self._schedule.advance(number, step))
+
+    def value(self, number: int, step: int, value: float) -> None:
+        """Writes down a value; warns if it is not what it was before a restart."""
+        with self._changed:
+            known = self._log.trials[number].values.get(step)
+            if known is not None and known != value and not (known != known and value != value):
+                text = "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it does not repeat."
+                _log.warning(text, self._log.trials[number].name, value, step, known)
+            self._log.value(number, step, value)
+
+    def last_value(self, number: int) -> float | None:
+        """Returns the metric that a trial logged last."""
+        with self._changed:
+            return self._log.trials[number].value
+
+    def prunes(self, number: int, step: int, stopping: Callable[[], bool]) -> bool:
+        """Whether a trial ends at this step, whose value is written down. Waits for the other trials to come as far."""
+        with self._changed:
+            value = self._log.trials[number].values[step]
+            self._follow(lambda: self._schedule.report(number, step, value))
+            while self._schedule.waits(number, step) and self.error is None and not stopping():
+                self._changed.wait(_LOOK_S)
+            return bool(self._schedule.decided(number, step))
+
+    def came_to_end(self, number: int, step: int, value: float | None) -> None:
+        """Notes that a trial's function has returned on all ranks: its place is free. Its state is not saved yet."""
+        with self._changed:
+            self._log.returned(number, step)
+            self._follow(lambda: self._schedule.end(number, step, "finished", value))
+
+    def over(self, number: int, step: int, status: Status, *, digest: str = "", error: str = "") -> None:
+        """Notes that a trial's job is over on all ranks, and what it left is saved."""
+        with self._changed:
+            value = self._log.trials[number].value
+            self._log.end(number, status, step, value, digest=digest, error=error)
+            if status in ("failed", "stopped"):
+                self._follow(lambda: self._schedule.end(number, step, status, value))
+
+    def _follow(self, change: Callable[[], list[Decision]]) -> None:
+        """Carries out what a change leads to. With the lock."""
+        try:
+            decisions = change() if self.error is None else []
+            for decision in decisions:
+                self._write(decision)
+        except Exception as error:  # of the search: the trial whose thread is here has no part in it
+            self.error = error
+            decisions = []
+        for decision in decisions:
+            if isinstance(decision, Started):
+                try:
+                    self.submit(decision, self._log.trials[decision.number].name)
+                except JobError:
+                    _log.debug("trial %d begins in the next run", decision.number)
+        self._changed.notify_all()
+
+    def _write(self, decision: Decision) -> None:
+        if isinstance(decision, Started):
+            if decision.number not in self._log.trials:
+                name = name_of(decision.number, decision.parameters)
+                self._check(name, decision.parameters)
+                self._log.begin(name, decision)
+        else:
+            self._log.pruned(decision)
+
+    def close(self) -> None:
+        """Lets go of the folder. What trials still do is not written."""
+        with self._changed:
+            self._log.close()

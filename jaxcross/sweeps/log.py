@@ -1,0 +1,214 @@
+"""The trials of a sweep on disk: one line for each beginning, value and end, written by rank 0 as it happens.
+
+    sweep.json      what the sweep is, and its trials so far, for people and programs
+    trials.jsonl    what a restart goes on from
+    metrics/        a JSONL and a CSV of each trial; checkpoints/ holds states
+
+A line is written before anything follows from it: a checkpoint never covers a value that the file lacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from jaxcross.sweeps.schedule import Parameters, Pruned, Started, Status
+
+FORMAT = 1
+FILES = {"sweep.json", "sweep.json.new", "trials.jsonl", "sweep.png", "metrics", "checkpoints"}
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialRecord:
+    """All that is known of a trial.
+
+    Attributes:
+        number: Counts trials from 0, in the order in which they were asked for.
+        name: The name of its job.
+        parameters: What its function gets.
+        after: The trial whose place it took, if any.
+        returned: Whether its function has returned on all ranks; its state may not be saved yet.
+        values: The metric by step, each as it was logged first.
+        status: None while it is not over.
+        step: Its last step.
+        value: The last value that it logged.
+        digest: A digest of the final state on all ranks.
+        error: Why it failed.
+    """
+
+    number: int
+    name: str
+    parameters: Parameters
+    after: int | None = None
+    returned: bool = False
+    values: dict[int, float] = field(default_factory=dict)
+    status: Status | None = None
+    step: int = 0
+    value: float | None = None
+    digest: str = ""
+    error: str = ""
+
+
+@final
+class TrialLog:
+    """The trials of one sweep, in memory and, with a folder, on disk. Used by one thread at a time.
+
+    Args:
+        folder: Where they are kept; None to keep nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._file: Any = None
+        self._settings: Mapping[str, Any] = {}
+        self.trials: dict[int, TrialRecord] = {}
+        self.known_until = (-1, -1)  # the latest time of the schedule, and trial, on which a decision was based
+
+    def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes the folder, and reads what an earlier start left there. Returns that start's settings, or these.
+
+        Raises:
+            ValueError: The folder holds something else, or another process sweeps in it.
+            OSError: It cannot be written.
+        """
+        self._settings = settings
+        if self._folder is None:
+            return settings
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found = {path.name for path in self._folder.iterdir()}
+        if found - FILES and "sweep.json" not in found:
+            raise ValueError(f"`{self._folder}` is to hold a sweep, and holds other files. Name an empty folder.")
+        self._file = (self._folder / "trials.jsonl").open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"Another process sweeps in `{self._folder}` now. Name another folder.") from None
+        if "sweep.json" not in found:
+            if self._read():
+                raise ValueError(f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder.")
+            self.write()
+            return settings
+        try:
+            before = json.loads((self._folder / "sweep.json").read_text())
+            if before["format"] != FORMAT:
+                raise ValueError("another format")
+            earlier = before["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"`{self._folder / 'sweep.json'}` is not of a sweep ({error}). Name an empty folder."
+            ) from None
+        self._read()
+        return earlier
+
+    def keep(self, settings: Mapping[str, Any]) -> None:
+        """Notes settings that a later start may change."""
+        self._settings = settings
+        self.write()
+
+    def begin(self, name: str, started: Started) -> None:
+        """Notes that a trial begins."""
+        line = {"trial": started.number, "name": name, "params": started.parameters}
+        self._add({**line, "after": started.after, "time": started.time}, forced=True)
+
+    def value(self, number: int, step: int, value: float) -> None:
+        """Notes a value, unless the trial has one of that step."""
+        if step not in self.trials[number].values:
+            self._add({"trial": number, "step": step, "value": value})
+
+    def returned(self, number: int, step: int) -> None:
+        """Notes that a trial's function has returned on all ranks, once."""
+        if not self.trials[number].returned:
+            self._add({"trial": number, "returned": step}, forced=True)
+
+    def pruned(self, pruned: Pruned) -> None:
+        """Notes that a trial is pruned, once."""
+        if self.trials[pruned.number].status is None:
+            self._add({"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True)
+            self.write()
+
+    def end(
+        self, number: int, status: Status, step: int, value: float | None, *, digest: str = "", error: str = ""
+    ) -> None:
+        """Notes the end of a trial, once."""
+        if self.trials[number].status is None:
+            facts = {"end": status, "step": step, "value": value, "digest": digest, "error": error}
+            self._add({"trial": number, **facts}, forced=True)
+            self.write()
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        if self._file is not None:
+            self._file.close()
+
+    def write(self) -> None:
+        """Writes `sweep.json`, in full or not at all."""
+        if self._folder is None:
+            return
+        trials = [
+            {
+                "number": each.number,
+                "name": each.name,
+                "params": each.parameters,
+                "status": each.status or "running",
+                "step": each.step,
+                "value": each.value if each.value is None or math.isfinite(each.value) else str(each.value),
+                "digest": each.digest,
+                "error": each.error,
+            }
+            for _, each in sorted(self.trials.items())
+        ]
+        draft = self._folder / "sweep.json.new"
+        draft.write_text(json.dumps({"format": FORMAT, "settings": self._settings, "trials": trials}, indent=1) + "\n")
+        draft.replace(self._folder / "sweep.json")
+
+    def _add(self, line: dict[str, Any], *, forced: bool = False) -> None:
+        self._take(line)
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            if forced:
+                os.fsync(self._file.fileno())
+
+    def _read(self) -> bool:
+        """Reads the file; drops a last line that a kill cut short. Returns whether there was any."""
+        self._file.seek(0)
+        text = self._file.read()
+        whole = text.rpartition("\n")[0]
+        for n, line in enumerate(whole.splitlines(), 1):
+            try:
+                self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"`{self._file.name}` is damaged in line {n} ({error}). Nothing was changed."
+                ) from None
+        self._file.truncate(len(whole.encode()) + bool(whole))
+        return bool(whole)
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        number = line["trial"]
+        if "params" in line:
+            begun = TrialRecord(number=number, name=line["name"], parameters=line["params"], after=line["after"])
+            self.trials.setdefault(number, begun)
+            if begun.after is not None:
+                self.known_until = max(self.known_until, (line["time"], begun.after))
+            return
+        trial = self.trials[number]
+        if "returned" in line:
+            trial.returned, trial.step = True, line["returned"]
+        elif "pruned" in line:
+            trial.status, trial.step = "pruned", line["pruned"]
+            trial.value = trial.values[trial.step]
+            self.known_until = max(self.known_until, (line["time"], number))
+        elif "end" in line:
+            trial.status, trial.step, trial.value = line["end"], line["step"], line["value"]
+            trial.digest, trial.error = line["digest"], line["error"]
+        else:
+            trial.values.setdefault(line["step"], line["value"])
+            trial.step = max(trial.step, line["step"])
+            trial.value = trial.values[max(trial.values)]

@@ -1,0 +1,150 @@
+"""What all ranks, and all starts of one sweep, must have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from jaxcross.errors import JobError, MissingExtraError
+from jaxcross.jobs.arguments import check_count
+from jaxcross.world import World
+from jaxcross.world.control_plane import gather
+
+T = TypeVar("T")
+_KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, MissingExtraError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """The settings of a sweep. The same on every rank, but for the folder.
+
+    Attributes:
+        metric: The name of the metric by which trials are compared.
+        mode: Whether it is to become large or small.
+        concurrent: Number of trials at a time.
+        trials: How many trials there are.
+        seed: For drawing.
+        kind: `list` or `study`.
+        pruner: The class of the pruner; empty without one.
+        keep: The number of trials whose checkpoints are kept; None for all.
+        folder: Where the sweep is kept; None to keep nothing.
+    """
+
+    metric: str
+    mode: Literal["max", "min"]
+    concurrent: int
+    trials: int
+    seed: int
+    kind: str
+    pruner: str
+    keep: int | None
+    folder: Path | None
+
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """The folder of the trials' states."""
+        return None if self.folder is None else self.folder / "checkpoints"
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what ranks compare, and what is written down."""
+        return {
+            name: getattr(self, name)
+            for name in ("metric", "mode", "concurrent", "trials", "seed", "kind", "pruner", "keep")
+        }
+
+    def check_restart(self, earlier: Mapping[str, Any], *, ordered: bool) -> None:
+        """Makes sure that a sweep that began with other settings can go on with these.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        free = {"keep", "trials"} | (set() if ordered else {"concurrent"})
+        mine = self.facts()
+        differing = [name for name in mine if name not in free and earlier.get(name) != mine[name]]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"The sweep in `{self.folder}` began with `{name}` {earlier.get(name)!r}, not {mine[name]!r}. Start it"
+                " as before, or name another folder."
+            )
+        if self.trials < earlier.get("trials", 0):
+            raise ValueError(
+                f"The sweep in `{self.folder}` began with {earlier['trials']} trials, and can have more but not fewer,"
+                f" got {self.trials}."
+            )
+
+
+def check_numbers(*, concurrent: Any, trials: Any, seed: Any, keep: Any) -> None:
+    """Makes sure that these are whole numbers in range.
+
+    Raises:
+        TypeError: One is not a whole number.
+        ValueError: One is too small.
+    """
+    for name, value, least in (
+        ("concurrent", concurrent, 1),
+        ("trials", trials, 1),
+        ("seed", seed, 0),
+        ("keep", keep, 1),
+    ):
+        if value is not None or name in ("concurrent", "seed"):
+            check_count(f"`{name}`", value, least=least)
+
+
+def check_metric(metric: Any, mode: Any) -> None:
+    """Makes sure that these say how trials are compared.
+
+    Raises:
+        TypeError: `metric` is not a text.
+        ValueError: `metric` is empty, or `mode` is another word.
+    """
+    if not isinstance(metric, str):
+        raise TypeError(f"`metric` must be the name under which trials log it, as `accuracy`, got {metric!r}.")
+    if not metric:
+        raise ValueError("`metric` is empty: name what trials log, as `accuracy`.")
+    if mode not in (None, "max", "min"):
+        raise ValueError(f"`mode` must be `max` or `min`, got {mode!r}.")
+
+
+def on_every_rank(world: World, what: str, work: Callable[[], T]) -> T:
+    """Runs `work` on every rank, and raises on all of them what it raises on one. Waits for all.
+
+    Raises:
+        Exception: The error of this rank, else one of the same kind with the text of the first rank that has one.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    mine = None if error is None else [type(error).__name__, str(error)]
+    with world.monitor(job="", step=0, segment=-1, what=what):
+        everyone = gather(world.control, mine)
+    if error is not None:
+        raise error
+    for rank, each in enumerate(everyone):
+        if each is not None:
+            kind = next((kind for kind in _KINDS if kind.__name__ == each[0]), JobError)
+            raise kind(f"On rank {rank}: {each[1]}")
+    return result  # type: ignore[return-value]
+
+
+def check_same(world: World, facts: Mapping[str, Any]) -> None:
+    """Makes sure that all ranks have the same settings. Waits for all.
+
+    Raises:
+        JobError: On every rank: they have not.
+    """
+    with world.monitor(job="", step=0, segment=-1, what="start of the sweep"):
+        everyone = gather(world.control, facts)
+    for rank, each in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if each.get(name) != value:
+                raise JobError(
+                    f"Ranks 0 and {rank} want different sweeps: `{name}` is {json.dumps(value)} and"
+                    f" {json.dumps(each.get(name))}. Call `jaxcross.sweep` with the same arguments on every rank."
+                )

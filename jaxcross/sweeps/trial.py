@@ -1,0 +1,290 @@
+"""Each rank's side of a trial: the function of its job, and what follows the job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+
+from jaxcross._pytree import PyTree, snapshot
+from jaxcross.checkpoint.layout import Folders, folder_name
+from jaxcross.errors import JobError
+from jaxcross.jobs.context import JobContext
+from jaxcross.report.metric_files import flat
+from jaxcross.sweeps.coordinator import Coordinator
+from jaxcross.sweeps.settings import SweepSettings
+from jaxcross.world import World
+
+
+class TrialPruned(BaseException):
+    """Ends the training function of a trial that is pruned, on all ranks at the same step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A trial that came to its end: its name, metric, and a digest of its state on all ranks."""
+
+    name: str
+    value: float
+    digest: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shared:
+    """What the threads of this rank's trials share. `finished` is the same on every rank once their jobs are over."""
+
+    finished: dict[int, Finished] = field(default_factory=dict)
+    pruned: dict[int, str] = field(default_factory=dict)
+    jobs: dict[int, JobContext] = field(default_factory=dict)
+    closed: dict[int, threading.Event] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+@final
+class Trials:
+    """The trials of one sweep on one rank, over all its runs. `run` is the function of their jobs.
+
+    Args:
+        train: The user's function.
+        settings: What all ranks have in common.
+        world: All ranks.
+        coordinator: Rank 0's; None on the others.
+
+    Attributes:
+        prunes: Whether the search ends trials early. The same on every rank.
+    """
+
+    def __init__(
+        self,
+        train: Callable[..., Any],
+        settings: SweepSettings,
+        *,
+        world: World,
+        coordinator: Coordinator | None,
+    ) -> None:
+        self._train, self._world = train, world
+        self.settings, self.coordinator, self.prunes = settings, coordinator, False
+        self._shared = _Shared()
+
+    def take_over(
+        self, finished: Mapping[int, Finished], pruned: Mapping[int, str], begins: Sequence[int], prunes: bool
+    ) -> None:
+        """Notes what is over, on whatever rank that is known, and with which trials the next run begins."""
+        self.prunes = prunes
+        with self._shared.lock:
+            self._shared.finished |= finished
+            self._shared.pruned |= pruned
+            self._shared.closed |= {number: threading.Event() for number in begins}
+
+    def run(self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None) -> PyTree:
+        """Runs one trial. On every rank."""
+        shared = self._shared
+        with shared.lock:
+            before = None if after is None else shared.closed.get(after)
+            shared.closed.setdefault(number, threading.Event())
+            shared.jobs[number] = job
+        observer = _Observer(self, job, number)
+        job.observe(observer)
+        if before is not None:
+            # The one whose place it takes first frees its memory, on this rank.
+            with job.measure("host", "waits for a place"):
+                before.wait()
+        if observer.answer("start of the trial", lambda: str(int(self._may_begin(job, number)))) != "1":
+            return None  # a restart brought back a job that is over
+        try:
+            state = self._train(job, **params)
+        except TrialPruned:
+            job.host.latest.adopt_results()
+            observer.pruned = True
+            return None
+        return observer.finish(state)
+
+    def _may_begin(self, job: JobContext, number: int) -> bool:
+        assert self.coordinator is not None
+        return self.coordinator.may_begin(number, lambda: job.host.stopping)
+
+    def best(self) -> int | None:
+        """Returns the number of the best trial that finished; of equal ones the first."""
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
+
+    def state_of(self, number: int) -> PyTree:
+        """Returns the final state of a trial, if this process has it."""
+        job = self._shared.jobs.get(number)
+        return None if job is None else job.state
+
+    def _ranked(self) -> list[int]:
+        sign = -1 if self.settings.mode == "max" else 1
+        finished = [(number, each.value) for number, each in self._shared.finished.items() if each.value == each.value]
+        return [number for number, _ in sorted(finished, key=lambda pair: (sign * pair[1], pair[0]))]
+
+    def over(self, observer: _Observer, *, asked: bool) -> None:
+        """Notes that a trial's job is over, and frees what is not to be kept. Called once on every rank."""
+        job, number, shared = observer.job, observer.number, self._shared
+        with shared.lock:
+            failed, stopped = job.status in ("failed", "ejected", "left out"), job.status == "stopped"
+            finished = None if failed or stopped else observer.finished
+            if finished is not None:
+                shared.finished[number] = finished
+            elif observer.pruned and not failed and not stopped:
+                shared.pruned[number] = job.name  # from here on nothing writes its checkpoints
+            if self.coordinator is not None:
+                if failed:
+                    self.coordinator.over(number, job.step, "failed", error=str(job.error))
+                elif finished is not None:
+                    self.coordinator.over(number, job.step, "finished", digest=finished.digest)
+                elif asked:
+                    self.coordinator.over(number, job.step, "stopped")
+            if not stopped or asked:  # else the run was stopped, and saves this state
+                best = self.best()
+                for other, each in shared.jobs.items():
+                    if other != best and (each is job or (each.done.is_set() and each.status != "stopped")):
+                        each.state = None
+            if not failed and not stopped:
+                self.clean()
+            shared.closed[number].set()
+
+    def clean(self) -> None:
+        """Deletes this rank's checkpoints of all trials that are over and not among the best. Waits for the disk."""
+        folder, keep = self.settings.checkpoint_folder, self.settings.keep
+        if folder is None or keep is None:
+            return
+        with self._shared.lock:
+            kept = set(self._ranked()[:keep])
+            names = [each.name for number, each in self._shared.finished.items() if number not in kept]
+            names += self._shared.pruned.values()
+            for name in names:
+                folders = Folders(folder / folder_name(name), rank=self._world.rank, ranks=self._world.size)
+                folders.delete(folders.names())
+
+
+@final
+class _Observer:
+    """Follows one trial's job on one rank. Implements `jaxcross.jobs.observer.JobObserver`.
+
+    Attributes:
+        job: The job.
+        number: The trial's number.
+        finished: The outcome, once the function has returned on all ranks.
+        pruned: Whether the trial was pruned.
+    """
+
+    def __init__(self, trials: Trials, job: JobContext, number: int) -> None:
+        self._trials, self.job, self.number = trials, job, number
+        self.finished: Finished | None = None
+        self.pruned = False
+        self._metric = trials.settings.metric
+        self._coordinator = trials.coordinator
+        self._seen = 0  # entries of the job's history that were looked at
+        self._saved = -1  # the step of its latest checkpoint in this process
+        self._late: int | None = None  # a step that was saved before the metric was logged
+
+    def answer(self, label: str, ask: Callable[[], str]) -> str:
+        """Returns what rank 0's `ask` returns, on all ranks. Waits for them."""
+        text = ""
+        if self._coordinator is not None:
+            with self.job.measure("host", label):
+                text = ask()
+        return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
+
+    def stepped(self, step: int) -> None:
+        if self._coordinator is not None:
+            self._coordinator.advanced(self.number, step)
+
+    def logged(self, step: int, metrics: PyTree) -> None:
+        # Only names: values are not there yet, and waiting for those of every step would be slow.
+        if self._metric not in dict(flat(jax.tree.map(lambda _: 0.0, metrics))):
+            return
+        self._check_order(step)
+        if not self._trials.prunes:
+            return
+        self.job.read_back()
+        self._write_values()
+        coordinator, stopping = self._coordinator, lambda: self.job.host.stopping
+
+        def ask() -> str:
+            assert coordinator is not None
+            return str(int(coordinator.prunes(self.number, step, stopping)))
+
+        if self.answer("whether to prune", ask) == "1":
+            raise TrialPruned
+
+    def _check_order(self, step: int) -> None:
+        """Makes sure that what a checkpoint covers has been logged. The same on every rank.
+
+        Raises:
+            JobError: It was logged after it was saved, in a loop that went on.
+        """
+        if self._late is not None and step > self._late:
+            raise JobError(
+                f"Trial `{self.job.name}` logged `{self._metric}` after it had saved its state, at step {self._late}: a"
+                " restart between the two would lose the value. Call `job.log` before `job.save`."
+            )
+        if step == self._saved:
+            self._late = step
+
+    def saving(self, step: int) -> None:
+        self._saved = step
+        self._write_values()
+
+    def _write_values(self) -> None:
+        """Writes down the values of the metric that were read back."""
+        new = self.job.history[self._seen :]
+        self._seen += len(new)
+        if self._coordinator is None:
+            return
+        for step, metrics in new:
+            value = dict(flat(metrics)).get(self._metric)
+            if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+                value = float(value)
+            if value is None:
+                continue
+            if not isinstance(value, bool | int | float):
+                raise JobError(f"Trial `{self.job.name}` logged {value!r} as `{self._metric}`, which must be a number.")
+            self._coordinator.value(self.number, step, float(value))
+
+    def finish(self, state: PyTree) -> PyTree:
+        """Notes on all ranks that the function has returned. Waits for them, and for the state's values."""
+        job, coordinator = self.job, self._coordinator
+        if state is not None:
+            job.state = state
+        job.read_back()
+        self._write_values()
+        value = None if coordinator is None else coordinator.last_value(self.number)
+        mine = json.dumps([value, _digest(job.state)])
+        everyone = job.run_on_all_ranks("end of the trial", lambda control: control.allgather_text(mine))
+        value = json.loads(everyone[0])[0]
+        if value is None:
+            names = sorted({name for _, metrics in job.history for name, _ in flat(metrics)})
+            logged = ", ".join(f"`{name}`" for name in names) or "nothing"
+            raise JobError(
+                f"Trial `{job.name}` has come to its end and never logged `{self._metric}`, by which trials are"
+                f" compared. It logged: {logged}. Call `job.log({{{self._metric!r}: ...}})`, on rank 0 at least."
+            )
+        digests = [json.loads(each)[1] for each in everyone]
+        digest = digests[0] if len(set(digests)) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+        self.finished = Finished(name=job.name, value=value, digest=digest)
+        if coordinator is not None:
+            coordinator.came_to_end(self.number, job.step, value)
+        return state
+
+    def ended(self, *, asked: bool) -> bool:
+        self._trials.over(self, asked=asked)
+        return self.job.status == "stopped" and not asked
+
+
+def _digest(state: PyTree) -> str:
+    """Returns a digest of all bytes of a state; empty where there is none, or one with leaves that are no numbers."""
+    try:
+        leaves = snapshot(state)
+    except TypeError:
+        return ""
+    content = hashlib.sha256()
+    for path, leaf in sorted(leaves.items()):
+        content.update(f"{path} {leaf.digest}\n".encode())
+    return content.hexdigest() if leaves else ""

@@ -1,0 +1,39 @@
+"""A sweep that is killed twice ends as one that is not: the same trials, pruned at the same steps, the same bits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna")
+CASE = "sweep_killed.py"
+
+
+def compare(mpirun, folder: Path, trials: int, kills: list[tuple[int, int]], env: dict[str, str]) -> dict:
+    whole = folder / "whole.json"
+    mpirun(2, CASE, str(folder / "whole"), str(trials), str(whole), timeout=900, env=env).check()
+    killed = folder / "killed.json"
+    for rank, count in kills:
+        words = (str(folder / "killed"), str(trials), str(killed), str(rank), str(count))
+        assert mpirun(2, CASE, *words, timeout=900, env=env).returncode != 0
+        assert not killed.exists()
+    mpirun(2, CASE, str(folder / "killed"), str(trials), str(killed), timeout=900, env=env).check()
+    found = json.loads(whole.read_text())
+    assert json.loads(killed.read_text()) == found
+    statuses = [status for _, _, status, *_ in found["trials"]]
+    assert len(statuses) == trials
+    assert {"finished", "pruned"} == set(statuses)
+    assert all(digest for _, _, status, _, _, digest, _ in found["trials"] if status == "finished")
+    return found
+
+
+@pytest.mark.integration
+def test_eight_trials_killed_twice_end_alike(mpirun, tmp_path):
+    """Rank 1 dies, then rank 0."""
+    compare(mpirun, tmp_path, 8, [(1, 17), (0, 9)], {})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+def test_many_trials_killed_twice_end_alike(mpirun, tmp_path, seed):
+    compare(mpirun, tmp_path, 64, [(seed % 2, 100 + 37 * seed), ((seed + 1) % 2, 60 + 23 * seed)], {})

@@ -1,0 +1,190 @@
+"""In whatever order threads come, and whatever is killed: a search is asked and told the same."""
+
+import random
+
+import pytest
+
+from jaxcross.sweeps.coordinator import Coordinator
+from jaxcross.sweeps.log import TrialLog
+from jaxcross.sweeps.schedule import Pruned, Schedule, Started
+
+EVERY = 5  # steps from one report to the next
+
+
+class Adaptive:
+    """What it answers depends on all that it was told before, and on the order of that."""
+
+    ordered = True
+
+    def __init__(self, trials, prunes=True):
+        self.trials, self.prunes, self.heard = trials, prunes, []
+
+    def ask(self, number):
+        if number >= self.trials:
+            return None
+        drawn = random.Random(repr((number, self.heard)))
+        self.heard.append(("ask", number))
+        return {"steps": drawn.choice([5, 10, 15, 30]), "gain": drawn.randrange(10), "fails": drawn.random() < 0.1}
+
+    def report(self, number, step, value):
+        self.heard.append(("report", number, step, value))
+        return self.prunes and random.Random(repr(self.heard)).random() < 0.15
+
+    def tell(self, number, status, value):
+        self.heard.append(("tell", number, status, value))
+
+
+class Machine:
+    """Runs trials in a random order of their steps, and may be killed. Jobs resume from their latest checkpoint."""
+
+    def __init__(self, rng, folder, make, concurrent):
+        self.rng, self.folder, self.make, self.concurrent = rng, folder, make, concurrent
+        self.saved = {}  # checkpoints: they outlive a kill
+        self.start()
+
+    def start(self):
+        self.log = TrialLog(self.folder)
+        self.log.open({})
+        self.coordinator = Coordinator(self.make, self.log, concurrent=self.concurrent)
+        self.coordinator.submit = lambda started, _: self.jobs.__setitem__(started.number, self.job(started.number))
+        self.jobs = {trial.number: self.job(trial.number) for trial in self.coordinator.running}
+
+    def kill(self):
+        self.log.close()
+        self.start()
+
+    def job(self, number):
+        return {"step": self.saved.get(number, 0), "waits": False, "returned": False}
+
+    def run(self, kills=0):
+        left = kills
+        while self.jobs:
+            number = self.rng.choice(list(self.jobs))
+            if left and self.rng.random() < 0.02:
+                left -= 1
+                self.kill()
+                continue
+            self.move(number, self.jobs[number])
+        self.log.close()
+        return self.coordinator
+
+    def move(self, number, job):
+        coordinator, step = self.coordinator, job["step"]
+        facts = self.log.trials[number].parameters
+        if job["waits"]:
+            if coordinator._schedule.waits(number, step):
+                return
+            job["waits"] = False
+            if coordinator._schedule.decided(number, step):
+                del self.jobs[number]
+            elif self.rng.random() < 0.5:
+                self.saved[number] = step
+        elif job["returned"]:
+            self.saved[number] = step
+            coordinator.over(number, step, "finished", digest=f"{step}")
+            del self.jobs[number]
+        elif step == facts["steps"]:
+            job["returned"] = True
+            coordinator.came_to_end(number, step, coordinator.last_value(number))
+        elif facts["fails"] and step == 7:
+            coordinator.over(number, step, "failed", error="boom")
+            del self.jobs[number]
+        else:
+            job["step"] = step = step + 1
+            coordinator.advanced(number, step)
+            if step % EVERY == 0:
+                coordinator.value(number, step, float(step * facts["gain"]))
+                job["waits"] = coordinator.search.prunes
+                if job["waits"]:
+                    coordinator.prunes(number, step, lambda: True)  # does not wait
+
+
+def outcome(coordinator):
+    rows = [(t.number, t.parameters, t.status, t.step, t.value, t.digest, t.values) for t in coordinator.trials]
+    return rows, coordinator.search.heard
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 4])
+@pytest.mark.parametrize("prunes", [True, False])
+def test_order_of_threads_and_kills_change_nothing(tmp_path, concurrent, prunes):
+    found = []
+    for seed in range(12):
+        machine = Machine(random.Random(seed), tmp_path / f"{seed}", lambda _: Adaptive(12, prunes), concurrent)
+        found.append(outcome(machine.run(kills=seed % 4)))
+    assert all(each == found[0] for each in found)
+    statuses = [row[2] for row in found[0][0]]
+    assert len(statuses) == 12
+    assert "finished" in statuses
+    assert ("pruned" in statuses) == prunes
+
+
+def test_more_trials_go_on_as_if_from_the_start(tmp_path):
+    few = Machine(random.Random(1), tmp_path / "a", lambda _: Adaptive(6), 3)
+    few.run()
+    more = Machine(random.Random(2), tmp_path / "a", lambda _: Adaptive(12), 3).run()
+    whole = Machine(random.Random(3), tmp_path / "b", lambda _: Adaptive(12), 3).run()
+    assert outcome(more) == outcome(whole)
+
+
+def test_search_that_does_not_repeat_goes_on_with_a_warning(tmp_path, caplog):
+    class Moody(Adaptive):
+        def __init__(self, fixed):
+            super().__init__(6, prunes=False)
+            self.fixed = fixed
+
+        def ask(self, number):
+            self.heard.append(moods.random())
+            return self.fixed.get(number) or super().ask(number)
+
+    moods = random.Random(0)
+    machine = Machine(random.Random(1), tmp_path, Moody, 2)
+    found = machine.run(kills=2)
+    assert len(found.trials) == 6
+    assert "not as if it had never stopped: trial 0 was asked for with" in caplog.text
+    assert "Give the sampler a seed" in caplog.text
+
+
+def test_slot_is_filled_when_the_others_have_come_as_far():
+    search = Adaptive(3)
+    search.ask = lambda number: {} if number < 3 else None
+    search.report = lambda *_: False
+    schedule = Schedule(search, concurrent=2)
+    assert [each.number for each in schedule.begin()] == [0, 1]
+    assert schedule.end(0, 4, "finished", 1.0) == []  # trial 1 might yet end before step 4
+    assert schedule.advance(1, 3) == []
+    (started,) = schedule.advance(1, 4)
+    assert started == Started(number=2, parameters={}, after=0, time=4)
+
+
+def test_trial_is_pruned_where_it_reports():
+    search = Adaptive(2)
+    search.ask = lambda number: {} if number < 2 else None
+    search.report = lambda number, *_: number == 1
+    schedule = Schedule(search, concurrent=2)
+    schedule.begin()
+    assert schedule.report(1, 5, 2.0) == []
+    assert schedule.waits(1, 5)
+    assert schedule.advance(0, 5) == []  # it might yet report at step 5, and has the lower number
+    assert schedule.advance(0, 6) == [Pruned(number=1, step=5, value=2.0, time=5)]
+    assert schedule.decided(1, 5)
+    assert schedule.running == [0]
+
+
+def test_list_waits_for_nothing():
+    search = Adaptive(3)
+    search.ordered = False
+    schedule = Schedule(search, concurrent=2)
+    schedule.begin()
+    (started,) = schedule.end(1, 100, "finished", 0.0)
+    assert (started.number, started.after) == (2, 1)
+
+
+def test_failing_search_ends_the_sweep_not_the_trial():
+    search = Adaptive(3, prunes=False)
+    coordinator = Coordinator(lambda _: search, TrialLog(None), concurrent=1)
+    search.ask = lambda _: 1 / 0
+    coordinator.value(0, 5, 1.0)
+    coordinator.came_to_end(0, 5, 1.0)
+    assert isinstance(coordinator.error, ZeroDivisionError)
+    coordinator.over(0, 5, "finished")
+    assert coordinator.running == []
