@@ -1,4 +1,4 @@
-"""`jaxcross doctor | demo | launch | data`."""
+"""`jaxcross doctor | demo | launch | top | data`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 from jaxcross import __version__
 
-COMMANDS = ("doctor", "demo", "launch", "data")
+COMMANDS = ("doctor", "demo", "launch", "top", "data")
 INTERRUPTED = 130
 
 

@@ -2,6 +2,7 @@
 
 demo          two jobs, one after the other and in crossover
 launch        starts ranks on this machine; `supervise` is the parent of each
+top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `post_mortem` tells how a run ended
 data          writes and describes data sets
 """

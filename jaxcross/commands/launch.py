@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxcross.commands.live_table import LaunchTable
     from jaxcross.report.event_files import RankRecord
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
@@ -60,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks."""
+    from jaxcross.commands import live_table
     from jaxcross.world import xla_pool
 
     program = ["-m", *args.module] if args.module else args.program
@@ -89,7 +91,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
     start_s = time.time()
-    code = _run(line, {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}, mpirun.vendor)
+    environ = {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}
+    if (console := live_table.terminal(os.environ)) is None:
+        code = _run(line, environ, mpirun.vendor)
+    else:
+        with live_table.LaunchTable(console, events, args.ranks) as table:
+            code = _run(line, {**environ, "JAXCROSS_PROGRESS": "0"}, mpirun.vendor, table)
     records = _records(events, start_s - _CLOCKS_S) if code else []
     if not _explained(code, records):
         _explain(records, events)
@@ -107,7 +114,7 @@ def _explained(code: int, records: Sequence[RankRecord]) -> bool:
     )
 
 
-def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
+def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str, table: LaunchTable | None = None) -> int:
     """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
 
     Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
@@ -141,7 +148,10 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str) -> int:
         if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
     try:
-        processes.append(subprocess.Popen(line, env=environ, start_new_session=detached))
+        out, err = (None, None) if table is None else (table.pipe(sys.stdout), table.pipe(sys.stderr))
+        processes.append(subprocess.Popen(line, env=environ, start_new_session=detached, stdout=out, stderr=err))
+        if table is not None:
+            table.follow(processes[0])
         for number in early:
             processes[0].send_signal(number)
         code = processes[0].wait()

@@ -13,6 +13,7 @@ sweep            `SweepResult`: the trials of a sweep and its table; `sweep_tria
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
 live             progress while the run goes on
 progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and a table of it
+run_state        whether a run goes on and how it ended, from its folder of events
 event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
 """
 

@@ -115,8 +115,12 @@ class RankRecord:
         return before + " and ".join(listed[:_MOST_PLACES])
 
 
-def read(folder: str | os.PathLike[str]) -> list[RankRecord]:
+def read(folder: str | os.PathLike[str], *, tail_bytes: int | None = None) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, by rank.
+
+    Args:
+        folder: The folder of events.
+        tail_bytes: Reads only so much of the end of each file, for one who looks often.
 
     Raises:
         ValueError: There are no event files, or not of a version that this one reads; says which.
@@ -132,12 +136,14 @@ def read(folder: str | os.PathLike[str]) -> list[RankRecord]:
         )
     if len(names) > MOST_RANKS:
         raise ValueError(f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are read.")
-    records = [_read_rank(Path(folder) / name, rank) for rank, name in names]
+    records = [_read_rank(Path(folder) / name, rank, tail_bytes) for rank, name in names]
     latest = max(records, key=lambda record: record.last_s)
     return sorted((r for r in records if r.run == latest.run and r.rank < latest.size), key=lambda r: r.rank)
 
 
-def _read_rank(path: Path, rank: int) -> RankRecord:
+def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
+    if tail_bytes is not None:
+        return _read_file(path, rank, None, tail_bytes)
     record = _read_file(path, rank, None)
     old = path.with_suffix(".old.jsonl")
     if old.exists():
@@ -150,18 +156,18 @@ def _read_rank(path: Path, rank: int) -> RankRecord:
     return record
 
 
-def _read_file(path: Path, rank: int, before: RankRecord | None) -> RankRecord:
-    """Reads one file; `before` is the record of the file that this one continues."""
+def _read_file(path: Path, rank: int, before: RankRecord | None, tail_bytes: int | None = None) -> RankRecord:
+    """Reads the end of one file; `before` is the record of the file that this one continues."""
     # Neither a link to elsewhere nor a pipe that would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
-        facts = os.fstat(stream.fileno())
+        facts, most_bytes = os.fstat(stream.fileno()), tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(f"`{path}` is not a file.")
         header = _parse(stream.readline(MOST_LINE_BYTES)) or {}
-        if facts.st_size > MOST_BYTES:
-            stream.seek(-MOST_BYTES, os.SEEK_END)
+        if facts.st_size > most_bytes:
+            stream.seek(-most_bytes, os.SEEK_END)
             stream.readline(MOST_LINE_BYTES)
-        lines = stream.read(MOST_BYTES).split(b"\n")
+        lines = stream.read(most_bytes).split(b"\n")
     version, start_s, start_ns = header.get("jaxcross"), header.get("time"), header.get("at")
     if (
         version != VERSION

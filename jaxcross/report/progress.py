@@ -113,7 +113,10 @@ class Pace:
         if len(changes) < 2:
             return None
         (first_s, first), (last_s, last) = changes[0], changes[-1]
-        return (last - first) / (last_s - first_s)
+        length_s = last_s - first_s
+        # A step that takes twice as long as they do counts as one that is not over: a stall lowers the rate.
+        overdue = (now_s - last_s) * (last - first) > 2 * length_s
+        return (last - first) / (now_s - first_s if overdue else length_s)
 
 
 def metric_text(values: object) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -67,35 +68,34 @@ def run_lines(run: RunProgress) -> list[str]:
     return [*lines, f"{stamp} {_rest_text(rest)}"] if rest else lines
 
 
-def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str = "") -> Table:
-    """Returns the table of a terminal.
+def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Group:
+    """Returns what a terminal shows: a title, a row a job, and a line for the jobs without a row.
 
     Args:
         run: The progress.
         width: Columns of the terminal.
         most_jobs: Jobs that get a row; the others share the last one.
-        title: A line above the table.
+        title: The line above the table.
     """
     shown, rest = _first_jobs(run.jobs, most_jobs)
-    table = Table(title=Text(title) if title else None, title_justify="left", title_style="", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     rows = {head: [cell(job) for job in shown] for head, cell in _CELLS.items()}
-    widths = _widths({head: max(map(len, (head, *cells))) for head, cells in rows.items()}, width)
+    needed = {head: max(_ROOM.get(head, len(head)), *map(len, cells)) for head, cells in rows.items()}
+    widths = _widths(needed, width)
     for head, columns in widths.items():
         justify: Literal["left", "right"] = "right" if head in _NUMBERS else "left"
         table.add_column(head, justify=justify, no_wrap=True, width=columns)
     for n, job in enumerate(shown):
         style = "" if not job.status else "dim" if job.status == "ended" else "bold"
         table.add_row(*(rows[head][n] for head in widths), style=style)
-    if rest:
-        table.caption, table.caption_justify, table.caption_style = Text(_rest_text(rest)), "left", ""
-    return table
+    return Group(Text(title), table, *([Text(_rest_text(rest))] if rest else ()))
 
 
 def _bar(job: JobProgress) -> Text:
     if not job.steps:
         return Text("")
     full = min(_BAR, _BAR * job.step // job.steps)
-    return Text("━" * full).append("━" * (_BAR - full), style="bright_black")
+    return Text("━" * full).append("─" * (_BAR - full), style="bright_black")
 
 
 def _rate(job: JobProgress) -> Text:
@@ -116,6 +116,9 @@ _CELLS: dict[str, Callable[[JobProgress], Text]] = {
     "now": lambda job: Text(state_text(job)),
 }
 _NUMBERS = ("step", "steps/s", "left")
+_ROOM = {"step": 7, "steps/s": 7, "left": 10, "logged": 12, "now": 28}
+"""Characters that are kept for texts to come, so that the columns keep their places."""
+
 _MOST = {"job": 30, "logged": 24}
 _LEAST = {"logged": 12, "job": 12, "now": 28}
 """Characters to which columns shrink on a narrow terminal, in this order; numbers are never cut."""

@@ -22,7 +22,7 @@ RUN = RunProgress(
 )
 
 
-def drawn(run, width=80, most_jobs=10, title=""):
+def drawn(run, width=80, most_jobs=10, title="2 ranks, 13 s"):
     out = io.StringIO()
     Console(file=out, width=width).print(run_table(run, width=width, most_jobs=most_jobs, title=title))
     return out.getvalue()
@@ -76,7 +76,8 @@ def test_the_table_fits_the_terminal(width):
     )  # fmt: skip
     text = drawn(replace(RUN, jobs=(*RUN.jobs, long)), width)
     assert max(map(len, text.splitlines())) <= width
-    rows = text.splitlines()
+    title, *rows = text.splitlines()
+    assert title.strip() == "2 ranks, 13 s"
     assert len(rows) == 4, text
     assert "40/100" in rows[1] and ("3.20" in rows[1]) == (width >= 80)
     assert "123456/1000000" in rows[3] and ("0.123" in rows[3]) == (width >= 80)  # numbers are never cut
@@ -90,7 +91,7 @@ def test_the_table_shows_names_as_they_are():
 def test_a_table_of_many_jobs_has_few_rows():
     jobs = tuple(JobProgress(name=f"j{n}", step=1) for n in range(30))
     text = drawn(replace(RUN, jobs=jobs), most_jobs=5)
-    assert len(text.splitlines()) == 7 and "25 more jobs: 25 running" in text
+    assert len(text.splitlines()) == 8 and "25 more jobs: 25 running" in text
 
 
 def test_the_pace_leaves_out_the_first_step_and_old_times():
@@ -99,7 +100,8 @@ def test_the_pace_leaves_out_the_first_step_and_old_times():
     assert pace.look(7, 2) == 0.5  # one step in two seconds: not the five of the first one
     assert pace.look(9, 6) == 1.25
     assert pace.look(19, 26) == 2.0  # 20 steps in the last 10 s
-    assert pace.look(60, 26) == 2.0  # a wait is shown as such
+    assert pace.look(19.5, 26) == 2.0
+    assert pace.look(29, 26) == 1.0  # a stall lowers it
 
 
 def test_a_slow_job_has_a_pace_too():

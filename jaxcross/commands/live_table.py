@@ -1,0 +1,148 @@
+"""The table of a run on a terminal, drawn from the run's folder of events."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self, final
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from jaxcross.report.progress import RunProgress
+
+_DRAIN_S = 2.0
+_REFRESHES = 2
+_CLOCKS_S = 1.0
+_CHUNK = 1 << 16
+
+
+def terminal(environ: Mapping[str, str]) -> Console | None:
+    """Returns the terminal to draw on; None if there is none, or the user has said how progress is to be shown."""
+    if environ.get("JAXCROSS_PROGRESS") or not _is_terminal(sys.stderr):
+        return None
+    if _is_terminal(sys.stdout) and os.ttyname(sys.stdout.fileno()) != os.ttyname(sys.stderr.fileno()):
+        return None
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return None if console.is_dumb_terminal or not console.is_terminal else console
+
+
+def _is_terminal(stream: IO[str] | None) -> bool:
+    try:
+        return stream is not None and os.isatty(stream.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
+    """Returns the table of a run, its title, and how it stands, such that lines that ranks print find room above it."""
+    from jaxcross.report.progress_text import duration, run_table
+
+    ranks = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
+    title = f"{ranks}, {'the run ended after ' * run.over}{duration(run.run_s)}{state}"
+    return run_table(run, width=console.width, most_jobs=max(3, console.height - 8), title=title)
+
+
+@final
+class LaunchTable:
+    """A context in which the table of a launched run stands below what its ranks print.
+
+    Args:
+        console: The terminal.
+        events: The folder of events.
+        ranks: Number of ranks.
+    """
+
+    def __init__(self, console: Console, events: Path, ranks: int) -> None:
+        from rich.live import Live
+
+        self._console, self._events, self._ranks = console, events, ranks
+        self._begun_s = time.monotonic()
+        self._started_s = time.time()
+        self._partial: dict[str, str] = {}
+        self._gone = False
+        self._pumps: list[threading.Thread] = []
+        self._live = Live(
+            get_renderable=self._draw,
+            console=console,
+            refresh_per_second=_REFRESHES,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        deadline_s = time.monotonic() + _DRAIN_S
+        for pump in self._pumps:  # a process that a rank has left behind may hold the pipe
+            pump.join(max(0.0, deadline_s - time.monotonic()))
+        self._gone = True
+        self._live.stop()
+
+    def pipe(self, stream: IO[str] | None) -> int | None:
+        """Returns the argument of `Popen` by which what would go to the terminal comes here instead."""
+        return subprocess.PIPE if _is_terminal(stream) else None
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Prints what the process writes, line by line, above the table. Does not wait."""
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            if stream is not None:
+                pump = threading.Thread(target=self._pump, args=(name, stream), daemon=True)
+                self._pumps.append(pump)
+                pump.start()
+
+    def _pump(self, name: str, stream: IO[bytes]) -> None:
+        from rich.text import Text
+
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text, over = "", False
+        while not over:
+            chunk = os.read(stream.fileno(), _CHUNK)
+            over = not chunk
+            lines, end, text = (text + decoder.decode(chunk, final=over)).rpartition("\n")
+            if over and text:
+                lines, end, text = lines + end + text, "\n", ""
+            # A bar of a script, or a question, has no end of line yet: it stands at the head of the table.
+            self._partial[name] = text.rpartition("\r")[2]
+            if end:
+                self._console.print(Text.from_ansi(lines), soft_wrap=True)
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        partial = [Text.from_ansi(text, no_wrap=True, overflow="ellipsis") for text in self._partial.values() if text]
+        return Group(*partial, self._table())
+
+    def _table(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        from jaxcross.report.progress_text import duration
+        from jaxcross.report.run_state import read_state
+
+        run = None
+        with suppress(OSError, ValueError):
+            run = read_state(self._events, time.time()).run
+        if run is not None and run.at_s >= self._started_s - _CLOCKS_S:  # not of an earlier run in this folder
+            if not run.shown:
+                return Group()
+            state = " after the start of the run, which did not come to its end" if self._gone and not run.over else ""
+            return table_of(run, self._console, state=state)
+        if self._gone:
+            return Group()
+        joined = len(list(self._events.glob("rank-*.jsonl"))) if self._events.is_dir() else 0
+        ranks = f"{self._ranks} rank{'s' * (self._ranks > 1)}"
+        state = f"{joined} of {ranks} joined, no job runs yet" if joined else f"{ranks} start"
+        return Text(f"{state}, {duration(time.monotonic() - self._begun_s)}", style="dim")

@@ -1,0 +1,108 @@
+"""Reads the state of a run from its folder of events: how far it is, or how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxcross.report.event_files import Begun, RankRecord, read
+from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
+
+TAIL_BYTES = 64 << 10
+"""The end of each rank's event file that is read, so that a look costs little however long the run is."""
+
+_GONE_S = 5.0
+_QUIET_S = 30.0
+_LATE_S = 2.0
+_MOST_RANKS = 64
+_ALONE = ("compute", "compile", "checkpoint")
+_OWN = "own "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        records: The ends of the ranks' event files.
+        run: How far its jobs are; None if none was run so far.
+        ended: Whether its processes have ended, as far as that can be told from here.
+        how: How they ended, or what is not as it should be.
+    """
+
+    records: Sequence[RankRecord]
+    run: RunProgress | None
+    ended: bool
+    how: str
+
+
+def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
+    """Reads the state of the latest run in `folder` at `now_s`, in seconds of the epoch.
+
+    Raises:
+        ValueError: The folder holds no event files, or none that this version reads.
+        OSError: It cannot be read.
+    """
+    records = read(folder, tail_bytes=TAIL_BYTES)
+    run = read_progress(folder)
+    if run is not None and run.run != records[0].run:
+        run = None  # of an earlier run
+    if run is not None:
+        run = with_late_ranks(run, records)
+    ended, how = _end(records, run, now_s)
+    return RunState(records=records, run=run, ended=ended, how=how)
+
+
+def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
+    failed = [record for record in records if record.words and record.words != "left"]
+    for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):
+        return True, f"rank {record.rank} {_ENDS.get(record.words, 'ended')}: {record.text}"
+    first = records[0]
+    if first.words == "left":
+        return True, ""
+    quiet_s = now_s - max(first.last_s, 0.0 if run is None else run.at_s)
+    here = first.host == os.uname().nodename and Path("/proc/self").exists()
+    if quiet_s > _GONE_S and here and not Path(f"/proc/{first.pid}").exists():
+        return True, f"rank {first.rank} ended without a word"
+    if quiet_s > _QUIET_S:
+        return False, f"no sign of life for {quiet_s:.0f} s: it was stopped, or its host is gone"
+    return False, ""
+
+
+_ENDS = {
+    "failed": "failed",
+    "terminated": "was told to end",
+    "interrupted": "was interrupted",
+    "reported": "reported a failure",
+    "told": "was ended by another rank",
+}
+
+
+def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
+    """Returns the progress with the names of the ranks that rank 0 waits for, where their event files tell. Pure."""
+    if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
+        return run
+    return replace(run, jobs=tuple(_with_late_ranks(job, records) for job in run.jobs))
+
+
+def _with_late_ranks(job: JobProgress, records: Sequence[RankRecord]) -> JobProgress:
+    own = [begun for begun in records[0].under_way.values() if begun.job == job.name]
+    waits = [begun for begun in own if begun.what not in _ALONE and not begun.what.startswith(_OWN)]
+    if job.status or job.doing_s < _LATE_S or not waits or any(begun.what == "compile" for begun in own):
+        return job
+    what = min(waits, key=lambda begun: begun.at_s).what
+    late: dict[int, Begun | None] = {}
+    for record in records[1:]:
+        theirs = [begun for begun in record.under_way.values() if begun.job == job.name]
+        if not record.words and not any(begun.what == what for begun in theirs):
+            late[record.rank] = min(theirs, key=lambda begun: begun.at_s, default=None)
+    if not late or len(late) == len(records) - 1 > 1:
+        return job
+    names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+    doing = {None if begun is None else begun.what for begun in late.values()}
+    only = doing.pop() if len(doing) == 1 else None
+    if only is None:
+        return replace(job, doing=f"waiting for {names}")
+    return replace(job, doing=f"{names} {doing_text(only.removeprefix(_OWN), local=only.startswith(_OWN))}")
