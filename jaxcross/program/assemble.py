@@ -37,7 +37,7 @@ def assemble(graph: Graph, placement: Placement, bucket_bytes: int, *, pack_on_d
     shared = _SharedBuffers()
     bodies = _bodies(graph, placement, bucket_bytes, shared)
     if pack_on_device:
-        _pack_on_device(bodies, shared, owner)
+        _pack_on_device(bodies, shared, owner, traced.decisions)
     # What a position still has to compute follows from what the later ones read, so all bodies come first.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
@@ -122,12 +122,14 @@ class _SharedBuffers:
     emptied: set[Any] = field(default_factory=set)
 
 
-def _pack_on_device(bodies: list[list[Any]], shared: _SharedBuffers, owner: dict[Any, int]) -> None:
+def _pack_on_device(
+    bodies: list[list[Any]], shared: _SharedBuffers, owner: dict[Any, int], checked: Collection[Any]
+) -> None:
     """Moves equations that fill and empty shared buffers into the compute bodies around each collective one.
 
     Between an accelerator and the host then travels one array a buffer. Each costs a tenth of a millisecond, whatever
-    its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no compute body is, or where an exchange of
-    the same segment depends on it.
+    its size (`benchmarks/results/gpu_transfers.json`). Nothing moves where no compute body is, where an exchange of the
+    same segment depends on it, or where it makes one of `checked`, which collective segments return.
     """
     for at in range(1, len(bodies), 2):
         body, made = bodies[at], {v for eqn in bodies[at] for v in eqn.outvars}
@@ -142,7 +144,8 @@ def _pack_on_device(bodies: list[list[Any]], shared: _SharedBuffers, owner: dict
         read: set[Any] = set()
         kept, last = [], []
         for eqn in reversed(rest):
-            if bodies[at + 1] and read.isdisjoint(eqn.outvars) and shared.emptied.issuperset(eqn.outvars):
+            free = read.isdisjoint(eqn.outvars) and not any(v in checked for v in eqn.outvars)
+            if bodies[at + 1] and free and shared.emptied.issuperset(eqn.outvars):
                 last.append(eqn)
             else:
                 kept.append(eqn)

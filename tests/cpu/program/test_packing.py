@@ -12,7 +12,7 @@ import pytest
 from jaxcross.program import stages
 from jaxcross.program.ir import Program
 from jaxcross.program.trace import trace
-from jaxcross.testing import LocalRanks
+from jaxcross.testing import LocalRanks, decide
 
 LEAVES = 12
 
@@ -58,3 +58,20 @@ def test_what_an_exchange_of_the_same_segment_needs_stays() -> None:
     """Between two exchanges of one segment nothing goes to the accelerator and back."""
     one, other = (program(twice, packed=packed) for packed in (False, True))
     assert len(one.segments) == len(other.segments)
+
+
+def test_checked_decisions_stay_in_collective_segments() -> None:
+    """How many ranks took a branch travels with other sums, and the segment that exchanges them returns it."""
+
+    def step(x: Any) -> Any:
+        branches = [lambda v: jax.lax.psum(v, "batch"), lambda v: v - 1]
+        return [jax.lax.cond(x[n] > n, *branches, x) for n in range(2)], jax.lax.psum(x.astype(int), "batch")
+
+    args = (jnp.ones(4),)
+    traced = decide(trace(step, args, axes={"batch": 2}, wire=LocalRanks()), list(args))
+    assert traced.decisions
+    for packed in (False, True):
+        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+            program = stages.cut(traced)
+        checking = [segment for segment in program.segments if segment.decisions]
+        assert checking and all(segment.kind == "collective" for segment in checking)
