@@ -21,8 +21,10 @@ USUAL = (
 
 
 @pytest.mark.integration
-def test_faults_at_points():
+def test_faults_at_points(monkeypatch, quick_compiler):
     """Several at once: most of their time they wait. Beside other tests a rank may get the processor seldom."""
+    for name, value in quick_compiler.items():
+        monkeypatch.setenv(name, value)
     cases = [faults.Case(fault=fault, point=point, ranks=ranks, slack=4) for fault, point, ranks in USUAL]
     with ThreadPoolExecutor(len(cases)) as pool:
         results = list(pool.map(faults.run_case, cases))

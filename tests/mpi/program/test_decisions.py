@@ -3,8 +3,7 @@
 import pytest
 
 
-@pytest.mark.mostly_integration("2")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_all_ranks_are_told(mpirun, ranks, quick_compiler):
     finished = mpirun(ranks, "decisions.py", timeout=900, env=quick_compiler if ranks == 4 else {}).check()
     for rank in range(ranks):

@@ -31,8 +31,7 @@ def run(mpirun, folder, steps, x64, seed, jobs, compiler):
     assert found["wrong"] == []
 
 
-@pytest.mark.parametrize("jobs", [0, 2])
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(("x64", "jobs"), [(False, 2), (True, 0)])
 def test_steps_of_every_type(mpirun, tmp_path, x64, jobs, quick_compiler):
     run(mpirun, tmp_path, 100, x64, 0, jobs, quick_compiler)
 

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))])
 def test_every_call_alone_is_as_under_jit(mpirun: Any, quick_compiler: dict[str, str], ranks: int) -> None:
     done = mpirun(ranks, "mpi4jax_table.py", "alone", env=quick_compiler).check()
     assert done.stdout.count("alone done") == ranks, done.stdout + done.stderr

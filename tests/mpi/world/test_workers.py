@@ -18,7 +18,7 @@ def test_a_guarded_script_trains_with_workers(mpirun: Callable[..., Any], how: s
     assert mpirun(2, "workers.py", how).check().stdout.splitlines() == ["trained"] * 2
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver", "grain"])
+@pytest.mark.parametrize("how", ["spawn", pytest.param("forkserver", marks=pytest.mark.exhaustive), "grain"])
 def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], how: str) -> None:
     """No worker starts MPI, and a pool does not start one after the other; the limit is far below the watchdog's."""
     done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
