@@ -40,11 +40,20 @@ def test_order_of_a_dict_does_not_matter() -> None:
     assert both(step, TREE) == ""
 
 
+CUT_IN_THREE = ("linen pmap-style", "already jitted", "scan", "cond by data", "two axes")
+CUT_ROWS = [
+    *(pytest.param("whole", row, id=f"whole-{row.name}") for row in ZOO),
+    *(
+        pytest.param(3, row, id=f"3-{row.name}", marks=[] if row.name in CUT_IN_THREE else pytest.mark.exhaustive)
+        for row in ZOO
+    ),
+]
+
+
 @pytest.mark.mostly_integration(
     "whole-linen pmap-style", "whole-dropout", "whole-scan", "whole-while", "3-linen pmap-style", "3-already jitted"
 )
-@pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
-@pytest.mark.parametrize("cut", ["whole", 3])
+@pytest.mark.parametrize(("cut", "row"), CUT_ROWS)
 def test_batch_size_is_no_error(row: Any, cut: Any) -> None:
     step, state = row.build(4)
     batch = row.batch(0, 0)

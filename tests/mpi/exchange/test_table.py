@@ -8,6 +8,12 @@ import pytest
 
 # A sum in 16 bits, a selection and dot products over two axes; state and two phases, of a sum and of bits.
 QUICK = ("mean, hierarchical, bfloat16", "top_k, hierarchical", "adasum, hierarchical", "one_bit_adam")
+# Of each kind of arithmetic one row, `power_sgd` and `local_sgd` also in one crossover. Gossip and stale gradients are
+# compiled as users have them in tests/cpu/exchange.
+EACH = (
+    "mean, ring, bfloat16", "top_k, bucket", "power_sgd", "qsgd", "sign_sgd", "adasum", "sharded_optimizer",
+    "local_sgd",
+)  # fmt: skip
 
 REFUSED = """
 import jax.numpy as jnp, optax, jaxcross
@@ -61,7 +67,8 @@ def test_exchanges_equal_vmap_formulas_and_solo(mpirun: Any, ranks: int, quick_c
     check(mpirun, ranks, env=quick_compiler)
 
 
-@pytest.mark.exhaustive
-def test_so_it_is_at_full_optimisation(mpirun: Any) -> None:
+@pytest.mark.integration
+@pytest.mark.parametrize("names", [EACH, pytest.param((), marks=pytest.mark.exhaustive)], ids=["each kind", "all"])
+def test_so_it_is_at_full_optimisation(mpirun: Any, names: tuple[str, ...]) -> None:
     """As users run it: XLA fuses and contracts, and the same arithmetic may have other bits in another program."""
-    check(mpirun, 3, env={"XLA_FLAGS": ""})
+    check(mpirun, 3, *names, env={"XLA_FLAGS": ""})

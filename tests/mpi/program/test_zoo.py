@@ -19,9 +19,12 @@ def check(mpirun: Any, ranks: int, *names: str, env: dict[str, str]) -> None:
 
 
 @pytest.mark.integration
-def test_rows_equal_vmap_and_one_fused_executable(mpirun: Any, quick_compiler: dict[str, str]) -> None:
+@pytest.mark.parametrize(("ranks", "names"), [(2, QUICK), (4, ("two axes", "groups"))], ids=["2", "4"])
+def test_rows_equal_vmap_and_one_fused_executable(
+    mpirun: Any, ranks: int, names: tuple[str, ...], quick_compiler: dict[str, str]
+) -> None:
     """One of each kind: linen, statistics that others depend on, NNX in place, branches, several axes."""
-    check(mpirun, 2, *QUICK, env=quick_compiler)
+    check(mpirun, ranks, *names, env=quick_compiler)
 
 
 @pytest.mark.exhaustive
