@@ -44,38 +44,52 @@ def traced(recipe: Recipe) -> tuple[Traced, list[list[Any]]]:
     return trace(build(recipe), leaves[0], axes=sizes, wire=LocalRanks(), donate_argnums=(0, 1)), leaves
 
 
-@pytest.mark.integration
-@seed(1)
-@settings(FUZZ, max_examples=150)
-@given(RECIPES, st.sampled_from([0, 40, 1 << 20]))
-def test_cut_program_equals_its_jaxpr_bit_for_bit(recipe: Recipe, bucket_bytes: int) -> None:
-    whole, leaves = traced(recipe)
-    flat = decide(whole, leaves[0])
-    consts = list(flat.consts)
-    expected = bits(run_jaxpr(flat.jaxpr, flat.axes, [consts + x for x in leaves]))
-    seen = set()
-    for cut, packed in itertools.product(CUTS, (False, True)):
-        with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
-            program = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
-        text = program.text()
-        assert parse(text).text() == text
-        assert verify(parse(text)).exchange_signature() == program.exchange_signature()
-        if (digest := program_digest(program)) not in seen:
-            seen.add(digest)
-            assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}, packed={packed}\n{program}"
+def examples(few: int, many: int) -> Any:
+    """Runs a test with few examples in CI, and with many before a release."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 @pytest.mark.integration
-@seed(2)
-@settings(FUZZ, max_examples=120)
-@given(RECIPES)
-def test_flat_jaxpr_equals_the_step_as_jax_traced_it(recipe: Recipe) -> None:
+@examples(50, 150)
+def test_cut_program_equals_its_jaxpr_bit_for_bit(examples: int) -> None:
+    @seed(1)
+    @settings(FUZZ, max_examples=examples)
+    @given(RECIPES, st.sampled_from([0, 40, 1 << 20]))
+    def equal(recipe: Recipe, bucket_bytes: int) -> None:
+        whole, leaves = traced(recipe)
+        flat = decide(whole, leaves[0])
+        consts = list(flat.consts)
+        expected = bits(run_jaxpr(flat.jaxpr, flat.axes, [consts + x for x in leaves]))
+        seen = set()
+        for cut, packed in itertools.product(CUTS, (False, True)):
+            with mock.patch("jaxcross.program.stages.on_accelerator", return_value=packed):
+                program = stages.cut(flat, cut, bucket_bytes=bucket_bytes)
+            text = program.text()
+            assert parse(text).text() == text
+            assert verify(parse(text)).exchange_signature() == program.exchange_signature()
+            if (digest := program_digest(program)) not in seen:
+                seen.add(digest)
+                assert bits(run_program(program, leaves)) == expected, f"cut={cut!r}, packed={packed}\n{program}"
+
+    equal()
+
+
+@pytest.mark.integration
+@examples(40, 120)
+def test_flat_jaxpr_equals_the_step_as_jax_traced_it(examples: int) -> None:
     """Inlining, deciding and splitting `cond` change no bit; what is never read is not even made."""
-    whole, leaves = traced(recipe)
-    flat = decide(whole, leaves[0])
-    got = run_jaxpr(flat.jaxpr, flat.axes, [list(flat.consts) + x for x in leaves])
-    expected = run_jaxpr(whole.unflattened, whole.axes, leaves)
-    assert bits(got) == bits(expected)
+
+    @seed(2)
+    @settings(FUZZ, max_examples=examples)
+    @given(RECIPES)
+    def equal(recipe: Recipe) -> None:
+        whole, leaves = traced(recipe)
+        flat = decide(whole, leaves[0])
+        got = run_jaxpr(flat.jaxpr, flat.axes, [list(flat.consts) + x for x in leaves])
+        expected = run_jaxpr(whole.unflattened, whole.axes, leaves)
+        assert bits(got) == bits(expected)
+
+    equal()
 
 
 @seed(3)
