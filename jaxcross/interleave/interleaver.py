@@ -30,6 +30,9 @@ ends, grants or ejects. Otherwise a rank that has nothing to report paces the vo
 **Membership.** A job's number is never used again, so that a late event of a job that has left is known to be late. A
 job that was added during the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
+**Joint start.** First steps may be held back until all jobs have come to theirs. `JointStart` says why that ends; a job
+that is held back has nothing to vote on, so it does not make its rank vote at once.
+
 **Failure.** A rank that fails inside an admitted step still makes the step's remaining exchanges, with zeros, and says
 so in the commit vote; then no rank runs the segments that would overwrite the step's input state. A rank that fails
 between steps says so in any vote. In both cases all ranks compare texts in the next slot and finish the job.
@@ -45,7 +48,7 @@ from jaxcross.interleave.invariants import check_lanes
 from jaxcross.interleave.local_state import LocalCall, LocalJob, Point, Wait
 from jaxcross.interleave.policy import Policy
 from jaxcross.interleave.shared_state import Outcome, SharedState, Slot
-from jaxcross.interleave.vote import Verdict, point_hash
+from jaxcross.interleave.vote import AtStart, Verdict, point_hash
 
 _MAX_BACKOFF_LEVEL = 16  # the driver's waits stop growing long before this level
 
@@ -69,6 +72,7 @@ class Interleaver:
         self._slot: Slot | None = None  # the slot of the exchange lane in progress
         self._backing_off = False  # a backoff was begun for the coming slot
         self._idle_votes = 0  # votes in a row that changed nothing
+        self._starting = False  # a joint start holds back first steps
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
         self._out: list[m.Instruction] = []
 
@@ -90,11 +94,16 @@ class Interleaver:
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
-            if shared.held or shared.remaining:
+            if shared.held or shared.remaining or self.shared.start.is_here(number):
                 continue
             if (wait := mine.pending_wait(self.step(number), self._moves)) is not None:
                 found[number] = wait
         return found
+
+    def coming(self) -> list[int]:
+        """Returns the jobs that a joint start awaits on this rank."""
+        awaited = self.shared.start.awaited(self.shared.running)
+        return [job for job in awaited if self._jobs[job].at_start is AtStart.COMING]
 
     def handle(self, event: m.Event) -> tuple[m.Instruction, ...]:
         """Applies an event and returns the instructions that follow from it. Neither waits nor communicates."""
@@ -105,6 +114,10 @@ class Interleaver:
             self._apply_to_absent_job(event)
         if job in self._jobs:
             self._update_job(job)
+        if self._starting and not self.shared.start:
+            self._starting = False
+            for each in self._jobs:
+                self._note_ready(each)
         self._fill_compute_lane()
         self._begin_slot()
         out, self._out = tuple(self._out), []
@@ -123,7 +136,10 @@ class Interleaver:
             case m.SegmentFailed(job, call, segment, text, ejects):
                 self._compute.ended((job, call, segment))
                 self._fail(job, text, ejects)
-            case m.RunStarted():
+            case m.RunStarted(together):
+                if together:
+                    self.shared.start_together()
+                    self._starting = bool(self.shared.start)
                 self._start_jobs()
             case m.JobAdded(name):
                 self._ballot_writer.add(name)
@@ -160,6 +176,7 @@ class Interleaver:
         match event:
             case m.StepCalled(job):
                 self._jobs[job].begin_call(event, self.step(job))
+                self._ballot_writer.urgent |= self._starting
             case m.SyncWanted(job, label):
                 mine = self._jobs[job]
                 mine.syncs += 1
@@ -182,7 +199,10 @@ class Interleaver:
             case m.JobRequested(job, _, request):
                 self._jobs[job].add_request(request)
                 self._ballot_writer.urgent = True
-            case m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned():
+            case m.StartExcused(job):
+                self._jobs[job].note(event)
+                self._ballot_writer.urgent = True
+            case m.BatchDropped() | m.BatchPrepared() | m.StreamEnded() | m.JobReturned() | m.FirstStepMade():
                 self._jobs[event.job].note(event)
             case _:
                 raise InternalError(f"the interleaver does not know the event {event!r}")
@@ -279,7 +299,8 @@ class Interleaver:
 
     def _note_ready(self, job: int) -> None:
         mine = self._jobs[job]
-        begins = mine.call is not None and (mine.call.admitted or not self.shared.jobs[job].held)
+        call = mine.call
+        begins = call is not None and (call.admitted or self.shared.may_begin(job, is_step=call.graph.is_step))
         self._compute.set_ready(job, mine.ready() if begins else None)
 
     def _fill_compute_lane(self) -> None:
@@ -386,6 +407,9 @@ class Interleaver:
             call.committed, call.skipped = True, outcome.kind == "skipped"
             if call.skipped:
                 self._out.append(m.SkipStep(job, call.number))
+        elif outcome.kind in ("here", "excused"):
+            awaited = self.shared.start.awaited(self.shared.running)
+            self._out.append(m.JobAtStart(job, outcome.kind == "excused", awaited))
         elif outcome.kind in ("paused", "resumed"):
             self._out.append(m.JobPaused(job, outcome.kind == "paused"))
         elif outcome.kind in ("ended", "stopped"):

@@ -32,6 +32,8 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
         must(call.dispatched <= call.issued, f"job {job}: dispatched what was not issued")
         must(call.ready() not in call.issued, f"job {job}: a segment both issued and ready")
         after = call.issued & call.graph.after_commit
+        early = shared.start.holds(job) and call.graph.is_step and call.issued
+        must(not early, f"job {job}: segments {early} ran before the joint start")
         must(call.committed or not after, f"job {job}: segments {after} ran before the commit")
         for segment in call.issued | call.exchanged:
             needs = call.graph.needs[segment]
@@ -39,5 +41,6 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
             must(met or mine.failed is not None, f"job {job}: segment {segment} ran before its needs")
     if len(on_device) < depth:
         for job, mine in jobs.items():
-            may = mine.call is not None and (mine.call.admitted or not shared.jobs[job].held)
+            call = mine.call
+            may = call is not None and (call.admitted or shared.may_begin(job, is_step=call.graph.is_step))
             must(not may or mine.ready() is None, f"job {job} has a ready segment but the compute lane is not full")

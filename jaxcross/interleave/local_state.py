@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.step_graph import StepGraph
-from jaxcross.interleave.vote import JobBallot, JobRequest, point_hash
+from jaxcross.interleave.vote import AtStart, JobBallot, JobRequest, point_hash
 
 PointKind = Literal["step", "batch", "sync", "end"]
 
@@ -118,6 +118,7 @@ class LocalJob:
     request: JobRequest = JobRequest.NONE  # not yet cast in a vote
     stream: int = -1
     syncs: int = 0
+    at_start: AtStart = AtStart.COMING
     replayed: int = 0  # batches dropped on the way to the position of a restart
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
@@ -129,6 +130,8 @@ class LocalJob:
         graph = event.graph
         self.calls += 1
         self.call = LocalCall(number=self.calls, graph=graph, counts=event.counts)
+        if graph.is_step:
+            self.at_start = AtStart.HERE
         point = None
         if graph.collectives:
             # The steps since the last common one are part of the point: otherwise ranks whose exchanges look alike
@@ -155,6 +158,11 @@ class LocalJob:
                 self.limits[stream] = count
             case m.JobReturned():
                 self.returned = True
+            case m.FirstStepMade():
+                self.at_start = AtStart.HERE
+            case m.StartExcused():
+                if self.at_start is AtStart.COMING:
+                    self.at_start = AtStart.EXCUSED
 
     def current(self, call: int) -> LocalCall | None:
         """Returns the call of that number, unless it is over."""
@@ -220,6 +228,7 @@ class LocalJob:
             request=self.request,
             finite=self.call is None or self.call.finite,
             received_commit=self.failed is not None or self.call is None or not self.call.committed,
+            at_start=self.at_start,
         )
 
     def text(self) -> str:

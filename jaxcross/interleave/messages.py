@@ -25,7 +25,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The lanes are ready. Sent once, as the first event."""
+    """The lanes are ready. Sent once, as the first event.
+
+    `together`: no job makes its first step before all have come to theirs; the same on every rank.
+    """
+
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,20 @@ class StepCalled(Event):
     job: int
     graph: StepGraph
     counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStepMade(Event):
+    """A job has made its first step without the lanes, as with a parameter server."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartExcused(Event):
+    """A job does not come to its first step for now: at a joint start the other jobs need not wait for it."""
+
+    job: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +260,18 @@ class JobPaused(Instruction):
 
     job: int
     paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobAtStart(Instruction):
+    """At a joint start, the job has come to its first step on all ranks, or is `excused` from that.
+
+    `awaited`: the jobs that the others still wait for; none if all begin.
+    """
+
+    job: int
+    excused: bool
+    awaited: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
+from jaxcross.interleave.joint_start import JointStart
 from jaxcross.interleave.policy import Policy, Turns
 from jaxcross.interleave.vote import JobRequest, JobVerdict, Verdict
 
 SlotKind = Literal["exchange", "vote", "compare", "sync", "gather", "done"]
 OutcomeKind = Literal[
-    "committed", "skipped", "admitted", "ended", "stopped", "compare", "sync", "batches", "paused", "resumed"
-]
+    "committed", "skipped", "admitted", "ended", "stopped", "compare", "sync", "batches", "paused", "resumed", "here",
+    "excused",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class SharedState:
         self.stopping = False
         # Votes that may still wait for every job's first step before the first exchange.
         self.opening = _OPENING_VOTES
+        self.start = JointStart()
         self.queue: deque[Slot] = deque()  # comparisons, syncs, gatherings: they precede everything but a commit vote
         self.running: tuple[int, ...] = ()  # the jobs that the policy lets run now
         self._free: list[int] = []  # rows of jobs that have left, a heap
@@ -106,6 +109,18 @@ class SharedState:
         for _ in range(jobs):
             self._add()
         self._choose_running()
+
+    def start_together(self) -> None:
+        """Holds back the first steps of several jobs that may run until all have come to theirs.
+
+        Called once, before the first slot.
+        """
+        if len(self.running) > 1:
+            self.start.begin(self.jobs)
+
+    def may_begin(self, job: int, *, is_step: bool) -> bool:
+        """Whether a call of the job's may begin before it is admitted."""
+        return not (self.jobs[job].held or (is_step and self.start.holds(job)))
 
     def join(self) -> int:
         """Adds a job, between two votes, and returns its number."""
@@ -131,6 +146,7 @@ class SharedState:
         del self._job_of_row[job.row]
         self.turns.remove(number)
         self._unapplied.discard(number)
+        self.start.leave(number)
         self._choose_running()
         return job
 
@@ -144,6 +160,7 @@ class SharedState:
         for number, job in self.jobs.items():
             job.held = number not in self.running
             job.started |= not job.held
+        self.start.settle(self.running)
 
     def slot(self) -> Slot:
         """Returns the next slot of the exchange lane, the same on every rank."""
@@ -166,8 +183,9 @@ class SharedState:
         # exchanges: other jobs must not wait for a half-made step.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
-            return Slot("vote", job, deferrable=True)
-        if self.opening and (late := [n for n in running if not self.jobs[n].remaining]):
+            # A job that is held back has nothing new for a vote: at its turn all ranks would vote without a pause.
+            return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
+        if self.opening and (late := [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]):
             # Once the first exchange is under way, a job that comes just after it waits for its whole length.
             return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
@@ -221,6 +239,9 @@ class SharedState:
         self._unapplied.update(changed)
         self._previous = verdict
         outcomes = self._apply_requests(verdict, changed)
+        at_start = {n: verdict.job(self.jobs[n].row).at_start for n in changed if self.start.holds(n)}
+        outcomes += [Outcome(arrival, n) for n, arrival in self.start.apply(at_start) if arrival != "coming"]
+        self.start.settle(self.running)
         for number in tuple(self.jobs) if self.stopping else sorted(self._unapplied):
             job = self.jobs[number]
             again = not job.remaining and (self.stopping or job.stop or not job.held or number == committing)
@@ -279,6 +300,8 @@ class SharedState:
         elif what == "sync":
             self.queue.append(Slot("sync", number))
             outcomes.append(Outcome("sync", number))
+        elif self.start.holds(number):
+            self._unapplied.add(number)  # likewise
         elif what is not None and not isinstance(what, str):
             job.remaining = deque(what)
             outcomes.append(Outcome("admitted", number))

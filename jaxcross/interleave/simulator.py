@@ -82,7 +82,14 @@ class Add:
     script: Generator[Any, Any, None]
 
 
-Action = Think | Step | Prepare | Batch | Sync | Fail | Add
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Waits, in its own code, until another job of this rank is over. Its rank excuses it from a joint start."""
+
+    job: int
+
+
+Action = Think | Await | Step | Prepare | Batch | Sync | Fail | Add
 Script = Generator[Action, Any, None]
 
 
@@ -129,6 +136,7 @@ class _Rank:
         self.reading: dict[int, int] = {}  # the stream of each job's last `Batch`
         self.ends: dict[tuple[int, int, int], float] = {}  # of the compute segments that have run
         self.arriving: Callable[[], None] | None = None  # the exchange that waits for its segments
+        self.awaiting: list[tuple[int, int]] = []  # jobs, and the jobs that wait for their end
         self.slot = 0
 
 
@@ -148,6 +156,8 @@ class Simulation:
         adds: Jobs added from outside all jobs: (seconds, rank, name, script).
         submits: Jobs submitted on rank 0: (seconds, name).
         submitted: Returns the script of such a job on (rank, name).
+        together: Whether the jobs start together.
+        excuse_s: Seconds after which a rank excuses a job that waits for another one.
         check: Whether the interleavers validate themselves after every event.
     """
 
@@ -166,20 +176,22 @@ class Simulation:
         adds: Sequence[tuple[float, int, str, Script]] = (),
         submits: Sequence[tuple[float, str]] = (),
         submitted: Callable[[int, str], Script] | None = None,
+        together: bool = False,
+        excuse_s: float = 1.0,
         check: bool = True,
     ) -> None:
         self._ranks = [_Rank(number, jobs, policy, depth) for number, jobs in enumerate(scripts)]
         self._exchange_s, self._vote_s, self._backoff_s = exchange_s, vote_s, backoff_s
         self._contention = contention or Contention()
         self._transfer: Work | None = None  # the exchange that is on the link
-        self._check = check
+        self._check, self._excuse_s = check, excuse_s
         self._script_of = submitted
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._now = 0.0
         self._meetings: list[dict[int, tuple[tuple[Any, ...], Any]]] = []
         for rank in self._ranks:
-            self._post(0.0, rank, m.RunStarted())
+            self._post(0.0, rank, m.RunStarted(together))
         if stop_at_s is not None:
             self._post(stop_at_s, self._ranks[0], m.StopRequested())
         for at_s, number, job, request in requests:
@@ -265,10 +277,15 @@ class Simulation:
                 rank.scripts[job], rank.result.names[job] = rank.joining.pop(name), name
             case m.JobPaused(job, paused):
                 rank.result.paused.append((job, paused, len(rank.result.slots)))
+            case m.JobAtStart():
+                pass
             case m.Backoff(level):
                 self._post(now + self._backoff_s(level), rank, m.BackoffElapsed())
             case m.JobFinished(job, how, step, texts):
                 rank.result.finished[job], rank.steps[job] = (how, texts), step
+                for other, waiter in rank.awaiting:
+                    if other == job:
+                        self._at(now, lambda waiter=waiter: self._resume(rank, waiter, None))
             case m.Finish(left_out):
                 rank.result.end_s, rank.result.left_out = now, left_out
             case _:
@@ -281,6 +298,12 @@ class Simulation:
             self._handle(rank, m.JobReturned(job))
             return
         match action:
+            case Await(other):
+                if other in rank.result.finished:
+                    self._at(self._now, lambda: self._resume(rank, job, None))
+                else:
+                    rank.awaiting.append((other, job))
+                    self._post(self._now + self._excuse_s, rank, m.StartExcused(job))
             case Think(seconds):
                 self._at(self._now + seconds, lambda: self._resume(rank, job, None))
             case Step():

@@ -18,8 +18,8 @@ import numpy as np
 _NEUTRAL = np.iinfo(np.int64).max
 # Columns of a job's row. Two of them come with their negation: the minimum of -x is minus the maximum of x, so x is
 # equal on all ranks exactly if the two minima are.
-# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, received_commit
-_FIELDS = 11
+# waiting, point, -point, good, stream, -stream, prepared, limit, request, finite, received_commit, at_start
+_FIELDS = 12
 # The header. A minimum of 1 means: no rank wants all jobs to stop; all ranks have pending jobs; no rank has added one
 # since the last vote; no rank has a text to deliver.
 _HEADER = 4
@@ -33,6 +33,14 @@ class JobRequest(IntEnum):
     PAUSE = 1
     RESUME = 2
     NONE = 3
+
+
+class AtStart(IntEnum):
+    """How far a job is on its way to its first step. Of several ranks' values the least counts."""
+
+    EXCUSED = 0  # the other jobs need not wait for it
+    COMING = 1
+    HERE = 2  # it has called it
 
 
 def point_hash(*parts: object) -> int:
@@ -55,6 +63,7 @@ class JobBallot:
         request: A request about it on this rank; cast in one vote only.
         finite: The exchanged values of its step, as far as they were checked, are finite here.
         received_commit: This rank has received the results of its last committed step, or will never need them.
+        at_start: Whether it has come to its first step on this rank.
     """
 
     point: int | None = None
@@ -65,6 +74,7 @@ class JobBallot:
     request: JobRequest = JobRequest.NONE
     finite: bool = True
     received_commit: bool = True
+    at_start: AtStart = AtStart.COMING
 
 
 class Ballot:
@@ -105,6 +115,7 @@ class Ballot:
             ballot.request,
             ballot.finite,
             ballot.received_commit,
+            ballot.at_start,
         )
 
     def stop(self) -> None:
@@ -144,6 +155,7 @@ class JobVerdict:
         request: The strongest request of any rank.
         finite: No rank has found exchanged values that are not finite.
         received_commit: Every rank has received the results of its last committed step.
+        at_start: Whether it has come to its first step on every rank, or is excused by one.
     """
 
     waiting: bool
@@ -155,6 +167,7 @@ class JobVerdict:
     request: JobRequest
     finite: bool
     received_commit: bool
+    at_start: AtStart
 
 
 class Verdict:
@@ -175,9 +188,9 @@ class Verdict:
 
     def job(self, row: int) -> JobVerdict:
         """Returns the outcome about the job of that row."""
-        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received_commit = self._rows[
-            row
-        ].tolist()
+        waiting, low, negated, good, stream, unstream, prepared, limit, request, finite, received, at_start = (
+            self._rows[row].tolist()
+        )
         return JobVerdict(
             waiting=bool(waiting),
             same_point=low == -negated,
@@ -187,7 +200,8 @@ class Verdict:
             limit=None if limit == _NEUTRAL else limit,
             request=JobRequest(request),
             finite=bool(finite),
-            received_commit=bool(received_commit),
+            received_commit=bool(received),
+            at_start=AtStart(at_start),
         )
 
     def changed_rows(self, before: Verdict | None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from jaxcross.jobs.prefetch import Prefetcher
 from jaxcross.jobs.replica_checks import ReplicaChecks
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.step_registry import StepRegistry
+from jaxcross.jobs.thread import JobDone
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 from jaxcross.runtime.job_record import NonFinite, check_choice
@@ -63,7 +63,7 @@ class JobHost:
         self.examples = ExampleCount()
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
-        self.done = threading.Event()
+        self.done = JobDone()
         self.observer: JobObserver | None = None
 
     @property
@@ -147,8 +147,19 @@ class JobHost:
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Returns a context whose length the report and the flight recorder show as compilation of `name`."""
-        with self._world.flight.during("compile", job=self.name, step=self.step), self.measure("compile", name):
+        during = self._world.flight.during("compile", job=self.name, step=self.step)
+        with self.preparing(), during, self.measure("compile", name):
             yield
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Returns a context in which a step is traced or compiled, for which other jobs wait at a joint start."""
+        _, record = self._life.running()
+        record.preparing += 1
+        try:
+            yield
+        finally:
+            record.preparing -= 1
 
     @contextmanager
     def measure(self, kind: SpanKind, label: str = "") -> Iterator[None]:
@@ -240,8 +251,9 @@ class JobHost:
         """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
         self.step += 1
         self.examples.count_step()
-        record = self._life.record
-        assert record is not None
+        driver, record = self._life.running()
+        if self.step == 1:
+            driver.first_step_made(record)
         parts: tuple[tuple[SpanKind, int, int, int], ...] = (
             ("compute", start_ns, pushed_ns, 0),
             ("collective", pushed_ns, end_ns, nbytes),

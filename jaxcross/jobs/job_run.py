@@ -83,7 +83,8 @@ class JobRun:
     def make_thread(self) -> JobThread:
         """Returns the thread that runs the job."""
         living = self._world.exchange_owner.job_threads
-        return JobThread(self.name, partial(self._life.main, self), self.context, living)
+        main, excuse_start = partial(self._life.main, self), self._life.excuse_start
+        return JobThread(self.name, main, self.context, living, excuse_start)
 
     def attach(self, driver: Driver, record: JobRecord, resumption: Resumption | None = None) -> None:
         """Takes the job's place in a run that begins, or that the job is added to."""

@@ -111,6 +111,11 @@ class JobLifecycle:
         if driver is not None:
             driver.request(record, request)
 
+    def excuse_start(self) -> None:
+        """Lets the other jobs begin without this one, at a joint start. Does not wait."""
+        if self.driver is not None and self.record is not None:
+            self.driver.excuse_start(self.record)
+
     def attach(self, job: ManagedJob, driver: Driver, record: JobRecord, resumption: Resumption | None) -> None:
         """Takes the job's place in a run that begins, or that the job is added to."""
         self.driver, self.record, self.resumption = driver, record, resumption

@@ -17,6 +17,7 @@ from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
+from jaxcross.runtime.joint_start import Start
 from jaxcross.world import World
 
 
@@ -91,6 +92,7 @@ def run(
     instruments: Iterable[Instrument] = (),
     depth: int = 2,
     link: Link | str | None = None,
+    start: Start = "together",
     events: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
     metrics: str | os.PathLike[str] | None = None,
@@ -123,6 +125,7 @@ def run(
         instruments=instruments,
         depth=depth,
         link=link,
+        start=start,
         events=events,
         checkpoints=checkpoints,
         metrics=metrics,

@@ -36,6 +36,8 @@ from jaxcross.runtime.chaos import Chaos, chaos_of
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.emulated_link import Link
 from jaxcross.runtime.flight_notes import FlightNotes
+from jaxcross.runtime.job_record import check_choice
+from jaxcross.runtime.joint_start import Start
 from jaxcross.runtime.stall_watch import after_run
 from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import any_rank, gather
@@ -53,6 +55,10 @@ class Runner:
         instruments: Told of spans and notes while it runs.
         depth: Compute segments on the device at once; 2 keep it busy between segments.
         link: Hold exchanges as a slow network would. A string describes a real link for the report.
+        start: `together`: the jobs that begin the run make their first steps once all of them have compiled theirs, so
+            that none trains next to another one's compiler. A job is waited for while it traces and compiles, and
+            through 30 s of other work. `as ready`: each begins as soon as it can, as always under
+            `Sequential`. Results are the same to the bit. Same on every rank.
         chaos: For tests: a seed by which the run's threads are late now and then, differently on each rank. Results
             are the same to the bit. If None, `JAXCROSS_CHAOS` in the environment names the seed.
         events: A folder where each rank writes down what it does, for `jaxcross doctor --post-mortem`; else what the
@@ -70,7 +76,7 @@ class Runner:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: `depth` is below 1, or `progress` is a number that is not above 0.
+        ValueError: `depth` is below 1, `progress` is a number that is not above 0, or `start` is another word.
 
     Example:
         >>> with jaxcross.Runner(world) as runner:
@@ -87,6 +93,7 @@ class Runner:
         instruments: Iterable[Instrument] = (),
         depth: int = 2,
         link: Link | str | None = None,
+        start: Start = "together",
         chaos: int | None = None,
         events: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
@@ -99,6 +106,7 @@ class Runner:
         arguments.check_policy(policy)
         arguments.check_count("`depth`", depth, least=1)
         arguments.check_link(link)
+        check_choice(start, Start, "`start`")
         arguments.check_folder("`events`", events)
         arguments.check_folder("`metrics`", metrics)
         arguments.check_checkpoints(checkpoints)
@@ -109,6 +117,7 @@ class Runner:
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
+        self.start: Start = start
         self.check_replicas = as_checks(check_replicas)
         self._runs: list[JobRun] = []
         self.report: Report | None = None
@@ -325,6 +334,7 @@ class Runner:
                 link=link,
                 on_text=self._add_submitted,
                 chaos=self.chaos,
+                start=self.start,
             )
             for run, record in zip(runs, driver.records, strict=True):
                 run.attach(driver, record, self._resumption(run.context))
@@ -387,6 +397,7 @@ class Runner:
             {
                 "jobs": [run.name for run in runs],
                 "policy": repr(self.policy),
+                "start": self.start,
                 "checkpoints": kept,
                 "check_replicas": repr(self.check_replicas),
                 "metrics": self._writes_metrics,
@@ -398,7 +409,8 @@ class Runner:
             if text != texts[0]:
                 raise JobError(
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add the same jobs in the "
-                    "same order, with the same policy, checkpoints, `check_replicas` and `metrics`, on every rank."
+                    "same order, with the same policy, `start`, checkpoints, `check_replicas` and `metrics`, on every "
+                    "rank."
                 )
 
     def _open(self, runs: Sequence[JobRun]) -> Session | None:

@@ -8,6 +8,7 @@ Jobs are `JobRecord`s here. Their numbers are the interleaver's, and are used in
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -37,11 +38,14 @@ from jaxcross.runtime.job_record import (
     StepCall,
     Stopped,
 )
+from jaxcross.runtime.joint_start import Start, StartLimit, note_at_start
 from jaxcross.runtime.lanes import ComputeLane, ExchangeLane
 from jaxcross.runtime.stall_watch import JobWaits
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
 from jaxcross.world.control_plane import Control
+
+_log = logging.getLogger("jaxcross")
 
 
 class Driver:
@@ -56,6 +60,7 @@ class Driver:
         listeners: Receive every span and note.
         link: An emulated link, if any.
         chaos: Delays all threads now and then, for tests.
+        start: Whether the jobs make their first steps once all of them are ready.
         on_text: Called on every rank, in one order, with each text that some rank submitted. May call `join`.
         clock_ns: `time.monotonic_ns`, or a test's clock.
 
@@ -77,6 +82,7 @@ class Driver:
         listeners: Listeners | None = None,
         link: Link | None = None,
         chaos: Chaos | None = None,
+        start: Start = "as ready",
         on_text: Callable[[str], None] = lambda text: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -85,6 +91,8 @@ class Driver:
         self.link = link
         self.listeners = listeners or Listeners()
         self._chaos = chaos
+        self._start: Start = start
+        self.start_limit = StartLimit()
         self.records = tuple(
             JobRecord(number, name, thread, self.queue()) for number, (name, thread) in enumerate(jobs)
         )
@@ -141,7 +149,7 @@ class Driver:
         # None of these events delivers a text, so no callback runs in here.
         with self._lock:
             early, self._early = self._early or [], None
-            for event in (m.RunStarted(), *early):
+            for event in (m.RunStarted(together=self._start == "together"), *early):
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
         # Job threads read back metrics and close their loops after the last vote. In a broken run some never end.
@@ -164,7 +172,13 @@ class Driver:
         with self._lock:
             found = {} if self._fatal is not None else self._interleaver.pending_waits()
             waits = {self._jobs[number].name: wait for number, wait in found.items() if number in self._jobs}
+            coming = {number: self._jobs[number].preparing > 0 for number in self._interleaver.coming()}
+            late = [self._jobs[number] for number in self.start_limit.look(self.clock_ns() / 1e9, coming)]
         self._job_waits.look(waits)
+        for job in late:
+            if self.world.rank == 0:
+                _log.warning("%s", self.start_limit.warning(job.name))
+            self.excuse_start(job)
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
@@ -238,6 +252,9 @@ class Driver:
                 job.paused = paused
                 job.on_pause(paused)
                 self.listeners.note(job=job.name, kind="status", value="paused" if paused else "goes on")
+            case m.JobAtStart(number, excused, awaited):
+                text = note_at_start(excused=excused, awaited=[self._jobs[n].name for n in awaited])
+                self.listeners.note(job=self._jobs[number].name, kind="status", value=text)
             case m.TextDelivered(text):
                 self._texts.append(text)
             case m.Finish(left_out):
@@ -393,6 +410,16 @@ class Driver:
     def resumed(self, job: JobRecord, step: int) -> None:
         """Makes the spans and errors of a job count from `step`, the steps that an earlier run made."""
         self.post(m.StepsRestored(job.number, step))
+
+    def excuse_start(self, job: JobRecord) -> None:
+        """Lets the other jobs begin without this one, at a joint start. Does not wait."""
+        if not job.excused:
+            job.excused = True
+            self.post(m.StartExcused(job.number))
+
+    def first_step_made(self, job: JobRecord) -> None:
+        """Notes that the job has made its first step without the lanes."""
+        self.post(m.FirstStepMade(job.number))
 
     def job_returned(self, job: JobRecord) -> None:
         """Notes that the job's function returned."""

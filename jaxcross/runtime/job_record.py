@@ -117,6 +117,8 @@ class JobRecord:
         paused: Whether the job is paused on all ranks.
         is_only_job: Whether it was the run's only job ever, as of the latest `run_on_all_ranks`.
         skipped: Committed steps that kept their state.
+        preparing: Whether the job's thread traces or compiles a step: above 0 if so.
+        excused: Whether a joint start does not wait for it.
         refusals: How many errors its function got because the job is over.
         on_end: Called with the final status, and whether a request was for this job alone to stop; must not wait.
         on_pause: Called with whether the job is paused now; must not wait.
@@ -141,6 +143,8 @@ class JobRecord:
         self.paused = False
         self.is_only_job = False
         self.skipped = 0
+        self.preparing = 0
+        self.excused = False
         self.refusals = 0
         self.on_end: Callable[[m.FinalStatus, bool], None] = _ignore
         self.on_pause: Callable[[bool], None] = _ignore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
@@ -204,7 +205,8 @@ class Step(Generic[P, R]):
                     )
                 return nnx.call(self, given, named)
             check_leaves(self.__name__, leaves, arrays, named)
-            variant = self._variant(world, function, arrays, named, leaves, cache_key)
+            with nullcontext() if job is None else job.host.preparing():
+                variant = self._variant(world, function, arrays, named, leaves, cache_key)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.host.run(prepare(variant, job.host), leaves)

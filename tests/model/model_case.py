@@ -12,7 +12,7 @@ from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
 from jaxcross.interleave.interleaver import Interleaver
 from jaxcross.interleave.policy import Policy, RoundRobin
-from jaxcross.interleave.simulator import Action, Add
+from jaxcross.interleave.simulator import Action, Add, Await
 
 Script = tuple[Action, ...]
 
@@ -30,6 +30,8 @@ class Case:
         outside: What comes to each rank from outside its jobs, in that order and at any time: an interrupt, a wish (to
             stop or to rest perhaps never), an `Add`, a `TextSubmitted` with the name of one of `submitted`.
         submitted: Scripts of jobs that are added on every rank when it hears their name.
+        together: Whether the jobs start together.
+        slow: Jobs that a rank may excuse from that at any moment; one that waits for another job, it does excuse.
         opening: Votes that may wait for every job's first step. Fewer than in life, where they only add states.
         make: The interleaver; a wrong one shows that the check can fail.
     """
@@ -39,8 +41,19 @@ class Case:
     depth: int = 2
     outside: tuple[tuple[m.Event | Add, ...], ...] = ()
     submitted: tuple[tuple[str, Script], ...] = ()
+    together: bool = False
+    slow: tuple[int, ...] = ()
     opening: int = 1
     make: Callable[[int, Policy, int], Interleaver] = Interleaver
+
+    @property
+    def strictly_together(self) -> bool:
+        """Whether no job of several may make a step before all have called one or are over: nothing excuses any."""
+        actions = {type(action) for scripts in self.scripts for script in scripts for action in script}
+        sequential = len(self.policy.running((0, 1))) == 1
+        alone = sequential or self.slow or any(self.outside) or actions & {Add, Await} or len(self.scripts[0]) == 1
+        alone = alone or len({repr(scripts) for scripts in self.scripts}) > 1  # a job may fail before it has come
+        return self.together and not alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxcross.errors import InternalError
 from jaxcross.interleave import messages as m
-from jaxcross.interleave.simulator import Add, Batch, Fail, Prepare, Step, Sync, Think
+from jaxcross.interleave.simulator import Add, Await, Batch, Fail, Prepare, Step, Sync, Think
 from jaxcross.interleave.vote import JobRequest, Verdict
 from tests.model.model_case import Arrival, Case, Script
 from tests.model.model_spec import Spec
@@ -44,8 +44,8 @@ class RankModel:
     """One rank's state. Equal states have equal `name()`s."""
 
     __slots__ = (
-        "arrival", "broken", "case", "device", "feeds", "gathers", "heard", "interleaver", "joining", "lane", "late",
-        "outside", "patient", "rest", "scripts", "spec", "threads",
+        "arrival", "broken", "case", "device", "excusing", "feeds", "gathers", "heard", "interleaver", "joining",
+        "lane", "late", "outside", "patient", "rest", "scripts", "spec", "threads",
     )  # fmt: skip
 
     def __init__(self, case: Case, rank: int) -> None:
@@ -54,7 +54,7 @@ class RankModel:
         jobs = len(self.scripts)
         self.interleaver = case.make(jobs, case.policy, case.depth)
         self.interleaver.shared.opening = case.opening
-        self.spec = Spec(jobs)
+        self.spec = Spec(jobs, together=case.strictly_together)
         self.threads = {job: _Thread() for job in range(jobs)}
         self.joining: dict[str, Script] = {}  # added here
         self.heard: deque[str] = deque()  # submitted, and not yet added here
@@ -68,7 +68,8 @@ class RankModel:
         self.outside = deque(case.outside[rank] if case.outside else ())
         self.late: m.RunExchange | None = None  # an exchange that has yet to find its inputs broken
         self.arrival: Arrival | None = None
-        self._post(m.RunStarted())
+        self.excusing: set[int] = set(case.slow if case.together else ())  # what the driver's clock is about to post
+        self._post(m.RunStarted(case.together))
 
     def copy(self) -> RankModel:
         """The same state, to be moved apart."""
@@ -110,6 +111,7 @@ class RankModel:
             found.append(("patience",))
         if self.late is not None:
             found.append(("late",))
+        found += [("excuse", job) for job in sorted(self.excusing)]
         if self.heard:
             found.append(("heard",))
         elif self.gathers:
@@ -154,6 +156,9 @@ class RankModel:
                 self._arrive(("exchange", x.job, x.step, x.segment), True)
             case ("feed", job, stream):
                 self._post(self.feeds[job, stream].popleft())
+            case ("excuse", job):
+                self.excusing.discard(job)
+                self._post(m.StartExcused(job))
             case ("heard",):
                 wanted = self.heard.popleft()
                 self._add(wanted, dict(self.case.submitted)[wanted])
@@ -216,6 +221,12 @@ class RankModel:
             match action:
                 case Think():
                     continue
+                case Await(other):
+                    if other in self.spec.finished:
+                        continue
+                    if self.case.together:
+                        self.excusing.add(job)
+                    return None
                 case Prepare(_, stream, count, last):
                     begun = [n for number, n in self.feeds if number == job]
                     feed = self.feeds.setdefault((job, stream), deque())
@@ -295,7 +306,11 @@ class RankModel:
                 self.patient = True
             case m.Finish():
                 self._arrive(("done",))
-            case m.JobFinished() | m.JobPaused() | m.SkipStep():
+            case m.JobFinished(job):
+                for number, thread in self.threads.items():
+                    if thread.does == "waits" and self.scripts[number][thread.at - 1] == Await(job):
+                        thread.does = "runs"
+            case m.JobPaused() | m.SkipStep() | m.JobAtStart():
                 pass
             case _:
                 raise InternalError(f"a model cannot follow {instruction!r}")

@@ -42,11 +42,13 @@ class Spec:
         ahead: Steps of each job since, which exchanged nothing.
         finished: How each job that has left did so, with what the ranks said of it.
         failed: Jobs of which something failed on this rank before they left.
+        behind: Jobs without which no other may make a step: they have called none, and are not over.
     """
 
-    __slots__ = ("ahead", "calls", "failed", "finished", "names", "paused", "prepared", "steps")
+    __slots__ = ("ahead", "behind", "calls", "failed", "finished", "names", "paused", "prepared", "steps")
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, *, together: bool = False) -> None:
+        self.behind = set(range(jobs)) if together else set[int]()
         self.names: dict[int, str] = {}
         self.steps = dict.fromkeys(range(jobs), 0)
         self.ahead: dict[int, int] = {}
@@ -67,6 +69,10 @@ class Spec:
         match event:
             case m.StepCalled(job, graph):
                 self.calls[job] = SpecCall(graph)
+                if graph.is_step:
+                    self.behind.discard(job)
+            case m.StartExcused(job):
+                self.behind.clear()  # the other ranks may know of it before this one does
             case m.SegmentFailed(job) | m.JobRaised(job) if job not in self.finished:
                 self.failed.add(job)
             case m.BatchPrepared(job, stream, count):
@@ -90,6 +96,7 @@ class Spec:
             failed: Jobs that some rank had seen fail when it cast its ballot.
             infinite: Jobs in whose step some rank had found values that are not finite.
         """
+        self.behind -= {*failed}
         for job, call in self.calls.items():
             if call.committed or call.doomed or job in self.finished:
                 continue
@@ -113,6 +120,8 @@ class Spec:
                 call = self.call(job)
                 self._must(job not in self.failed, instruction, "its job has failed here")
                 self._must(segment not in call.issued, instruction, "it was dispatched before")
+                early = call.graph.is_step and bool(self.behind)
+                self._must(not early, instruction, f"it is of a step, and jobs {self.behind} have not come to theirs")
                 self._must(call.graph.kinds[segment] == "compute", instruction, "it is an exchange")
                 self._must(set(call.graph.needs[segment]) <= call.done, instruction, "its inputs are not there")
                 early = segment in call.graph.after_commit and not call.committed
@@ -151,6 +160,7 @@ class Spec:
                 received = call is None or not call.committed or job in self.failed
                 self._must(received, instruction, "it has not received here what its last committed step made")
                 self.finished[job] = (how, texts)
+                self.behind.discard(job)
                 self.failed.discard(job)
                 self.paused.pop(job, None)
             case m.Raised(job):

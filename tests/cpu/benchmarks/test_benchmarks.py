@@ -262,3 +262,10 @@ def test_bytes_are_those_of_a_step_as_it_is_cut():
         strategies.received_bytes(mean("batch", wire_dtype=wire), layers, {"batch": 4}) for wire in (None, jnp.float16)
     )
     assert wide == 6 * 4096 * 8 == 2 * half
+
+
+@pytest.mark.integration
+def test_joint_start(smoke):
+    result = smoke("joint_start.py")
+    assert result["together"]["early"] == 0
+    assert all(row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"])

@@ -12,6 +12,7 @@ import pytest
 
 import jaxcross
 from jaxcross import JobError, Runner
+from jaxcross.interleave.instrument import SpanLog
 
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 LAST = WORLD.size - 1
@@ -112,6 +113,22 @@ def jobs_join_and_leave():
     for job in runner.jobs:
         if job is not first:
             same(job.state, alone(step, job.step, seed=2 if job.name == "d" else 1))
+
+
+def jobs_begin_together():
+    """Neither job's first step begins before both have compiled; the bits are those of a job alone, however they do."""
+    expected = {}
+    for start in ("together", "as ready"):
+        log, steps = SpanLog(), {"a": make_step(), "b": make_step(cut=2)}
+        runner = Runner(WORLD, instruments=[log], start=start)
+        jobs = [runner.add(name, train, step=step, n=4) for name, step in steps.items()]
+        runner.run()
+        compiled = [span.end_ns for span in log.spans if span.kind == "compile"]
+        began = min(span.start_ns for span in log.spans if span.kind in ("compute", "collective"))
+        assert len(compiled) == 2
+        assert start == "as ready" or max(compiled) <= began
+        for job in jobs:
+            same(job.state, expected.setdefault(job.name, alone(steps[job.name], 4)))
 
 
 def one_is_stopped():
@@ -226,7 +243,7 @@ def jobs_are_submitted():
 
 
 def memory_is_freed():
-    step, runner, alive = make_step(), Runner(WORLD), []
+    step, runner, alive = make_step(), Runner(WORLD, start="as ready"), []
 
     def count():
         gc.collect()
@@ -240,7 +257,7 @@ def memory_is_freed():
             pass
         alive.append(count())
 
-    runner.add("a", parent)
+    runner.add("a", parent)  # which makes no step
     other = runner.add("b", train, step=step, n=10, bad=(6,), nonfinite="eject")
     before = count()
     runner.run()
@@ -249,8 +266,8 @@ def memory_is_freed():
 
 
 CASES = [
-    jobs_join_and_leave, one_is_stopped, one_rests, one_is_ejected, one_raises_for_it, one_skips, jobs_are_submitted,
-    memory_is_freed,
+    jobs_join_and_leave, jobs_begin_together, one_is_stopped, one_rests, one_is_ejected, one_raises_for_it, one_skips,
+    jobs_are_submitted, memory_is_freed,
 ]  # fmt: skip
 
 for case in CASES:

@@ -3,8 +3,8 @@
 import pytest
 
 CASES = [
-    "jobs_join_and_leave", "one_is_stopped", "one_rests", "one_is_ejected", "one_raises_for_it", "one_skips",
-    "jobs_are_submitted", "memory_is_freed",
+    "jobs_join_and_leave", "jobs_begin_together", "one_is_stopped", "one_rests", "one_is_ejected", "one_raises_for_it",
+    "one_skips", "jobs_are_submitted", "memory_is_freed",
 ]  # fmt: skip
 
 

@@ -90,7 +90,8 @@ def cases(draw):
     policy = draw(st.sampled_from((RoundRobin(), Sequential(), Weighted((1.0, 0.3, 3.0, 1.0)[: len(jobs)]))))
     return Case(
         scripts=tuple(tuple(tuple(job) for job in row) for row in rows), policy=policy, depth=draw(st.integers(1, 3)),
-        outside=draw(outside(ranks, len(jobs))), opening=draw(st.sampled_from((1, 16))),
+        outside=draw(outside(ranks, len(jobs))), opening=draw(st.sampled_from((1, 16))), together=draw(st.booleans()),
+        slow=tuple(range(len(jobs))),
     )  # fmt: skip
 
 

@@ -1,0 +1,61 @@
+"""The clock of a joint start, and what the ranks note of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+Start = Literal["together", "as ready"]
+"""Whether jobs in crossover make their first steps once all are ready, or each as soon as it is."""
+
+START_LIMIT_S = 30.0
+"""Seconds of work other than to trace and compile, after which a job is not waited for any more."""
+
+
+@final
+class StartLimit:
+    """Measures how long jobs do other work than to prepare their first step. Used by one thread.
+
+    A job that waits for another job's results does not come to its first step before that job has begun, and cannot be
+    told from one that loads its data or meets other ranks. So the wait for it is limited. To trace and to compile
+    always ends, and may take minutes: that time does not count.
+
+    Args:
+        limit_s: The limit.
+    """
+
+    def __init__(self, limit_s: float = START_LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._other_s: dict[int, float] = {}
+        self._excused: set[int] = set()
+        self._before_s: float | None = None
+
+    def look(self, now_s: float, preparing: Mapping[int, bool]) -> list[int]:
+        """Takes the jobs that are awaited now, and whether each prepares its step; called a few times a second.
+
+        Returns:
+            The jobs that are over the limit, each once.
+        """
+        passed_s = 0.0 if self._before_s is None else now_s - self._before_s
+        self._before_s = now_s
+        for job, is_preparing in preparing.items():
+            self._other_s[job] = self._other_s.get(job, 0.0) + (0.0 if is_preparing else passed_s)
+        over = [job for job in preparing if self._other_s[job] >= self.limit_s and job not in self._excused]
+        self._excused.update(over)
+        return over
+
+    def warning(self, job: str) -> str:
+        """Returns the text for a job that is over the limit."""
+        return (
+            f"Job `{job}` has done other work than to compile its first step for {self.limit_s:.0f} s: the other jobs"
+            ' begin without it. If it waits for them, `Runner(start="as ready")` saves that time.'
+        )
+
+
+def note_at_start(*, excused: bool, awaited: Sequence[str]) -> str:
+    """Returns the note on a job that has come to its first step, or is excused."""
+    if excused:
+        return "the other jobs begin without it"
+    if not awaited:
+        return "ready: all jobs begin"
+    return f"ready, waits for {f'`{awaited[0]}`' if len(awaited) == 1 else f'{len(awaited)} more jobs'}"

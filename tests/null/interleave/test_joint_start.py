@@ -1,0 +1,179 @@
+"""The joint start: no job makes its first step before all have come to theirs, and none waits for ever."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxcross.errors import InternalError
+from jaxcross.interleave import messages as m
+from jaxcross.interleave.interleaver import Interleaver
+from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
+from jaxcross.interleave.shared_state import SharedState
+from jaxcross.interleave.simulator import Add, Await, Fail, Simulation, Sync, Think
+from jaxcross.interleave.vote import JobRequest
+from tests.model.explore import explore
+from tests.model.model_case import Case
+from tests.support.model_scripts import BETWEEN, EXHAUSTIVE, LOCAL, PLAIN, SHORT, alike, ends, request, step
+
+
+def together(*jobs, ranks=1, **options):
+    return alike(ranks, *jobs, together=True, **options)
+
+
+ONE, TWO = (step(SHORT),), (step(SHORT), step(SHORT))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (together(ONE, ONE), {"1 ended, 1 ended"}),
+        (together(ONE, (Sync("restore"), Sync("agree"), step(SHORT))), {"1 ended, 1 ended"}),
+        (together(ONE, (step(LOCAL), step(SHORT))), {"1 ended, 1 ended"}),
+        (together(ONE, (step(BETWEEN),)), {"1 ended, 1 ended"}),
+        pytest.param(together(ONE, (step(BETWEEN), step(SHORT))), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
+        # A job that ends without a step, that never exchanges, that raises.
+        (together(ONE, ()), {"1 ended, 0 ended"}),
+        (together(ONE, (step(LOCAL), step(LOCAL))), {"1 ended, 0 ended"}),
+        (together(ONE, (Sync("restore"), Fail("boom"))), {"1 ended, 0 failed"}),
+        # A job that waits for another one, which begins once that is excused.
+        (together((Await(1), step(SHORT)), ONE), {"1 ended, 1 ended"}),
+        pytest.param(
+            together((Await(1),), (step(LOCAL), Await(2)), ONE), {"0 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE
+        ),
+        pytest.param(together(ONE, TWO, slow=(1,)), {"1 ended, 2 ended"}, marks=EXHAUSTIVE),
+        # A job that is paused before it has come, and goes on in the end; one that is added by a job that waits.
+        pytest.param(
+            together((Await(1),), ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)),
+            {"0 ended, 1 ended"},
+            marks=EXHAUSTIVE,
+        ),
+        pytest.param(
+            together(ONE, ONE, outside=((request(JobRequest.PAUSE), request(JobRequest.RESUME)),)),
+            {"1 ended, 1 ended"},
+            marks=EXHAUSTIVE,
+        ),
+        pytest.param(
+            together((Add("new", ONE), step(SHORT)), (Await(0),)), {"1 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE
+        ),
+        pytest.param(together((Add("new", ()), step(SHORT)), ONE), {"1 ended, 1 ended, 0 ended"}, marks=EXHAUSTIVE),
+        # Another policy, and two ranks.
+        (together(ONE, ONE, policy=Weighted((3.0, 1.0))), {"1 ended, 1 ended"}),
+        (together((Await(1), *ONE), ONE, policy=Weighted((3.0, 1.0))), {"1 ended, 1 ended"}),
+        (together(ONE, ONE, policy=Sequential(), ranks=2), {"1 ended, 1 ended"}),
+        (together(ONE, (), ranks=2), {"1 ended, 0 ended"}),
+        (together((Await(1),), ONE, ranks=2), {"0 ended, 1 ended"}),
+        pytest.param(together(ONE, ONE, ranks=2), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
+        pytest.param(together(ONE, ONE, ranks=2, slow=(1,)), {"1 ended, 1 ended"}, marks=EXHAUSTIVE),
+        pytest.param(together(ONE, (Await(0),), ONE, ranks=1), {"1 ended, 0 ended, 1 ended"}, marks=EXHAUSTIVE),
+    ],
+)
+def test_in_every_order_all_jobs_begin(case, expected):
+    """In every order of events, all jobs begin and end, on all ranks alike."""
+    assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "expected"),
+    [
+        ((Fail("boom"),), ONE, "0 failed, 1 ended"),
+        ((step(SHORT, s0="dispatch"),), ONE, "0 failed, 1 ended"),
+        ((), ONE, "0 failed, 1 ended"),
+        ((Sync("other"), step(SHORT)), ONE, "0 failed, 1 ended"),
+    ],
+)
+def test_a_fault_of_one_rank_lets_the_other_job_begin(bad, good, expected):
+    """One rank's job fails, or does something else than the other rank's: the other job begins all the same."""
+    case = Case(scripts=((bad, ONE), (good, ONE)), together=True)
+    assert {", ".join(f"{steps} {how}" for steps, how in end) for end in ends(case)} == {expected}
+
+
+def test_an_interrupt_stops_jobs_that_are_held_back():
+    found = ends(together(ONE, (Sync("restore"), *ONE), outside=((m.StopRequested(),),)))
+    assert ((0, "stopped"), (0, "stopped")) in found
+    assert {how for end in found for _, how in end} == {"stopped", "ended"}
+
+
+# Planted bugs.
+
+
+class Impatient(SharedState):
+    def may_begin(self, job, *, is_step):
+        return not self.jobs[job].held
+
+
+class BeginsAlone(Interleaver):
+    """A job's first segments are dispatched as soon as it calls its step."""
+
+    def __init__(self, jobs, policy, depth=2):
+        super().__init__(jobs, policy, depth)
+        self.shared = Impatient(jobs, policy)
+
+    def check(self):
+        pass
+
+
+class Deaf(Interleaver):
+    """No job is excused."""
+
+    def _apply(self, event):
+        if not isinstance(event, m.StartExcused):
+            super()._apply(event)
+
+
+class Forgetful(Interleaver):
+    """A job that made no exchange is not let go when the joint start is over."""
+
+    def _note_ready(self, job):
+        if self.shared.start or self._jobs[job].call is None or self._jobs[job].call.graph is not BETWEEN:
+            super()._note_ready(job)
+
+    def check(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "message"),
+    [
+        (BeginsAlone, together(ONE, ONE), r"it is of a step, and jobs \{1\} have not come to theirs"),
+        (Deaf, together((Await(1),), ONE), "ranks meet for ever and nothing comes of it"),
+        (Forgetful, together(ONE, (step(BETWEEN),)), "ranks meet for ever|a rank stands still"),
+    ],
+)
+def test_a_wrong_joint_start_is_found_out(wrong, case, message):
+    with pytest.raises(InternalError, match=message):
+        explore(replace(case, make=wrong))
+
+
+# On a clock.
+
+
+def simulated(*jobs, ranks=2, **options):
+    options = {"policy": RoundRobin(), "together": True, **options}
+    return Simulation([[iter_script(job) for job in jobs] for _ in range(ranks)], **options).run()
+
+
+def iter_script(actions):
+    yield from actions
+
+
+def begins(result, job):
+    return min(span.start_ns for span in result.spans if span.job == str(job)) / 1e9
+
+
+@pytest.mark.parametrize(("start", "first"), [(True, 30.0), (False, 1.0)])
+def test_the_slow_compiler_is_waited_for(start, first):
+    for rank in simulated((Think(1), step(PLAIN)), (Think(30), step(PLAIN)), together=start):
+        assert begins(rank, 0) == pytest.approx(first, abs=0.1)
+        assert begins(rank, 1) == pytest.approx(30.0, abs=0.1)
+
+
+def test_votes_are_paced_while_jobs_are_held_back():
+    """No rank votes without a pause while one job compiles: about twenty times a second."""
+    (result, _) = simulated(ONE, ONE, (Think(10), *ONE), backoff_s=lambda level: 0.05)
+    assert 100 < sum(slot == ("vote",) for slot in result.slots) < 300
+
+
+def test_an_excused_job_does_not_keep_the_others():
+    (result, _) = simulated((Await(1), *ONE), TWO, (Think(9), *ONE), excuse_s=20.0)
+    assert begins(result, 1) == begins(result, 2) == pytest.approx(20.0, abs=0.1)
+    assert result.steps == [1, 2, 1]
