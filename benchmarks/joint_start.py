@@ -42,7 +42,7 @@ def worker(args: Any) -> int:
     import jaxcross
 
     world = jaxcross.initialize()
-    steps, layers, repeats = (6, 4, 1) if args.smoke else (100, 200, args.repeats)
+    steps, layers, repeats = (6, 4, 1) if args.smoke else (300, 60, args.repeats)
     rows: dict[str, list[dict[str, float]]] = {start: [] for start in STARTS}
     for turn in range(repeats):
         for start in STARTS:
