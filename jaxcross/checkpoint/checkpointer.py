@@ -13,6 +13,7 @@ from jaxcross.checkpoint import arrays
 from jaxcross.checkpoint.layout import Folders, Mark, checkpoint_name, step_of
 from jaxcross.checkpoint.part import Part, SavedLeaf
 from jaxcross.checkpoint.rank_gather import JobLog, RankGather, RunOnAllRanks
+from jaxcross.checkpoint.rank_local import rank_local_leaves
 from jaxcross.checkpoint.restore import UNREADABLE, Found, find
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.world import World
@@ -113,6 +114,7 @@ class JobCheckpointer:
         self._mark("whole", found.name)
         self._saved = (part.step, [saved.digest for saved in part.leaves.values()])
         self._warn_of_changes(found)
+        self._record(found.name, any_ranks=not part.rank_local and not rank_local_leaves(target))
         return rebuild(target, part.forms, found.arrays), Progress(step=part.step, places=part.places, cuts=part.cuts)
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
@@ -217,7 +219,9 @@ class JobCheckpointer:
         if not all(rank["same"] for rank in gathered):
             # Leaves with the same bits on all ranks are written once, by rank 0.
             common = {path for path, d in digests.items() if all(rank["digests"].get(path) == d for rank in gathered)}
-            self._begin(checkpoint_name(progress.step, gathered[0]["token"]), leaves, common, progress)
+            # A single rank has nothing to compare its leaves with: there, only their types tell.
+            any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
+            self._begin(checkpoint_name(progress.step, gathered[0]["token"]), leaves, common, progress, any_ranks)
             self._saved = (progress.step, list(digests.values()))
         return [rank["digests"] for rank in gathered]
 
@@ -257,7 +261,13 @@ class JobCheckpointer:
             return str(error)
         return f"it is not like the state that the job restored: {differs}" if differs else ""
 
-    def _begin(self, name: str, leaves: Mapping[str, Leaf], common: set[str], progress: Progress) -> None:
+    def _record(self, name: str, *, any_ranks: bool) -> None:
+        """Records a checkpoint in the event file, for who starts the run again."""
+        self._world.flight.checkpoint(name, job=self._log.job, any_ranks=any_ranks)
+
+    def _begin(
+        self, name: str, leaves: Mapping[str, Leaf], common: set[str], progress: Progress, any_ranks: bool
+    ) -> None:
         held = {p: leaf.array for p, leaf in leaves.items() if self._world.rank == 0 or p not in common}
         describe = partial(
             Part,
@@ -278,6 +288,7 @@ class JobCheckpointer:
                 self._folders.part_path(name).mkdir(parents=True)
                 arrays.write(self._folders.arrays_path(name), held)
                 self._folders.commit(name, describe(files=self._folders.describe_files(name)))
+                self._record(name, any_ranks=any_ranks)
                 self._folders.delete(superfluous)
 
         self._writing = (name, self._writer.submit(write))

@@ -1,6 +1,7 @@
 """`jaxcross launch -n 2 script.py ...`: start ranks with the `mpirun` that belongs to this environment.
 
-If a rank dies, the others get the time to say what they waited for, and the command ends with a post-mortem.
+If a rank dies, the others get the time to say what they waited for, and the run ends with a post-mortem. With
+`--max-restarts` it is started again then, and goes on from its checkpoints.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jaxcross.commands.hosts import parse_hosts
+from jaxcross.commands.relaunch import Ended, run_until_over
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
@@ -28,8 +32,12 @@ SUPERVISE = Path(__file__).with_name("supervise.py")
 HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
+SPEAK_S = 15.0
+"""Seconds after which `mpirun` is ended, if a host is lost: that of Open MPI waits forever for the host."""
+
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
+_LOOK_S = 5.0
 _CLOCKS_S = 1.0  # by which hosts may differ
 _STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
 """Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
@@ -54,55 +62,122 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         help="where ranks write down what they do (default: removed if all is well)",
     )
+    parser.add_argument("--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a lost rank or host, start the run again from its checkpoints; end after N restarts in a row that "
+        "bring no new checkpoint (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--same-ranks", action="store_true", help="wait for a lost host also where fewer ranks could go on"
+    )
+    parser.add_argument(
+        "--host-timeout", type=float, default=600.0, metavar="S", help="seconds to wait for a host (%(default)s)"
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks."""
-    from jaxcross.commands import live_table
-    from jaxcross.world import xla_pool
+    """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks.
 
+    With `--max-restarts` it is started again as `jaxcross.commands.restart` decides.
+    """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
-    if args.ranks < 1 or not program:
-        print(f"`jaxcross launch` needs a script and at least one rank, not {args.ranks}.", file=sys.stderr)
+    try:
+        hosts = _checked(args, program)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     mpirun = find_mpirun()
     if mpirun is None:
         print("No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.", file=sys.stderr)
         return 1
+    folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
+    # What ranks on other hosts write must be readable here: they share the working directory, if anything.
+    where = Path.cwd() if hosts else None
+    events = Path(folder or "jaxcross-events")
+    if folder is None and not args.dry_run:
+        events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
+
+    def run_once(hosts: Sequence[str]) -> Ended:
+        return _run_once(args, program, mpirun, hosts, events, named=folder is not None)
+
+    try:
+        ended = run_until_over(args, hosts, run_once)
+    except KeyboardInterrupt:  # between two runs
+        return _STOPPED[0]
+    if folder is None and (ended.code == 0 or ended.explained) and not args.dry_run:
+        shutil.rmtree(events, ignore_errors=True)
+    return ended.code
+
+
+def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:
+    """Returns the hosts.
+
+    Raises:
+        ValueError: An argument is wrong; says which.
+    """
+    if args.ranks < 1 or not program:
+        raise ValueError(f"`jaxcross launch` needs a script and at least one rank, not {args.ranks}.")
+    if args.max_restarts < 0:
+        raise ValueError(f"`--max-restarts` must be at least 0, got {args.max_restarts}.")
+    hosts = parse_hosts(args.hosts) if args.hosts is not None else ()
+    if hosts and args.ranks % len(hosts):
+        raise ValueError(
+            f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the ranks equally."
+        )
+    return hosts
+
+
+def _run_once(
+    args: argparse.Namespace, program: Sequence[str], mpirun: Mpirun, hosts: Sequence[str], events: Path, *, named: bool
+) -> Ended:
+    """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than were named."""
+    from jaxcross.commands import live_table
+    from jaxcross.world import xla_pool
+
+    notes = {"JAXCROSS_EVENTS": str(events)}
+    if "PYTHONFAULTHANDLER" not in os.environ:
+        notes["PYTHONFAULTHANDLER"] = "1"  # a segmentation fault prints the Python stack
+    ranks = args.ranks // len(args.hosts.split(",")) * len(hosts) if hosts else args.ranks
     line, extra = mpirun_command(
         mpirun=mpirun,
-        ranks=args.ranks,
+        ranks=ranks,
         program=supervised(python_program(program)),
         root=os.geteuid() == 0,
         cores=xla_pool.cores(),
-        environ=os.environ,
+        environ={**os.environ, **notes},
+        hosts=hosts,
     )
-    folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
-    if folder is not None:
-        extra["JAXCROSS_EVENTS"] = str(folder)
-    if "PYTHONFAULTHANDLER" not in os.environ:
-        extra["PYTHONFAULTHANDLER"] = "1"  # a segmentation fault prints the Python stack
+    extra |= {name: value for name, value in notes.items() if named or name != "JAXCROSS_EVENTS"}
     print(printed(line, extra), flush=True)
     if args.dry_run:
-        return 0
-    events = Path(folder or tempfile.mkdtemp(prefix="jaxcross-events-"))
+        return Ended(code=0)
     start_s = time.time()
-    environ = {**os.environ, **extra, "JAXCROSS_EVENTS": str(events)}
+    environ = {**os.environ, **extra, **notes}
+
+    def is_over() -> bool:
+        """Whether the ranks have reported a lost one so long ago that `mpirun` should have ended them."""
+        records = _records(events, start_s - _CLOCKS_S)
+        return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in records)
+
+    watch = is_over if hosts else None
     if (console := live_table.terminal(os.environ)) is None:
-        code = _run(line, environ, mpirun.vendor)
+        code, stopped = _run(line, environ, mpirun.vendor, is_over=watch)
     else:
-        with live_table.LaunchTable(console, events, args.ranks) as table:
-            code = _run(line, {**environ, "JAXCROSS_PROGRESS": "0"}, mpirun.vendor, table)
+        with live_table.LaunchTable(console, events, ranks) as table:
+            code, stopped = _run(line, {**environ, "JAXCROSS_PROGRESS": "0"}, mpirun.vendor, table, is_over=watch)
     records = _records(events, start_s - _CLOCKS_S) if code else []
-    if not _explained(code, records):
+    explained = _explained(code, records)
+    if not explained:
         _explain(records, events)
-    elif folder is None:
-        shutil.rmtree(events, ignore_errors=True)
-    return code
+    return Ended(code=code, stopped=stopped, records=records, explained=explained)
 
 
 def _explained(code: int, records: Sequence[RankRecord]) -> bool:
@@ -114,8 +189,18 @@ def _explained(code: int, records: Sequence[RankRecord]) -> bool:
     )
 
 
-def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str, table: LaunchTable | None = None) -> int:
+def _run(
+    line: Sequence[str],
+    environ: Mapping[str, str],
+    vendor: str,
+    table: LaunchTable | None = None,
+    *,
+    is_over: Callable[[], bool] | None = None,
+) -> tuple[int, bool]:
     """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
+
+    Also returns whether a signal came that stops the ranks. `mpirun` is killed once `is_over()`, which is asked every
+    few seconds.
 
     Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
     session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here.
@@ -154,12 +239,25 @@ def _run(line: Sequence[str], environ: Mapping[str, str], vendor: str, table: La
             table.follow(processes[0])
         for number in early:
             processes[0].send_signal(number)
-        code = processes[0].wait()
+        code = _wait(processes[0], is_over)
         # Open MPI's own code says only that some rank's was not 0.
-        return (code and detached and stopped) or (code if code >= 0 else 128 - code)
+        return (code and detached and stopped) or (code if code >= 0 else 128 - code), stopped > 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _wait(process: subprocess.Popen[bytes], is_over: Callable[[], bool] | None) -> int:
+    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, once `is_over()`."""
+    while is_over is not None:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_S)
+        if is_over():
+            for pid in (*related(process.pid), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            break
+    return process.wait()
 
 
 def related(pid: int, *, group: bool = False) -> list[int]:
@@ -215,16 +313,18 @@ def mpirun_command(
     root: bool,
     cores: int,
     environ: Mapping[str, str],
+    hosts: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """The launch command and the variables that it needs in addition to the environment. Pure.
 
     Args:
         mpirun: The launcher.
-        ranks: Number of ranks, all on this machine.
+        ranks: Number of ranks, on this machine or in equal parts on `hosts`.
         program: Command of each rank.
         root: Whether root starts it, which Open MPI refuses without two settings.
         cores: Cores that the ranks share.
         environ: The environment; what the user has set there stays.
+        hosts: Hosts of the ranks, in their order; none for this machine.
     """
     from jaxcross.world import malloc, xla_pool
     from jaxcross.world.launch_env import MPI_SETTINGS
@@ -243,7 +343,22 @@ def mpirun_command(
     if not any(environ.get(v) for v in ("NPROC", "PJRT_NPROC")):
         extra["PJRT_NPROC"] = str(xla_pool.needed(cores, 1))
     extra |= malloc.settings(environ)
+    line[1:1] = _placement(mpirun.vendor, ranks, hosts, [*extra, *(n for n in _TO_HOSTS if n in environ)])
     return [*line, *program], {k: v for k, v in extra.items() if k not in environ}
+
+
+_TO_HOSTS = ("JAXCROSS_EVENTS", "PYTHONFAULTHANDLER", "NPROC", "PYTHONPATH", "LD_LIBRARY_PATH")
+
+
+def _placement(vendor: str, ranks: int, hosts: Sequence[str], variables: Collection[str]) -> list[str]:
+    """Returns the options of `mpirun` that name the hosts. MPICH's passes on the environment, Open MPI's does not."""
+    if not hosts:
+        return []
+    share = ranks // len(hosts)
+    if vendor == "openmpi":
+        passed = [word for name in variables if not name.startswith(("OMPI_", "PRTE_")) for word in ("-x", name)]
+        return ["--host", ",".join(f"{host}:{share}" for host in hosts), *passed]
+    return ["-hosts", ",".join(hosts), "-ppn", str(share)]
 
 
 def printed(line: Sequence[str], extra: Mapping[str, str]) -> str:

@@ -45,6 +45,7 @@ class FlightRecorder:
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
         self._last: Activity | None = None  # of a job
+        self._saved: dict[str, str] = {}  # the line of each job's newest checkpoint
         self._file = self._previous = -1
         self._path = Path()
         self._written_bytes = 0
@@ -125,6 +126,19 @@ class FlightRecorder:
         """Records a fact for readers of the file."""
         self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
+    def checkpoint(self, name: str, *, job: str, any_ranks: bool) -> None:
+        """Records the newest checkpoint of which this rank's part is on disk; each later file repeats it.
+
+        Args:
+            name: The checkpoint's name.
+            job: The job's name.
+            any_ranks: Whether another number of ranks can resume from it.
+        """
+        facts = {"checkpoint": name, "job": job, "any_ranks": any_ranks, "at": time.monotonic_ns()}
+        self._saved[job] = json.dumps(facts) + "\n"
+        if self._file >= 0:
+            self._write(self._saved[job])
+
     def record_exit(self, kind: str, text: str, lost: Sequence[int] = ()) -> str:
         """Records why this rank ends; returns its activity, or the one that the exception has left.
 
@@ -184,7 +198,7 @@ class FlightRecorder:
             "at": now_ns,
         }
         under_way = self._open.copy()
-        lines = [json.dumps(header) + "\n", *_all_begun(under_way, now_ns)]
+        lines = [json.dumps(header) + "\n", *self._saved.copy().values(), *_all_begun(under_way, now_ns)]
         text = "".join(lines).encode()
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)  # of an earlier run that ended here

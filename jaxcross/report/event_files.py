@@ -21,6 +21,7 @@ MOST_LINE_BYTES = 16 << 10
 _LONGEST_TEXT = 2000
 _LAST_S = 1e11  # the year 5138
 _MOST_PLACES = 8
+_CHECKPOINT = re.compile(r"\d{12}-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,24 @@ class Begun:
         return f"{', '.join(parts)} ({self.what})" if parts else self.what
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """A rank's part of a job's checkpoint.
+
+    Attributes:
+        name: The checkpoint's name; names of newer ones come later in alphabetical order.
+        any_ranks: Whether another number of ranks can resume from it.
+    """
+
+    name: str
+    any_ranks: bool
+
+    @property
+    def step(self) -> int:
+        """The job's step at that time."""
+        return int(self.name.partition("-")[0])
+
+
 @dataclass(slots=True, kw_only=True)
 class RankRecord:
     """The event file of one rank.
@@ -65,6 +84,7 @@ class RankRecord:
         standing: Where it was, in its last words.
         lost: The ranks that they report.
         unread: Lines that could not be read.
+        saved: The newest checkpoint of which its part is on disk, by job.
     """
 
     rank: int
@@ -81,6 +101,7 @@ class RankRecord:
     standing: str = ""
     lost: tuple[int, ...] = ()
     unread: int = 0
+    saved: dict[str, SavedPart] = field(default_factory=dict)
 
     @property
     def where(self) -> Begun | None:
@@ -213,6 +234,10 @@ def _take(record: RankRecord, event: Mapping[str, Any], at_s: float) -> None:
         ended = record.under_way.pop(token, None)
         if ended is not None and ended.job:
             record.done = ended
+    elif "checkpoint" in event:
+        name = _text(event, "checkpoint")
+        if _CHECKPOINT.fullmatch(name):
+            record.saved[_text(event, "job")] = SavedPart(name=name, any_ranks=event.get("any_ranks") is True)
     elif "words" in event:
         record.words, record.text = _text(event, "words"), _text(event, "text")
         record.standing = _text(event, "standing")

@@ -49,6 +49,23 @@ def test_folder_is_fixed_when_script_changes_directory(tmp_path, monkeypatch):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_newest_checkpoints_outlive_a_change_of_file(flight, tmp_path, monkeypatch):
+    """They are what a launcher asks, however many steps were made since."""
+    monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)
+    for step in (10, 20):
+        flight.checkpoint(f"{step:012d}-00000000000000aa", job="a", any_ranks=step == 20)
+    for step in range(500):
+        flight.end(flight.begin(compute(step)))
+    (record,) = read(tmp_path / "events")
+    assert {job: (part.step, part.any_ranks) for job, part in record.saved.items()} == {"a": (20, True)}
+
+
+def test_checkpoint_with_a_strange_name_is_none(flight, tmp_path):
+    flight.checkpoint("../../etc", job="a", any_ranks=True)
+    (record,) = read(tmp_path / "events")
+    assert record.saved == {}
+
+
 def test_two_bounded_files_hold_current_activities(flight, tmp_path, monkeypatch):
     """Two files of bounded size hold the activities that are under way."""
     monkeypatch.setattr(flight_module, "LIMIT_BYTES", 3000)

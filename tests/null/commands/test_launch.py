@@ -107,6 +107,20 @@ def test_nothing_to_run(capsys):
     assert capsys.readouterr().err.startswith("`jaxcross launch` needs a script and at least one rank, not 2.")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-restarts", "-1"], "`--max-restarts` must be at least 0, got -1."),
+        (["--hosts", "a,b", "-n", "3"], "`-n 3` must be a multiple of the 2 hosts, which share the ranks equally."),
+        (["--hosts", "a,,b"], "`--hosts` must be names of hosts"),
+    ],
+)
+def test_wrong_arguments_start_nothing(capsys, monkeypatch, options, message):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: pytest.fail("too late"))
+    assert launch.run(parse(*options, "script.py")) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_no_mpirun(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: None)
     assert launch.run(parse("script.py")) == 1
@@ -122,7 +136,7 @@ def test_dry_run_prints_the_real_line(capsys, monkeypatch):
 
 def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
-    monkeypatch.setattr(launch, "_run", lambda *_: 0)
+    monkeypatch.setattr(launch, "_run", lambda *_: (0, False))
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("JAXCROSS_EVENTS", "")
     assert launch.run(parse("script.py")) == 0

@@ -1,0 +1,85 @@
+"""The hosts of `jaxcross launch --hosts a,b`: which of them answer, by the agent with which `mpirun` reaches them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+ANSWER_S = 15.0
+POLL_S = 5.0
+LINE_S = 60.0
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}")
+_AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent")
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Returns the hosts of `a,b`.
+
+    Raises:
+        ValueError: A name cannot be one, or comes twice; says which.
+    """
+    names = tuple(text.split(","))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"`--hosts` must be names of hosts with commas between them, got `{text}`.")
+        if names.count(name) > 1:
+            raise ValueError(f"`--hosts` names `{name}` twice.")
+    return names
+
+
+def agent_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the command that runs another one on a host: what `mpirun` was told to use, or `ssh`."""
+    return next(((environ[name],) for name in _AGENTS if environ.get(name)), _SSH)
+
+
+def missing_hosts(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
+    """Returns the hosts that do not answer, in their order. Waits up to `ANSWER_S` and some seconds for all of them."""
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(min(len(hosts), 32)) as pool:
+        answers = pool.map(lambda host: _answers([*agent, host, "true"]), hosts)
+        return [host for host, answer in zip(hosts, answers, strict=True) if not answer]
+
+
+def wait_for_hosts(
+    find_missing: Callable[[], Sequence[str]],
+    *,
+    limit_s: float,
+    show: Callable[[str], None],
+    pause: Callable[[float], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Waits until no host is missing; returns False after `limit_s` seconds. Shows a line once a minute."""
+    pause = pause or threading.Event().wait
+    start_s = shown_s = clock()
+    while missing := find_missing():
+        now_s = clock()
+        if now_s - start_s >= limit_s:
+            return False
+        if now_s - shown_s >= LINE_S:
+            shown_s = now_s
+            show(f"{', '.join(missing)} did not answer for {now_s - start_s:.0f} s; waits for {limit_s:.0f} s at most")
+        pause(min(POLL_S, limit_s))
+    return True
+
+
+def _answers(line: Sequence[str]) -> bool:
+    try:
+        done = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=ANSWER_S + 5,
+            check=False,
+            env=os.environ,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,0 +1,182 @@
+"""Decides whether `jaxcross launch --max-restarts` starts a run again, and where. Pure.
+
+A run that lost a rank goes on from its checkpoints. A run that a person or a batch system stopped, or that an exception
+ended, does not: it would end in the same way.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jaxcross.report.event_files import RankRecord, SavedPart
+
+_BY_SIGNAL = 128
+# `mpirun` of MPICH ends with the number itself where a rank was killed.
+_KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How one run ended.
+
+    Attributes:
+        kind: `done`; `stopped` by a signal; `own`: an exception or exit code of the script; `lost`: a rank or a host.
+        reason: One clause.
+    """
+
+    kind: Literal["done", "stopped", "own", "lost"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The newest checkpoints of all jobs, and the runs in a row that added none.
+
+    Attributes:
+        newest: The newest checkpoint that is complete on all ranks, by job.
+        fruitless: Number of runs that have ended since the last new checkpoint.
+    """
+
+    newest: Mapping[str, SavedPart]
+    fruitless: int = 0
+
+    def after(self, records: Sequence[RankRecord]) -> Progress:
+        """Returns the progress after another run, whose event files are `records`."""
+        complete = complete_checkpoints(records)
+        newer = {
+            job: part for job, part in complete.items() if job not in self.newest or part.name > self.newest[job].name
+        }
+        if not newer:
+            return replace(self, fruitless=self.fruitless + 1)
+        return Progress(newest={**self.newest, **newer})
+
+    def __str__(self) -> str:
+        if not self.newest:
+            return "from the start: there is no checkpoint yet"
+        steps = ", ".join(f"job {job!r} after step {part.step}" for job, part in sorted(self.newest.items()))
+        return f"from the checkpoints of {steps}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The next action, and a sentence that says why.
+
+    Attributes:
+        action: `restart`, `wait` for hosts, or `end`.
+        reason: The sentence, without a full stop.
+        hosts: The hosts to start ranks on; empty if hosts were not named.
+    """
+
+    action: Literal["restart", "wait", "end"]
+    reason: str
+    hosts: Sequence[str] = ()
+
+
+def complete_checkpoints(records: Sequence[RankRecord]) -> dict[str, SavedPart]:
+    """Returns for each job the newest checkpoint of which all ranks have written, or read, their parts."""
+    jobs = {job for record in records for job in record.saved}
+    oldest = {
+        job: min((record.saved[job] for record in records), key=lambda part: part.name)
+        for job in jobs
+        if all(job in record.saved for record in records)
+    }
+    return {
+        job: replace(part, any_ranks=all(record.saved[job].any_ranks for record in records))
+        for job, part in oldest.items()
+    }
+
+
+def judge_end(code: int, *, stopped: bool, records: Sequence[RankRecord], missing: Sequence[str] = ()) -> RunEnd:
+    """Returns how a run ended.
+
+    Args:
+        code: The exit code of `mpirun`.
+        stopped: Whether the launcher itself received a signal to stop.
+        records: The ranks' event files.
+        missing: Hosts that do not answer.
+    """
+    from jaxcross.report.post_mortem import verdict
+
+    if code == 0:
+        return RunEnd(kind="done")
+    words = {record.words for record in records}
+    if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
+        return RunEnd(kind="stopped", reason="a signal stopped it")
+    for record in records:
+        if record.words in ("failed", "told") and " failed " in record.text and not _of_mpi(record.text):
+            return RunEnd(kind="own", reason=record.text)
+    by_rank = {record.rank: record for record in records}
+    waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
+    if waited_for and all(record.words == "left" for record in waited_for):
+        return RunEnd(kind="own", reason="the script of a rank ended before the others'")
+    if words & {"", "reported", "failed", "told"}:
+        return RunEnd(kind="lost", reason=verdict(records).partition(". ")[0].rstrip("."))
+    if missing:
+        return RunEnd(kind="lost", reason=f"no answer from {_listed(missing)}")
+    if code > _BY_SIGNAL or code in _KILLED:
+        return RunEnd(kind="lost", reason=f"a rank was killed outside of a run (exit code {code})")
+    where = "" if records else ", before any rank came to `jaxcross.initialize()`"
+    return RunEnd(kind="own", reason=f"the script ended with exit code {code}{where}")
+
+
+def decide(
+    end: RunEnd,
+    progress: Progress,
+    *,
+    max_restarts: int,
+    hosts: Sequence[str] = (),
+    missing: Sequence[str] = (),
+    last: Sequence[str] = (),
+    same_ranks: bool = False,
+) -> Decision:
+    """Returns what to do after a run that ended so.
+
+    Args:
+        end: How the run ended.
+        progress: The checkpoints after it.
+        max_restarts: Number of runs in a row that may end without a new checkpoint and be started again.
+        hosts: All hosts that were named.
+        missing: Those that do not answer.
+        last: The hosts of the run that has ended.
+        same_ranks: Whether to wait for a missing host although another number of ranks could go on.
+    """
+    if end.kind != "lost":
+        return Decision(action="end", reason=f"not started again: {end.reason or 'it is done'}")
+    if progress.fruitless > max_restarts:
+        runs = f"{progress.fruitless} runs in a row" if progress.fruitless > 1 else "the run"
+        return Decision(action="end", reason=f"not started again: {runs} ended without a new checkpoint")
+    count = f"{progress.fruitless} of {max_restarts} restarts without a new checkpoint"
+    left = [host for host in hosts if host not in missing]
+    fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
+    if fixed and set(last) <= set(left):  # they may be fewer than were named
+        return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=last)
+    if not missing:
+        return Decision(action="restart", reason=f"goes on {progress} ({count})", hosts=hosts)
+    if left and progress.newest and not fixed and not same_ranks:
+        share = "fewer ranks take other shares of the data"
+        return Decision(
+            action="restart",
+            reason=f"goes on {progress}, without {_listed(missing)}: {share} ({count})",
+            hosts=left,
+        )
+    why = "there is no checkpoint that fewer ranks could go on from"
+    if not left:
+        why = "no host answers"
+    elif same_ranks:
+        why = "`--same-ranks` was given"
+    elif fixed:
+        why = f"each rank has its own values in the checkpoint of job {fixed[0]!r}, which needs as many ranks"
+    return Decision(action="wait", reason=f"waits for {_listed(missing)}: {why}", hosts=last if fixed else hosts)
+
+
+def _of_mpi(text: str) -> bool:
+    """Whether an exception is MPI's own: it could not reach a rank."""
+    return " with Exception: " in text and "MPI" in text
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(f'`{host}`' for host in hosts)}"

@@ -1,0 +1,102 @@
+"""A run on two hosts, one of which goes down: it waits for the host, or goes on without it, as its state allows."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxcross.lab import Lab, available
+
+CASE = Path(__file__).parents[1] / "cases" / "relaunch.py"
+REASON = available()
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+LIMIT_S = 400
+
+AGENT = """#!/bin/sh
+# Called like ssh, and like ssh it fails where the host is not to be reached: [options] host command...
+for word; do case "$word" in -*) ;; *) break ;; esac; done
+case "$(ip -o link show dev "to-$word")" in *"state UP"*) exec {enter} "$@" ;; esac
+exit 255
+"""
+
+
+class Run:
+    """A launch in a lab, and what it has printed so far."""
+
+    def __init__(self, lab, folder, *options, strategy):
+        folder.mkdir()
+        agent = folder / "agent"
+        agent.write_text(AGENT.format(enter=lab.environment()["HYDRA_LAUNCHER_EXEC"]))
+        agent.chmod(0o755)
+        (folder / "hold-12").touch()
+        self.folder, self.log = folder, folder / "log"
+        launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", "--hosts", "h0,h1"]
+        options = ["--max-restarts", "3", "--events", str(folder / "events"), *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                lab.wrap([*launch, *options, str(CASE), str(folder), strategy]),
+                env={**lab.environment(), "HYDRA_LAUNCHER_EXEC": str(agent), "PRTE_MCA_plm_ssh_agent": str(agent)},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def until(self, condition):
+        """Looks again and again: what other processes write wakes no one here."""
+        deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            pause.wait(0.1)
+
+    def reports(self):
+        return [text for text in self.log.read_text().splitlines() if text.startswith("jaxcross launch: ")]
+
+    def lose_host(self, lab):
+        """Takes host 1 off its link once all ranks stand before step 12, and returns the launcher's report."""
+        self.until((self.folder / "holds").exists)
+        lab.set_link(1, up=False)
+        self.until(self.reports)
+        return self.reports()[0]
+
+    def finish(self):
+        (self.folder / "hold-12").unlink()
+        assert self.process.wait(LIMIT_S) == 0, self.log.read_text()
+        return [(self.folder / f"final-{n}").read_text() for n in range(2) if (self.folder / f"final-{n}").exists()]
+
+
+def test_host_that_comes_back_ends_in_the_same_bits(tmp_path):
+    """Residuals belong to a number of ranks: the run waits, and ends in the bits of one that lost no host."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    launch = [sys.executable, "-m", "jaxcross.cli", "launch", "-n", "2", str(CASE), str(alone), "top_k"]
+    subprocess.run(launch, check=True, capture_output=True, timeout=LIMIT_S, env={**os.environ, "PJRT_NPROC": "2"})
+    with Lab(hosts=2) as lab:
+        run = Run(lab, tmp_path / "run", strategy="top_k")
+        report = run.lose_host(lab)
+        assert "waits for host `h1`: each rank has its own values in the checkpoint of job 'a'" in report
+        lab.set_link(1, up=True)
+        finals = run.finish()
+    assert "restart 1 on h0, h1." in run.reports()[-1]
+    assert finals == [(alone / f"final-{rank}").read_text() for rank in range(2)]
+
+
+def test_hosts_that_are_left_go_on_without_the_other(tmp_path):
+    with Lab(hosts=2) as lab:
+        run = Run(lab, tmp_path / "run", strategy="mean")
+        report = run.lose_host(lab)
+        finals = run.finish()
+    assert "goes on from the checkpoints of job 'a' after step 10, without host `h1`: fewer ranks take other" in report
+    assert "restart 1 on h0." in run.reports()[-1]
+    (final,) = finals
+    assert final.startswith("40 ")
+
+
+def test_host_that_stays_away_ends_the_run(tmp_path):
+    with Lab(hosts=2) as lab:
+        run = Run(lab, tmp_path / "run", "--same-ranks", "--host-timeout", "1", strategy="mean")
+        report = run.lose_host(lab)
+        assert run.process.wait(LIMIT_S) != 0
+    assert report.endswith("waits for host `h1`: `--same-ranks` was given.")
+    assert run.reports()[-1] == "jaxcross launch: not started again: h1 did not answer for 1 s."

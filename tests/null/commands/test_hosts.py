@@ -1,0 +1,73 @@
+"""The hosts of a launch: their names, which of them answer, and how long they are waited for."""
+
+import pytest
+
+from jaxcross.commands.hosts import agent_of, missing_hosts, parse_hosts, wait_for_hosts
+from jaxcross.commands.launch import Mpirun, mpirun_command
+
+
+def test_hosts_are_named_once_each():
+    assert parse_hosts("a,node-2.site") == ("a", "node-2.site")
+    for text in ("", "a,", "a b", "-oProxyCommand=x", "a:4"):
+        with pytest.raises(ValueError, match="`--hosts` must be names of hosts"):
+            parse_hosts(text)
+    with pytest.raises(ValueError, match="names `a` twice"):
+        parse_hosts("a,b,a")
+
+
+def test_agent_is_that_of_mpirun():
+    assert agent_of({})[0] == "ssh"
+    assert agent_of({"HYDRA_LAUNCHER_EXEC": "/lab/enter"}) == ("/lab/enter",)
+
+
+def test_hosts_that_do_not_answer_are_found(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" != b ] && [ "$2" = true ]\n')
+    agent.chmod(0o755)
+    assert missing_hosts(("a", "b", "c"), [str(agent)]) == ["b"]
+    assert missing_hosts(("a",), [str(tmp_path / "none")]) == ["a"]
+
+
+class Clock:
+    """A clock that moves when somebody waits."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+    def wait(self, seconds):
+        self.now_s += seconds
+
+
+def test_host_that_comes_back_ends_the_wait():
+    clock, shown = Clock(), []
+    back = wait_for_hosts(
+        lambda: ["b"] if clock.now_s < 130 else [], limit_s=600, show=shown.append, pause=clock.wait, clock=clock
+    )
+    assert back and clock.now_s == 130
+    assert shown == [f"b did not answer for {s} s; waits for 600 s at most" for s in (60, 120)]
+
+
+def test_host_that_stays_away_ends_the_wait_too():
+    clock = Clock()
+    assert not wait_for_hosts(lambda: ["b"], limit_s=50, show=print, pause=clock.wait, clock=clock)
+    assert clock.now_s == 50
+
+
+@pytest.mark.parametrize(
+    ("vendor", "options"),
+    [
+        ("mpich", ["-hosts", "a,b", "-ppn", "2"]),
+        ("openmpi", ["--host", "a:2,b:2"]),
+    ],
+)
+def test_mpirun_shares_ranks_equally(vendor, options):
+    line, _ = mpirun_command(
+        mpirun=Mpirun(path="mpirun", vendor=vendor), ranks=4, program=["x"], root=False, cores=2,
+        environ={"JAXCROSS_EVENTS": "e"}, hosts=("a", "b"),
+    )  # fmt: skip
+    assert line[1 : 1 + len(options)] == options
+    passed = {line[n + 1] for n, word in enumerate(line) if word == "-x"}
+    assert passed == ({"JAXCROSS_EVENTS", "PJRT_NPROC", "GLIBC_TUNABLES"} if vendor == "openmpi" else set())
