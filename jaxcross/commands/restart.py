@@ -6,6 +6,7 @@ ended, does not: it would end in the same way.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _BY_SIGNAL = 128
 # `mpirun` of MPICH ends with the number itself where a rank was killed.
 _KILLED = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
+# The reason that a rank gives to all others after an exception (`jaxcross.health.abort`).
+_RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ def judge_end(code: int, *, stopped: bool, records: Sequence[RankRecord], missin
     if stopped or (words & {"terminated", "interrupted"} and not words & {"", "reported"}):
         return RunEnd(kind="stopped", reason="a signal stopped it")
     for record in records:
-        if record.words in ("failed", "told") and " failed " in record.text and not _of_mpi(record.text):
+        if record.words in ("failed", "told") and _RAISED.match(record.text) and not _of_mpi(record.text):
             return RunEnd(kind="own", reason=record.text)
     by_rank = {record.rank: record for record in records}
     waited_for = [by_rank[rank] for record in records for rank in record.lost if rank in by_rank]
