@@ -136,7 +136,7 @@ def test_dry_run_prints_the_real_line(capsys, monkeypatch):
 
 def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
-    monkeypatch.setattr(launch, "_run", lambda *_: (0, False))
+    monkeypatch.setattr(launch, "_run", lambda *_, **__: (0, False))
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("JAXCROSS_EVENTS", "")
     assert launch.run(parse("script.py")) == 0
