@@ -3,6 +3,7 @@
     profile       what one step of a job takes, segment by segment, alone
     contention    how much computations and exchanges slow each other down on a machine
     twin          a run predicted from these: the real interleaver on a virtual clock
+    groups        which jobs share devices
     compression   the least compression with which the exchanges of all jobs hide behind computation
 
 A plan needs no ranks, no device and no `World`. Only `compression` knows arrays: it traces steps by their types.
@@ -11,6 +12,7 @@ A plan needs no ranks, no device and no `World`. Only `compression` knows arrays
 from typing import TYPE_CHECKING, Any
 
 from jaxcross.plan.contention import MachineContention
+from jaxcross.plan.groups import Grouping, Load, group
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
+    "Grouping",
     "JobCost",
+    "Load",
     "MachineContention",
     "Prediction",
     "Profile",
     "choose_compression",
+    "group",
     "predict",
 ]
 

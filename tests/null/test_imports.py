@@ -39,7 +39,16 @@ FORBIDDEN: dict[str, set[str]] = {
 }
 MPI = ("mpi4py", "mpi4jax")
 KNOW_MPI = {"wire", "world", "health", "lab", "commands.doctor", "commands.launch"}
-NO_JAX = {"errors", "interleave", "plan.contention", "plan.profile", "plan.twin", "report", "server.clocks"}
+NO_JAX = {
+    "errors",
+    "interleave",
+    "plan.contention",
+    "plan.groups",
+    "plan.profile",
+    "plan.twin",
+    "report",
+    "server.clocks",
+}
 
 
 def modules() -> list[str]:

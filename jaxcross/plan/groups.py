@@ -1,0 +1,227 @@
+"""Which jobs share devices: groups whose computation and exchange fill each other's gaps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+EXACT = 8
+"""Number of jobs up to which every grouping is compared."""
+_ROUNDS = 300
+_PATIENCE = 30  # rounds in which no pair was divided better
+_GAIN = 1e-3  # a job that shortens a group's round by a smaller share of its own step runs alone
+_OVER_FULL = 1e6  # seconds for each byte beyond the limit, relative to it: any fitting grouping is better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one job asks of the devices and links that it runs on.
+
+    Attributes:
+        name: The job.
+        compute_s: Seconds of device time a step.
+        exchange_s: Seconds of the link a step.
+        ranks: Its ranks. Only jobs with equally many can share devices.
+        steps: Steps that it makes a round, next to one of a job with 1: its weight.
+        peak_bytes: Device memory at the fullest moment of a step.
+        boundary_bytes: Device memory in use while another job's segment runs.
+
+    Raises:
+        ValueError: A number is negative or not finite, there are no ranks, or `steps` is not positive.
+    """
+
+    name: str
+    compute_s: float
+    exchange_s: float
+    ranks: int = 1
+    steps: float = 1.0
+    peak_bytes: int = 0
+    boundary_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.compute_s, self.exchange_s, self.steps, self.peak_bytes, self.boundary_bytes)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1 or not self.steps:
+            raise ValueError(
+                f"the numbers of job `{self.name}` must be finite and not negative, `ranks` and `steps` positive"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """Jobs by the devices that they share.
+
+    Attributes:
+        groups: Names of the jobs of each group.
+        rank_s: Rank-seconds of a round of all groups: each group's bound times its ranks.
+        alone_rank_s: The same with every job alone.
+        pooled_rank_s: The same if all jobs of equally many ranks were one group without a limit: no grouping is better.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    rank_s: float
+    alone_rank_s: float
+    pooled_rank_s: float
+
+
+def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = None) -> Grouping:
+    """Groups jobs so that their rounds take few rank-seconds. Decides from its arguments alone.
+
+    A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of equally many ranks
+    every grouping is compared. More are sorted by their share of exchange and folded, so that those that compute meet
+    those that exchange, and pairs of groups are then divided anew until that no longer helps.
+
+    Args:
+        loads: The jobs; names must differ.
+        most: The most jobs of a group, at least 1.
+        memory_bytes: Device memory of a rank; no limit if None.
+
+    Raises:
+        ValueError: There are no jobs, two have one name, or one does not fit into the memory alone.
+    """
+    if not loads or len({load.name for load in loads}) < len(loads):
+        raise ValueError("jobs to group need a name each, and at least one job")
+    if most < 1:
+        raise ValueError(f"a group has at least 1 job, got `most={most}`")
+    for load in loads:
+        if memory_bytes is not None and load.peak_bytes > memory_bytes:
+            raise ValueError(
+                f"job `{load.name}` needs {load.peak_bytes} bytes alone, and a rank has {memory_bytes}: give it more "
+                "ranks, a smaller batch or a device with more memory"
+            )
+    of_ranks: dict[int, list[Load]] = defaultdict(list)
+    for load in loads:
+        of_ranks[load.ranks].append(load)
+    groups: list[tuple[str, ...]] = []
+    cost = alone = pooled = 0.0
+    for ranks, same in sorted(of_ranks.items()):
+        table = _Table(same, memory_bytes)
+        for members in _divide(table, min(most, len(same))):
+            groups.append(tuple(same[i].name for i in members))
+            cost += ranks * float(table.seconds(np.array([members]))[0])
+        alone += ranks * float((table.compute + table.exchange)[:-1].sum())
+        pooled += ranks * max(float(table.compute.sum()), float(table.exchange.sum()))
+    return Grouping(groups=tuple(groups), rank_s=cost, alone_rank_s=alone, pooled_rank_s=pooled)
+
+
+class _Table:
+    """The jobs' numbers as arrays; the last entry is an empty seat. Costs are of rows of job numbers."""
+
+    def __init__(self, loads: Sequence[Load], memory_bytes: int | None) -> None:
+        self.jobs = len(loads)
+        self.compute = np.array([load.compute_s * load.steps for load in loads] + [0.0])
+        self.exchange = np.array([load.exchange_s * load.steps for load in loads] + [0.0])
+        self._peak = np.array([load.peak_bytes for load in loads] + [0.0])
+        self._boundary = np.array([load.boundary_bytes for load in loads] + [0.0])
+        self._memory = memory_bytes
+
+    def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
+        """Returns the bound of each group, which is a row of the last axis."""
+        compute, exchange = self.compute[rows], self.exchange[rows]
+        return np.maximum((compute + exchange).max(-1), np.maximum(compute.sum(-1), exchange.sum(-1)))
+
+    def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
+        """Returns the share of the memory by which each group is over-full."""
+        if self._memory is None:
+            return np.zeros(rows.shape[:-1])
+        held = self._boundary[rows]
+        # One job is at its fullest while the others hold what they keep between two segments.
+        needed = (self._peak[rows] - held).max(-1) + held.sum(-1)
+        return np.maximum(0.0, needed / self._memory - 1)
+
+    def costs(self, rows: npt.NDArray[np.intp]) -> Numbers:
+        return self.seconds(rows) + _OVER_FULL * self.excess(rows) * (1 + self.seconds(rows))
+
+
+def _divide(table: _Table, most: int) -> list[tuple[int, ...]]:
+    """Returns the jobs of each group by number."""
+    if table.jobs <= EXACT:
+        return _best(table, most)
+    count = -(-table.jobs // most)
+    while True:
+        rows = _improve(table, _folded(table, count, most))
+        if not table.excess(rows).any():
+            return [part for row in rows for part in _without_gain(table, [i for i in row.tolist() if i < table.jobs])]
+        if count == table.jobs:  # alone each job fits
+            return [(i,) for i in range(table.jobs)]
+        count = min(table.jobs, count + max(1, count // 20))
+
+
+def _best(table: _Table, most: int) -> list[tuple[int, ...]]:
+    """Compares all groupings: the best one of each set of jobs is its best first group and the best one of the rest."""
+    best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
+    for left in range(1, 2**table.jobs):
+        jobs = [i for i in range(table.jobs) if left >> i & 1]
+        options: list[tuple[float, list[tuple[int, ...]]]] = []
+        for size in range(min(most, len(jobs))):
+            for others in itertools.combinations(jobs[1:], size):
+                members = (jobs[0], *others)
+                rest_s, rest = best[left & ~sum(1 << i for i in members)]
+                options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
+        # Equal seconds: the grouping with more groups, which has fewer jobs next to each other.
+        shortest = min(cost for cost, _ in options)
+        best[left] = max((o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1]))
+    return best[2**table.jobs - 1][1]
+
+
+def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
+    """Returns groups of jobs that lie at equal distances from both ends of the order by share of exchange."""
+    whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
+    order = np.argsort(table.exchange[:-1] / whole, kind="stable")
+    seats = np.full(count * most, table.jobs)
+    seats[: table.jobs] = order
+    rows = seats.reshape(most, count)
+    rows[1::2] = rows[1::2, ::-1]
+    return rows.T.copy()
+
+
+def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Divides the jobs of pairs of groups anew, pair by pair, while that makes rounds shorter."""
+    count, most = rows.shape
+    if count < 2:
+        return rows
+    halves = [half for half in itertools.combinations(range(2 * most), most) if 0 in half]
+    splits = np.array([[*half, *(i for i in range(2 * most) if i not in half)] for half in halves])
+    random = np.random.default_rng(0)
+    idle = 0
+    for turn in range(_ROUNDS):
+        # Compute-bound groups meet exchange-bound ones; every other time groups meet at random.
+        lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
+        order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
+        first, second = order[: count // 2], order[::-1][: count // 2]
+        pool = np.concatenate([rows[first], rows[second]], axis=1)
+        options = pool[:, splits].reshape(len(first), len(splits), 2, most)
+        costs = table.costs(options).sum(-1)
+        chosen = costs.argmin(axis=1)
+        pairs = np.arange(len(first))
+        now = table.costs(rows[first]) + table.costs(rows[second])
+        better = costs[pairs, chosen] < now * (1 - 1e-12)
+        rows[first[better]] = options[pairs, chosen][better, 0]
+        rows[second[better]] = options[pairs, chosen][better, 1]
+        idle = 0 if better.any() else idle + 1
+        if idle == _PATIENCE:
+            break
+    return rows
+
+
+def _without_gain(table: _Table, members: list[int]) -> list[tuple[int, ...]]:
+    """Takes jobs that gain nothing out of a group, each into one of its own."""
+    parts: list[tuple[int, ...]] = []
+    left = list(members)
+    for job in members:
+        rest = [i for i in left if i != job]
+        if not rest:
+            break
+        together, apart = (float(table.seconds(np.array(row))) for row in (left, rest))
+        alone = float(table.seconds(np.array([job])))
+        if apart + alone <= together + _GAIN * alone:
+            parts.append((job,))
+            left = rest
+    return [tuple(left), *parts] if left else parts
