@@ -25,6 +25,7 @@ def show(result: dict[str, Any]) -> None:
         over = "" if row["over_predicted"] is None else f"{row['over_predicted']['median']:.3f}"
         print(f"{name:44}{rates:>20}  {sets:>20}  {over:>13}")
     print(f"second pass through the cache over the local folder's: {result['second_pass_over_local']:.3f}")
+    print(f"its CPU time an image over the local folder's: {result['second_pass_cpu_over_local']:.3f}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -13,8 +13,8 @@ def by_number(numbers):
     return np.asarray(numbers, np.int64)
 
 
-def open_store(folder, budget=BUDGET, distances=by_number, records=RECORDS):
-    store = PageStore(folder, name="disk", budget_bytes=budget, distances=distances)
+def open_store(folder, budget=BUDGET, distances=by_number, records=RECORDS, several=lambda: True):
+    store = PageStore(folder, name="disk", budget_bytes=budget, distances=distances, several_streams=several)
     store.grow(records)
     return store
 

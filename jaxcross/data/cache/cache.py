@@ -140,7 +140,9 @@ class Cache:
                 if self._memory.stat().st_uid != os.getuid():  # `/dev/shm` is open to all
                     raise PermissionError(f"`{self._memory}` belongs to another user")
                 write_json(self._memory / MARKER, {"cache": str(self.folder)})
-            return PageStore(folder, name=name, budget_bytes=budget, distances=streams.distances)
+            return PageStore(
+                folder, name=name, budget_bytes=budget, distances=streams.distances, several_streams=streams.are_several
+            )
         except OSError as error:
             _log.warning(
                 f"The data cache's level `{name}` in `{folder}` stays off, since its files cannot be made: {error}. "

@@ -110,7 +110,10 @@ class Feed:
         self._fetching = False  # what was found already waits for what is fetched before it, too
         self._waited_s: dict[str, float] = {}
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._awaited = 0  # records of the group that waits until it may be read
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # what readers wait for
+        self._room = threading.Condition(lock)  # what the thread waits for
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-data", daemon=True)
         self._thread.start()
@@ -126,14 +129,16 @@ class Feed:
         with self._changed:
             fetching = self._fetching
             self._wanted = max(self._wanted, position)
-            self._changed.notify_all()
+            self._wake_thread()
             self._changed.wait_for(lambda: position in self._arrivals or position < self._brought or self._ended)
             arrival = self._arrivals.pop(position, None)
             brought = position < self._brought
-            self._changed.notify_all()
-        if arrival is not None:
-            self._count_wait("origin" if fetching else arrival.level, time.perf_counter() - began)
-            return arrival
+            self._wake_thread()
+            if arrival is not None:
+                level, seconds = "origin" if fetching else arrival.level, time.perf_counter() - began
+                self._waited_s[level] = self._waited_s.get(level, 0.0) + seconds
+                self._split.statistics.add(level, waited_s=seconds)
+                return arrival
         if self._error is not None:
             raise self._error
         if not brought:
@@ -151,14 +156,10 @@ class Feed:
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
+            self._room.notify_all()
         self._passes.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def _count_wait(self, level: str, seconds: float) -> None:
-        with self._changed:
-            self._waited_s[level] = self._waited_s.get(level, 0.0) + seconds
-        self._split.statistics.add(level, waited_s=seconds)
 
     @property
     def _ended(self) -> bool:
@@ -182,10 +183,19 @@ class Feed:
     def _has_room(self, count: int) -> bool:
         """Waits until a group may be read: there is place, or a reader waits beyond what was brought."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._arrivals) + count <= self._ahead or self._wanted >= self._brought or self._ended
-            )
+            self._awaited = count
+            self._room.wait_for(lambda: self._may_read)
+            self._awaited = 0
             return not self._ended
+
+    @property
+    def _may_read(self) -> bool:
+        return len(self._arrivals) + self._awaited <= self._ahead or self._wanted >= self._brought or self._ended
+
+    def _wake_thread(self) -> None:
+        """Wakes the reading thread where it can go on: not at each record, which takes as long as to read it."""
+        if self._awaited and self._may_read:
+            self._room.notify_all()
 
     def _bring(self, stream: OwnStream, group: range) -> None:
         missing: dict[int, int] = {}  # record -> position

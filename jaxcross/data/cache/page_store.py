@@ -22,7 +22,7 @@ from typing import final
 import numpy as np
 
 from jaxcross.data.cache.locks import FileLock, Users
-from jaxcross.data.cache.next_use import PAGE_BYTES, Room, pages_of
+from jaxcross.data.cache.next_use import PAGE_BYTES, UNNEEDED, Room, pages_of
 
 _log = logging.getLogger("jaxcross")
 
@@ -46,6 +46,7 @@ class PageStore:
         name: Of the level, for messages.
         budget_bytes: Of the files `data` and `pages` together. `rows` takes 16 bytes more for each record.
         distances: Returns how many uses of other records come before the next use of each of these numbers.
+        several_streams: Returns whether more than one stream uses the level.
 
     Raises:
         OSError: The folder cannot be written, or its disk is full.
@@ -57,7 +58,13 @@ class PageStore:
     """
 
     def __init__(
-        self, folder: Path, *, name: str, budget_bytes: int, distances: Callable[[np.ndarray], np.ndarray]
+        self,
+        folder: Path,
+        *,
+        name: str,
+        budget_bytes: int,
+        distances: Callable[[np.ndarray], np.ndarray],
+        several_streams: Callable[[], bool],
     ) -> None:
         if budget_bytes < SMALLEST_BYTES:
             raise ValueError(f"`{name}_bytes` must be 0 or at least {SMALLEST_BYTES}, got {budget_bytes}.")
@@ -67,6 +74,7 @@ class PageStore:
         self._folder = folder
         self._name = name
         self._distances = distances
+        self._several_streams = several_streams
         self._room = Room(self.n_pages)
         folder.mkdir(parents=True, exist_ok=True)
         self._users = Users(folder / "users")
@@ -143,8 +151,9 @@ class PageStore:
                     self.damaged += 1
         return blob
 
-    def put(self, number: int, blob: bytes, salt: int = 0) -> bool:
+    def put(self, number: int, blob: bytes, salt: int = 0, *, exchange: bool = True) -> bool:
         """Offers a record. Returns whether the level has it now: where room is short, next uses decide.
+        Without `exchange` only records that no stream is known to need are replaced.
 
         The salt, which tells data sets apart, starts the checksum: a number that came to mean another data set's
         record is found out.
@@ -162,7 +171,7 @@ class PageStore:
                     return True
                 lacking = needed - int(self._header[FREE])
                 if lacking > 0:
-                    distance = int(self._distances(np.array([number]))[0])
+                    distance = max(int(self._distances(np.array([number]))[0]), 0 if exchange else UNNEEDED)
                     victims = self._room.victims(lacking, distance, self._residents)
                     if victims is None:
                         return False
@@ -177,6 +186,14 @@ class PageStore:
             )
             return False
         return True
+
+    def put_copy(self, number: int, blob: bytes, salt: int = 0) -> bool:
+        """Offers a record that a slower level has, as `put` does where it may gain by it."""
+        if pages_of(len(blob)) <= self._header[FREE]:  # without the lock: `put` looks again
+            return self.put(number, blob, salt)
+        return self._room.offer_copy(
+            lambda exchange: self.put(number, blob, salt, exchange=exchange), several_streams=self._several_streams()
+        )
 
     def usage(self) -> tuple[int, int]:
         """Counts the records in the level and the bytes of their pages."""
@@ -246,7 +263,12 @@ class PageStore:
         return None if page else pages
 
     def _read(self, number: int, salt: int) -> bytes | None:
-        pages = self._chain(number)
+        first, nbytes, crc, check = self._rows[number].tolist()
+        if check == _check(number, first, nbytes, crc) and self._is_one_run(first, nbytes):
+            found = os.pread(self._data, nbytes, (first - 1) * PAGE_BYTES)
+            if len(found) == nbytes and zlib.crc32(found, salt) == crc:
+                return found
+        pages = self._chain(number)  # scattered, or changed while it was read
         _, nbytes, crc, _ = map(int, self._rows[number])
         if pages is None or pages_of(nbytes) != len(pages):
             return None
@@ -258,6 +280,14 @@ class PageStore:
             done += count * PAGE_BYTES
         found = view[:nbytes]
         return bytes(found) if zlib.crc32(found, salt) == crc else None
+
+    def _is_one_run(self, first: int, nbytes: int) -> bool:
+        """Whether a record's pages follow each other, as they do where nothing was dropped before it came."""
+        count = pages_of(nbytes)
+        if not 1 <= first <= first + count - 1 <= self.n_pages:
+            return False
+        successors = self._next[first - 1 : first + count - 1].tolist()
+        return successors == [*range(first + 1, first + count), 0]
 
     def _recount(self) -> None:
         """Drops rows that are not whole or share a page, and makes the stack of free pages from the rest."""

@@ -141,7 +141,7 @@ class CachedSplit:
             if raw is not None:
                 self._count(name, len(raw), began)
                 if name == "disk" and self._levels.memory is not None:
-                    self._levels.memory.put(number, raw, self._salt)
+                    self._levels.memory.put_copy(number, raw, self._salt)
                 return raw, name
         return None
 

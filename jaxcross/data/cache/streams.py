@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import mmap
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +31,8 @@ HEADER = 4  # words of 8 bytes: number of the first record, records, position, a
 COMPLETE = 1
 START_S = 1.0
 """How long a stream waits at its start until its order is known: long enough for a small data set."""
+COUNT_S = 1.0
+"""How old the number of open streams may be: to look into the folder takes as long as to read a record."""
 SUFFIX = ".stream"
 
 
@@ -102,6 +106,8 @@ class Streams:
         self._tables: dict[str, _Table] = {}
         self._private: dict[str, _Table] = {}  # where no file could be written
         self._lock = threading.Lock()
+        self._are_several = False
+        self._counted_s = -math.inf
 
     def add(
         self,
@@ -161,6 +167,13 @@ class Streams:
             own = np.where(inside, table[np.where(inside, index, 0)], NEVER) - header[2]
             np.minimum(nearest, own, out=nearest)
         return np.maximum(nearest, 0)
+
+    def are_several(self) -> bool:
+        """Whether more than one stream is open, or was a second ago."""
+        if time.monotonic() - self._counted_s > COUNT_S:
+            self._are_several = len(self._refreshed()) > 1
+            self._counted_s = time.monotonic()
+        return self._are_several
 
     def _refreshed(self) -> list[_Table]:
         with self._lock:

@@ -106,6 +106,33 @@ def test_a_set_that_fits_is_read_once():
     assert found[0].origin_bytes == 50 * 5000
 
 
+def test_copies_replace_nothing_for_one_stream():
+    """A refusal stands for a while, a 64th of the level; what was taken, and another stream, end it."""
+    room, offers = Room(128), []
+
+    def put(taken):
+        return lambda exchange: offers.append(exchange) or taken
+
+    assert [room.offer_copy(put(False), several_streams=False) for _ in range(7)] == [False] * 7
+    assert offers == [False, False, False]  # the first, the fourth and the seventh
+    assert room.offer_copy(put(True), several_streams=True)
+    assert offers.pop() is True
+    room.offer_copy(put(False), several_streams=False)
+    room.offer_copy(put(False), several_streams=False)
+    assert room.offer_copy(put(True), several_streams=False) and room.offer_copy(put(True), several_streams=False)
+    assert offers == [False] * 5
+
+
+@quick
+@given(st.integers(0, 99), st.integers(16, 200), st.floats(0.1, 0.3))
+def test_a_small_level_gives_its_share_of_hits(seed, records, share):
+    """In front of a level that holds all: each pass after the first has as many hits as the small one has records."""
+    order, capacity = passes(seed, records, records), int(share * records)
+    budgets, sizes = [capacity * PAGE_BYTES, records * PAGE_BYTES], np.full(records, PAGE_BYTES)
+    found = simulate([order], sizes, budgets, length=records, epochs=4)
+    assert [tally.hits for tally in found[1:]] == [(capacity, records - capacity)] * 3
+
+
 def test_simulate_refuses_unknown_policies():
     with pytest.raises(ValueError, match="^`policy` must be `next_use` or `lru`, got `fifo`"):
         simulate([passes(0, 4, 4)], np.ones(4), [8192], length=4, epochs=1, policy="fifo")

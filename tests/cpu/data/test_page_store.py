@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcross.data.cache import page_store
-from jaxcross.data.cache.next_use import PAGE_BYTES
+from jaxcross.data.cache.next_use import NEVER, PAGE_BYTES
 from tests.support.page_stores import BUDGET, RECORDS, content, open_store
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +73,20 @@ def test_what_is_needed_last_is_dropped_first(tmp_path):
     assert kept(store) == [5, *range(20, 32)]
     assert not store.put(40, content(40))
     assert kept(store) == [5, *range(20, 32)]
+
+
+def test_a_copy_replaces_what_no_stream_needs(tmp_path):
+    """With one stream nothing else; with several also what is needed later."""
+    needed, more_streams = np.array([NEVER, 90, 80, 5, 5]), []
+    store = open_store(tmp_path, 16 * PAGE_BYTES, lambda numbers: needed[numbers], several=lambda: bool(more_streams))
+    for number in range(3):
+        assert store.put(number, content(number, 5))
+    assert store.put_copy(3, content(3, 5)) and 0 not in store
+    assert not store.put_copy(4, content(4, 5)) and kept(store, 5) == [1, 2, 3]
+    more_streams.append(1)
+    assert store.put_copy(4, content(4, 5)) and 1 not in store
+    assert store.get(4) == content(4, 5)
+    store.close()
 
 
 def test_a_record_larger_than_the_level(tmp_path):
