@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import threading
@@ -69,6 +68,13 @@ def wait_for_hosts(
     return True
 
 
+def signal_ranks(number: int, ranks: Mapping[str, Sequence[int]], agent: Sequence[str]) -> None:
+    """Sends a signal to processes on hosts, `ranks` by host. Does not wait for the hosts."""
+    for host, pids in ranks.items():
+        line = [*agent, host, f"kill -{number} {' '.join(map(str, pids))}"]
+        threading.Thread(target=_answers, args=(line,), daemon=True).start()
+
+
 def _answers(line: Sequence[str]) -> bool:
     try:
         done = subprocess.run(
@@ -78,7 +84,7 @@ def _answers(line: Sequence[str]) -> bool:
             stderr=subprocess.DEVNULL,
             timeout=ANSWER_S + 5,
             check=False,
-            env=os.environ,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

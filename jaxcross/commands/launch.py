@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands.hosts import parse_hosts
-from jaxcross.commands.relaunch import Ended, run_until_over
+from jaxcross.commands.relaunch import Ended, RunFiles, run_until_over
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 SUPERVISE = Path(__file__).with_name("supervise.py")
 HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
-
-SPEAK_S = 15.0
-"""Seconds after which `mpirun` is ended, if a host is lost: that of Open MPI waits forever for the host."""
 
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
@@ -159,21 +156,15 @@ def _run_once(
     print(printed(line, extra), flush=True)
     if args.dry_run:
         return Ended(code=0)
-    start_s = time.time()
+    files = RunFiles(events=events, since_s=time.time() - _CLOCKS_S, hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
-
-    def is_over() -> bool:
-        """Whether the ranks have reported a lost one so long ago that `mpirun` should have ended them."""
-        records = _records(events, start_s - _CLOCKS_S)
-        return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in records)
-
-    watch = is_over if hosts else None
     if (console := live_table.terminal(os.environ)) is None:
-        code, stopped = _run(line, environ, mpirun.vendor, is_over=watch)
+        code, stopped = _run(line, environ, mpirun.vendor, files=files)
     else:
+        environ["JAXCROSS_PROGRESS"] = "0"
         with live_table.LaunchTable(console, events, ranks) as table:
-            code, stopped = _run(line, {**environ, "JAXCROSS_PROGRESS": "0"}, mpirun.vendor, table, is_over=watch)
-    records = _records(events, start_s - _CLOCKS_S) if code else []
+            code, stopped = _run(line, environ, mpirun.vendor, table, files=files)
+    records = files.read() if code else []
     explained = _explained(code, records)
     if not explained:
         _explain(records, events)
@@ -195,17 +186,18 @@ def _run(
     vendor: str,
     table: LaunchTable | None = None,
     *,
-    is_over: Callable[[], bool] | None = None,
+    files: RunFiles | None = None,
 ) -> tuple[int, bool]:
     """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
 
-    Also returns whether a signal came that stops the ranks. `mpirun` is killed once `is_over()`, which is asked every
-    few seconds.
+    Also returns whether a signal came that stops the ranks. On several hosts it kills an `mpirun` that is stuck.
 
     Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
-    session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here.
+    session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here, or
+    on other hosts by the agent of `mpirun`.
     """
     detached = vendor == "openmpi"
+    remote = files if files is not None and files.hosts else None
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the start of `mpirun`
     stopped = 0
@@ -217,6 +209,10 @@ def _run(
             if not processes:
                 early.append(number)
         for process in processes:
+            if (
+                detached and remote is not None and remote.signal(number)
+            ):  # its children are the agents that hold the other hosts' ranks
+                continue
             ranks = related(process.pid) if detached else []
             for pid in ranks:
                 with suppress(ProcessLookupError):
@@ -239,7 +235,7 @@ def _run(
             table.follow(processes[0])
         for number in early:
             processes[0].send_signal(number)
-        code = _wait(processes[0], is_over)
+        code = _wait(processes[0], remote)
         # Open MPI's own code says only that some rank's was not 0.
         return (code and detached and stopped) or (code if code >= 0 else 128 - code), stopped > 0
     finally:
@@ -247,12 +243,12 @@ def _run(
             signal.signal(number, handler)
 
 
-def _wait(process: subprocess.Popen[bytes], is_over: Callable[[], bool] | None) -> int:
-    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, once `is_over()`."""
-    while is_over is not None:
+def _wait(process: subprocess.Popen[bytes], remote: RunFiles | None) -> int:
+    """Waits for `mpirun`, and returns its status. Kills it, and what it started here, if it is stuck."""
+    while remote is not None:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
-        if is_over():
+        if remote.is_stuck():
             for pid in (*related(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -269,16 +265,6 @@ def related(pid: int, *, group: bool = False) -> list[int]:
             if int(leader if group else parent) == pid:
                 found.append(int(stat.parent.name))
     return [other for other in found if other != pid]
-
-
-def _records(events: Path, since_s: float) -> Sequence[RankRecord]:
-    """Returns the ranks' event records since then, without those of earlier runs. Other programs have none."""
-    from jaxcross.report.event_files import read
-
-    try:
-        return [record for record in read(events) if record.last_s >= since_s]
-    except (OSError, ValueError):
-        return []
 
 
 def _explain(records: Sequence[RankRecord], events: Path) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxcross.commands.hosts import agent_of, missing_hosts, wait_for_hosts
+from jaxcross.commands.hosts import agent_of, missing_hosts, signal_ranks, wait_for_hosts
 
 if TYPE_CHECKING:
     from jaxcross.report.event_files import RankRecord
+
+SPEAK_S = 15.0
+"""Seconds after which `mpirun` is ended, once ranks have reported a lost one: Open MPI's waits forever for a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,44 @@ class Ended:
     stopped: bool = False
     records: Sequence[RankRecord] = ()
     explained: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The event files of a run that goes on, or has ended.
+
+    Attributes:
+        events: Their folder.
+        since_s: The time before which they are of earlier runs, in seconds of the epoch.
+        hosts: The hosts that share the ranks equally; none for this machine.
+        ranks: Number of ranks.
+    """
+
+    events: Path
+    since_s: float
+    hosts: Sequence[str]
+    ranks: int
+
+    def read(self) -> Sequence[RankRecord]:
+        """Reads the ranks' records. Other programs have none."""
+        from jaxcross.report.event_files import read
+
+        try:
+            return [record for record in read(self.events) if record.last_s >= self.since_s]
+        except (OSError, ValueError):
+            return []
+
+    def is_stuck(self) -> bool:
+        """Whether ranks reported a lost one so long ago that `mpirun` should have ended."""
+        return any(r.words == "reported" and r.last_s < time.time() - SPEAK_S for r in self.read())
+
+    def signal(self, number: int) -> bool:
+        """Sends a signal to all ranks on their hosts, without waiting; returns False if none has joined yet."""
+        pids: dict[str, list[int]] = {}
+        for record in self.read():
+            pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(record.pid)
+        signal_ranks(number, pids, agent_of(os.environ))
+        return bool(pids)
 
 
 def run_until_over(args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]) -> Ended:

@@ -53,6 +53,13 @@ class Run:
     def reports(self):
         return [text for text in self.log.read_text().splitlines() if text.startswith("jaxcross launch: ")]
 
+    def launchers(self, lab):
+        """The process of `jaxcross launch`, as numbered in the lab."""
+        listed = subprocess.run(lab.wrap(["ps", "-eo", "pid=,args="]), check=True, capture_output=True, text=True)
+        lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
+        mine = f"{sys.executable} -m jaxcross.cli launch"
+        return [int(pid) for pid, args in lines if args.startswith(mine) and str(self.folder) in args]
+
     def lose_host(self, lab):
         """Takes host 1 off its link once all ranks stand before step 12, and returns the launcher's report."""
         self.until((self.folder / "holds").exists)
@@ -100,3 +107,18 @@ def test_host_that_stays_away_ends_the_run(tmp_path):
         assert run.process.wait(LIMIT_S) != 0
     assert report.endswith("waits for host `h1`: `--same-ranks` was given.")
     assert run.reports()[-1] == "jaxcross launch: not started again: h1 did not answer for 1 s."
+
+
+def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
+    """It stops all jobs after the same step and saves them; nothing is started again."""
+    with Lab(hosts=2) as lab:
+        run = Run(lab, tmp_path / "run", strategy="top_k")
+        run.until((run.folder / "holds").exists)
+        (launcher,) = run.launchers(lab)
+        subprocess.run(lab.wrap(["kill", "-TERM", str(launcher)]), check=True)
+        (run.folder / "hold-12").unlink()
+        code = run.process.wait(LIMIT_S)
+    assert code == 143, run.log.read_text()
+    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."]
+    newest = max(path.name for path in (run.folder / "checkpoints" / "a").glob("0*") if path.is_dir())
+    assert int(newest[:12]) in (12, 13)

@@ -1,8 +1,10 @@
 """The hosts of a launch: their names, which of them answer, and how long they are waited for."""
 
+import threading
+
 import pytest
 
-from jaxcross.commands.hosts import agent_of, missing_hosts, parse_hosts, wait_for_hosts
+from jaxcross.commands.hosts import agent_of, missing_hosts, parse_hosts, signal_ranks, wait_for_hosts
 from jaxcross.commands.launch import Mpirun, mpirun_command
 
 
@@ -54,6 +56,17 @@ def test_host_that_stays_away_ends_the_wait_too():
     clock = Clock()
     assert not wait_for_hosts(lambda: ["b"], limit_s=50, show=print, pause=clock.wait, clock=clock)
     assert clock.now_s == 50
+
+
+def test_signal_goes_to_all_ranks_of_each_host(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/$1.new && mv {tmp_path}/$1.new {tmp_path}/$1\n')
+    agent.chmod(0o755)
+    signal_ranks(15, {"a": [7, 8], "b": [9]}, [str(agent)])
+    pause = threading.Event()
+    while not all((tmp_path / host).exists() for host in "ab"):
+        pause.wait(0.01)
+    assert [(tmp_path / host).read_text() for host in "ab"] == ["a kill -15 7 8\n", "b kill -15 9\n"]
 
 
 @pytest.mark.parametrize(

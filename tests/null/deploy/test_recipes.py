@@ -23,7 +23,7 @@ MANIFESTS = {
     for document in yaml.safe_load_all(file.read_text())
 }
 DOCKERFILE = (DEPLOY / "kubernetes" / "Dockerfile").read_text()
-SCRIPTS = [DEPLOY / "slurm" / "job.sbatch"]
+SCRIPTS = [DEPLOY / "slurm" / "job.sbatch", Path(__file__).parents[2] / "support" / "slurm_box.sh"]
 
 
 def errors(document):
