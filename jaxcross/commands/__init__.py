@@ -1,7 +1,8 @@
 """The subcommands of `jaxcross`, one a file: `add_parser(subparsers)` and `run(args)`.
 
 demo          two jobs, one after the other and in crossover
-launch        starts ranks on this machine; `supervise` is the parent of each
+launch        starts ranks on this machine or on `hosts`; `supervise` is the parent of each; `restart` decides whether a
+              run that ended is started again, and `relaunch` does it
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `post_mortem` tells how a run ended
 data          writes and describes data sets

@@ -41,11 +41,11 @@ class Progress:
 
     Attributes:
         newest: The newest checkpoint that is complete on all ranks, by job.
-        fruitless: Number of runs that have ended since the last new checkpoint.
+        idle_runs: Number of runs that have ended since the last new checkpoint.
     """
 
     newest: Mapping[str, SavedPart]
-    fruitless: int = 0
+    idle_runs: int = 0
 
     def after(self, records: Sequence[RankRecord]) -> Progress:
         """Returns the progress after another run, whose event files are `records`."""
@@ -54,7 +54,7 @@ class Progress:
             job: part for job, part in complete.items() if job not in self.newest or part.name > self.newest[job].name
         }
         if not newer:
-            return replace(self, fruitless=self.fruitless + 1)
+            return replace(self, idle_runs=self.idle_runs + 1)
         return Progress(newest={**self.newest, **newer})
 
     def __str__(self) -> str:
@@ -149,10 +149,10 @@ def decide(
     """
     if end.kind != "lost":
         return Decision(action="end", reason=f"not started again: {end.reason or 'it is done'}")
-    if progress.fruitless > max_restarts:
-        runs = f"{progress.fruitless} runs in a row" if progress.fruitless > 1 else "the run"
+    if progress.idle_runs > max_restarts:
+        runs = f"{progress.idle_runs} runs in a row" if progress.idle_runs > 1 else "the run"
         return Decision(action="end", reason=f"not started again: {runs} ended without a new checkpoint")
-    count = f"{progress.fruitless} of {max_restarts} restarts without a new checkpoint"
+    count = f"{progress.idle_runs} of {max_restarts} restarts without a new checkpoint"
     left = [host for host in hosts if host not in missing]
     fixed = sorted(job for job, part in progress.newest.items() if not part.any_ranks)
     if fixed and set(last) <= set(left):  # they may be fewer than were named

@@ -51,11 +51,12 @@ class Run:
             pause.wait(0.1)
 
     def reports(self):
-        return [text for text in self.log.read_text().splitlines() if text.startswith("jaxcross launch: ")]
+        lines = self.log.read_text().replace("\0", "").splitlines()  # Open MPI ends its boxes with one
+        return [text for text in lines if text.startswith("jaxcross launch: ")]
 
     def launchers(self, lab):
         """The process of `jaxcross launch`, as numbered in the lab."""
-        listed = subprocess.run(lab.wrap(["ps", "-eo", "pid=,args="]), check=True, capture_output=True, text=True)
+        listed = subprocess.run(lab.wrap(["ps", "-ewwo", "pid=,args="]), check=True, capture_output=True, text=True)
         lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
         mine = f"{sys.executable} -m jaxcross.cli launch"
         return [int(pid) for pid, args in lines if args.startswith(mine) and str(self.folder) in args]
@@ -119,6 +120,6 @@ def test_sigterm_reaches_ranks_on_other_hosts(tmp_path):
         (run.folder / "hold-12").unlink()
         code = run.process.wait(LIMIT_S)
     assert code == 143, run.log.read_text()
-    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."]
+    assert run.reports() == ["jaxcross launch: not started again: a signal stopped it."], run.log.read_text()
     newest = max(path.name for path in (run.folder / "checkpoints" / "a").glob("0*") if path.is_dir())
     assert int(newest[:12]) in (12, 13)

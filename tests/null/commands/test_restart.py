@@ -101,7 +101,7 @@ def test_checkpoint_counts_once_all_ranks_have_it():
     assert complete_checkpoints([record(0, a=20), record(1, a=10)]) == {"a": part(10)}
     assert complete_checkpoints([record(0, a=20), record(1)]) == {}
     progress = after([record(0, a=10), record(1, a=10)], [record(0, a=20), record(1, a=10)])
-    assert progress.fruitless == 1
+    assert progress.idle_runs == 1
 
 
 def test_reason_names_the_step_of_each_job():
