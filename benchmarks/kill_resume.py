@@ -5,7 +5,8 @@
 Each trial kills one rank a few times (SIGKILL: at a random step, file forced to disk or deletion, or at a random moment
 of a write) or interrupts it at a step (SIGINT, which is counted apart: all ranks stop by themselves), lets the launcher
 end the others, and starts all again, until the run is through.
-States, steps and losses of all ranks are compared with those of a run that keeps no checkpoints, and that nobody ends.
+States, steps, losses, best states and files of metrics are compared with those of a run that keeps no checkpoints, and
+that nobody ends.
 """
 
 from __future__ import annotations
@@ -53,6 +54,18 @@ def finals(folder: Path, ranks: int) -> list[Any]:
     return [json.loads((folder / f"final-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def logged(folder: Path) -> dict[str, list[Any]]:
+    """The lines of all jobs' metrics, in an order of their own, without the time."""
+    found = {path.name: map(json.loads, path.read_text().splitlines()) for path in (folder / "metrics").glob("*.jsonl")}
+    return {name: sorted(sorted((line | {"time": 0}).items()) for line in lines) for name, lines in found.items()}
+
+
+def best_evaluation(folder: Path, job: str) -> int:
+    """The first step with the best score."""
+    lines = map(json.loads, (folder / "metrics" / f"{job}.jsonl").read_text().splitlines())
+    return -max((line["eval/score"], -line["step"]) for line in lines if "eval/score" in line)[1]
+
+
 def a_kill(rng: random.Random, ranks: int) -> dict[str, Any]:
     at = rng.choice(["step", "step", "sync", "sync", "write", "delete", "interrupt"])
     most = {"step": 40, "sync": 60, "write": 6, "delete": 5, "interrupt": 40}[at]
@@ -73,10 +86,13 @@ def trial(folder: Path, ranks: int, seed: int, expected: list[Any]) -> dict[str,
         if kill is None:
             raise SystemExit(f"a run that nobody killed failed: see {folder / 'log.txt'}")
         died.append(kill)
-    same = True
+    same = logged(folder) == logged(folder.parent / f"never-{ranks}")
     for mine, theirs in zip(finals(folder, ranks), expected, strict=True):
         for job, end in mine.items():
-            same &= (end["digest"], end["step"]) == (theirs[job]["digest"], theirs[job]["step"])
+            same &= all(end[key] == theirs[job][key] for key in ("digest", "step", "how"))
+            same &= all(theirs[job]["digests"][step] == digest for step, digest in end["digests"].items())
+            best_step, best = end["best"]
+            same &= (best_step, best) == (best_evaluation(folder, job), theirs[job]["digests"][str(best_step)])
             same &= all(theirs[job]["history"][step] == loss for step, loss in end["history"].items())
     return {"ranks": ranks, "seed": seed, "kills": died, "equal": same}
 

@@ -2,8 +2,9 @@
 
     KILL='{"rank": 0, "at": "sync", "count": 3}' mpirun -n 2 python benchmarks/kill_resume_worker.py FOLDER
 
-One job has residuals of its own on every rank (top-k) and reads Grain's iterator; the other has dropout and reads a
-generator. Steps, saves, files forced to disk, deletions and moments inside orbax's writing can be the last thing done.
+One job has residuals of its own on every rank (top-k), reads Grain's iterator and stops early; the other has dropout
+and reads a generator. Both are evaluated, and keep their best states. Steps, saves, files forced to disk, deletions and
+moments inside orbax's writing can be the last thing done.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import jaxcross
 from jaxcross.checkpoint import arrays, layout
 
 WORLD = jaxcross.initialize(stall_timeout_s=120)
-STEPS, EVERY, KEEP = 24, 3, 2
+STEPS, EVERY, KEEP, EVALUATE = 24, 3, 2, 4
 
 
 class Killer:
@@ -104,13 +105,26 @@ def from_generator() -> Iterator[Any]:
         yield batch_of(rng.integers(10**6))
 
 
-def train(job: Any, made: Any, data: Any, killer: Killer) -> Any:
+@jaxcross.crossover(axes="batch")
+def score_of(w: Any) -> Any:
+    return {"score": jax.lax.pmean(jnp.sum(jnp.sin(40 * w)), "batch")}
+
+
+def train(job: Any, made: Any, data: Any, killer: Killer, digests: dict[int, str], patience: int) -> Any:
+    def evaluate(state: Any) -> Any:
+        digests[job.step] = digest(state)
+        return score_of(state[0]["w1"])
+
     step, state = made
     # Residuals differ, the rest is equal: the checkpoint finds out which is which.
     state = job.restore(state, mode="local")
+    job.every(EVALUATE, evaluate)
+    job.every(EVALUATE, lambda state: float(state[0]["w2"][0, 0]), rank=WORLD.size - 1, name="alone")
+    job.stop_early("eval/score", mode="max", patience=patience, min_delta=1e3)
     for batch in job.batches(data, STEPS):
         killer.reached("step")
         state, metrics = step(state, batch)
+        job.state = state
         job.log(metrics)
         if job.step % EVERY == 0:
             job.save(state)
@@ -126,17 +140,26 @@ def digest(state: Any) -> str:
     return content.hexdigest()
 
 
+def best_of(folder: Path, job: str, state: Any) -> tuple[int, str]:
+    best, step = jaxcross.load(folder, job, state, best=True, rank=WORLD.rank)
+    return step, digest(best)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background would have made it deaf
     folder = Path(sys.argv[1])
     killer = Killer(os.environ.get("KILL", "{}"))
     compressed = optax.chain(jaxcross.exchange.top_k(0.25, axis_name="batch"), optax.sgd(0.05, momentum=0.9))
     deltas = jaxcross.exchange.adasum("batch", optax.adam(0.01))  # each rank has moments of its own
-    checkpoints = None if killer.reference else jaxcross.Checkpoints(folder / "checkpoints", keep=KEEP)
-    runner = jaxcross.Runner(WORLD, checkpoints=checkpoints)
+    kept = folder / "checkpoints"
+    checkpoints = None if killer.reference else jaxcross.Checkpoints(kept, keep=KEEP, best="eval/score", mode="max")
+    runner = jaxcross.Runner(WORLD, checkpoints=checkpoints, metrics=folder / "metrics")
+    digests: dict[str, dict[int, str]] = {"top-k": {}, "dropout": {}}  # of the states that were evaluated
+    made = {"top-k": network(compressed, 0.0), "dropout": network(deltas, 0.5)}
+    data = {"top-k": from_grain(), "dropout": from_generator()}
     jobs = [
-        runner.add("top-k", train, made=network(compressed, 0.0), data=from_grain(), killer=killer),
-        runner.add("dropout", train, made=network(deltas, 0.5), data=from_generator(), killer=killer),
+        runner.add(name, train, made=made[name], data=data[name], killer=killer, digests=digests[name], patience=n)
+        for name, n in (("top-k", 3), ("dropout", 99))  # the first one after step 16
     ]
     with (
         killer.around(layout, "_sync", "sync"),
@@ -146,7 +169,9 @@ def main() -> None:
         runner.run()
     told = {
         job.name: {
-            "digest": digest(job.state), "step": job.step, "history": {s: m["loss"].hex() for s, m in job.history}
+            "digest": digest(job.state), "step": job.step, "how": job.status, "digests": digests[job.name],
+            "history": {s: m["loss"].hex() for s, m in job.history if "loss" in m},
+            "best": None if killer.reference else best_of(kept, job.name, made[job.name][1]),
         }
         for job in jobs
     }  # fmt: skip

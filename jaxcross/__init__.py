@@ -25,7 +25,7 @@ from jaxcross.errors import CutError, ExchangeError, InternalError, JobError
 
 if TYPE_CHECKING:
     from jaxcross import exchange, plan, tensor
-    from jaxcross.checkpoint import Checkpoints
+    from jaxcross.checkpoint import Checkpoints, load
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
     from jaxcross.jobs.plain_loop import Job, run
     from jaxcross.jobs.replicas import CheckReplicas
@@ -55,6 +55,7 @@ __all__ = [
     "current_world",
     "exchange",
     "initialize",
+    "load",
     "plan",
     "run",
     "sweep",
@@ -74,6 +75,7 @@ _HOMES = {
     "crossover": "step.crossover",
     "current_world": "world",
     "initialize": "world",
+    "load": "checkpoint",
     "run": "jobs.plain_loop",
     "sweep": "sweeps.sweep",
 }

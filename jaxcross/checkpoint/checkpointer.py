@@ -28,11 +28,15 @@ class Progress:
         places: For each data source that its loops had open at that step: the number of batches taken, and the
             iterator's own state.
         cuts: The cut that was found fastest, by program.
+        notes: What the job's evaluations came to.
+        best_step: The step of the best state so far; None if there is none, or it is not to be kept.
     """
 
     step: int
     places: tuple[tuple[int, str | None], ...]
     cuts: Mapping[str, int]
+    notes: Mapping[str, str]
+    best_step: int | None
 
 
 class JobCheckpointer:
@@ -68,7 +72,9 @@ class JobCheckpointer:
         # run that uses the directory by mistake.
         self._known: set[str] = set()
         self._writing: tuple[str, Future[None]] | None = None
-        self._saved: tuple[int, list[str]] | None = None  # step and digests of the newest checkpoint
+        # Step, notes and digests of the newest checkpoint.
+        self._saved: tuple[int, dict[str, str], list[str]] | None = None
+        self._bests: list[str] = []  # those that had the best state so far when they were begun, oldest first
 
     @property
     def begun(self) -> bool:
@@ -112,10 +118,19 @@ class JobCheckpointer:
         part = found.part
         self._complete = found.complete
         self._mark("whole", found.name)
-        self._saved = (part.step, [saved.digest for saved in part.leaves.values()])
+        self._saved = (part.step, dict(part.notes), [saved.digest for saved in part.leaves.values()])
         self._warn_of_changes(found)
         self._record(found.name, any_ranks=not part.rank_local and not rank_local_leaves(target))
-        return rebuild(target, part.forms, found.arrays), Progress(step=part.step, places=part.places, cuts=part.cuts)
+        return rebuild(target, part.forms, found.arrays), Progress(
+            step=part.step, places=part.places, cuts=part.cuts, notes=part.notes, best_step=self._resumed_best(part)
+        )
+
+    def _resumed_best(self, part: Part) -> int | None:
+        self._bests = [name for name in self._complete if step_of(name) == part.best_step]
+        if self._bests or part.best_step is None:
+            return part.best_step
+        self._log.warn(f"its best state, that of step {part.best_step}, is lost: the best one from here on counts")
+        return None
 
     def markers(self, run_on_all_ranks: RunOnAllRanks) -> tuple[bool, bool]:
         """Whether an earlier run left the job stopped by itself, or paused; the same on every rank.
@@ -200,7 +215,8 @@ class JobCheckpointer:
         except Exception as error:
             error_text, cause = f"{type(error).__name__}: {error}", error
         digests = {path: leaf.digest for path, leaf in leaves.items()}
-        same = last and self._saved == (progress.step, list(digests.values()))
+        saved = (progress.step, dict(progress.notes), list(digests.values()))
+        same = last and self._saved == saved
         mine = {"step": progress.step, "same": same, "error": error_text, "unsavable": unsavable_reason}
         ranks = RankGather(self._log, run_on_all_ranks)
         # All ranks call their checkpoint by rank 0's token: no folder of an earlier attempt is ever written into.
@@ -222,7 +238,7 @@ class JobCheckpointer:
             # A single rank has nothing to compare its leaves with: there, only their types tell.
             any_ranks = len(common) == len(leaves) and not rank_local_leaves(state)
             self._begin(checkpoint_name(progress.step, gathered[0]["token"]), leaves, common, progress, any_ranks)
-            self._saved = (progress.step, list(digests.values()))
+            self._saved = saved
         return [rank["digests"] for rank in gathered]
 
     def wait_until_complete(self, run_on_all_ranks: RunOnAllRanks) -> None:
@@ -279,9 +295,13 @@ class JobCheckpointer:
             places=progress.places,
             cuts=dict(progress.cuts),
             environment=self._environment,
+            notes=dict(progress.notes),
+            best_step=progress.best_step,
         )
         superfluous = self._superfluous()
         self._known.add(name)
+        if progress.best_step == progress.step:
+            self._bests.append(name)
 
         def write() -> None:
             with self._world.flight.during("checkpoint", job=self._log.job, step=progress.step):
@@ -315,6 +335,10 @@ class JobCheckpointer:
             self._complete.append(writing[0])
 
     def _superfluous(self) -> set[str]:
-        """Returns checkpoints that no restart can need, as newer ones are complete on all ranks; also damaged ones."""
+        """Returns checkpoints that no restart can need, as newer ones are complete on all ranks; also damaged ones.
+
+        The best one stays until a better one is complete on all ranks.
+        """
         kept = self._complete[-self._keep :]
-        return {name for name in self._known if name not in kept and name < kept[-1]} if kept else set()
+        best = [name for name in self._bests if name in self._complete][-1:]
+        return {name for name in self._known if name not in [*kept, *best] and name < kept[-1]} if kept else set()

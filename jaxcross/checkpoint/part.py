@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcross._pytree import KINDS, Form, numeric
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 64 * 2**20  # of a part's text: half a million leaves
 _MAX_ELEMENTS = 2**48
 _TYPE = re.compile(r"bool|u?int\d+|b?float\d+(_e\dm\d\w*)?|complex\d+")
@@ -55,6 +55,8 @@ class Part:
         places: Positions in this rank's data; see `jaxcross.jobs.data_position`.
         cuts: The cut that was found fastest, by program.
         environment: Everything else that decides the last bits of results: versions, device, threads.
+        notes: What the job's evaluations came to; see `jaxcross.jobs.evaluations`.
+        best_step: The step of the best state by then, if best states are kept and there is one.
     """
 
     job: str
@@ -66,6 +68,8 @@ class Part:
     places: tuple[tuple[int, str | None], ...]
     cuts: Mapping[str, int]
     environment: Mapping[str, str]
+    notes: Mapping[str, str]
+    best_step: int | None
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -126,6 +130,8 @@ def _part(body: dict[str, Any]) -> Part:
         places=tuple((_count(taken), None if state is None else _text(state)) for taken, state in body["places"]),
         cuts={_text(key): _count(pieces) for key, pieces in body["cuts"].items()},
         environment={_text(key): _text(value) for key, value in body["environment"].items()},
+        notes={_text(key): _text(value) for key, value in body["notes"].items()},
+        best_step=None if body["best_step"] is None else _count(body["best_step"]),
     )
 
 

@@ -101,7 +101,7 @@ def find(
         first = parse(ranks.gather_text("its leaves", to_text(parts[name]) if world.rank == 0 else "")[0])
         part = _part_here(first, parts.get(name), world)
         _check_fit(first, part, state, wanted, ranks, world, folders.path / name, local=local)
-        held, damage, error = _read(folders, name, part, all_leaves=world.rank == 0)
+        held, damage, error = read_arrays(folders, name, part, all_leaves=world.rank == 0)
         gathered = ranks.gather("read", [damage, _error_text(error, folders.arrays_path(name))])
         # A checkpoint on a disk that cannot be read now may be intact: do not skip it.
         ranks.check(UNREADABLE, [error_text for _, error_text in gathered], error)
@@ -245,12 +245,12 @@ def _part_here(first: Part, own: Part | None, world: World) -> Part:
 
     That is its own or, where it has none, rank 0's without the states of that rank's iterators.
     """
-    if own is not None and own.ranks == world.size:
-        return own
+    if own is not None and own.ranks == world.size:  # ranks that failed apart may have noted different things
+        return replace(own, notes=first.notes, best_step=first.best_step)
     return replace(first, rank=world.rank, files={}, places=tuple((taken, None) for taken, _ in first.places))
 
 
-def _read(
+def read_arrays(
     folders: Folders, name: str, part: Part, *, all_leaves: bool
 ) -> tuple[dict[str, np.ndarray], str, Exception | None]:
     """Reads the arrays that this rank holds.

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -120,6 +120,12 @@ class Session:
     @property
     def every(self) -> int | None:
         return self._settings.every
+
+    @property
+    def best(self) -> tuple[str, Literal["min", "max"]] | None:
+        """The metric whose best state is kept, and its mode."""
+        best, mode = self._settings.best, self._settings.mode
+        return None if best is None or mode is None else (best, mode)
 
     def checkpointer(self, job: str, note: Callable[[str], None]) -> JobCheckpointer:
         """Makes the object that restores and saves one job; `note` shows a line where the run is watched."""

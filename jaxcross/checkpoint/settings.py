@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from jaxcross._arguments import is_whole
 
@@ -21,10 +22,13 @@ class Checkpoints:
         every: The plain loop of `jaxcross.Job` saves after so many steps; with None only where it ends or is
             interrupted. A loop of your own calls `job.save`.
         keep: How many complete checkpoints of each job are kept.
+        best: The name of a metric of each job's evaluations, such as `eval/accuracy`. The state with the best value so
+            far is saved when it is evaluated, and kept in addition; `jaxcross.load(..., best=True)` reads it.
+        mode: Whether `min` or `max` is the best; goes with `best`.
 
     Raises:
-        TypeError: `directory` is not a path, or `every` or `keep` is not a whole number.
-        ValueError: `every` or `keep` is below 1, or `directory` is empty.
+        TypeError: `directory` is not a path, `every` or `keep` is not a whole number, or `best` is not a text.
+        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` does not go with `best`.
 
     Example:
         >>> checkpoints = jaxcross.Checkpoints("checkpoints", every=1000)  # doctest: +SKIP
@@ -34,6 +38,8 @@ class Checkpoints:
     directory: str | os.PathLike[str]
     every: int | None = field(default=None, kw_only=True)
     keep: int = field(default=3, kw_only=True)
+    best: str | None = field(default=None, kw_only=True)
+    mode: Literal["min", "max"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike):
@@ -48,6 +54,16 @@ class Checkpoints:
             if value < 1:
                 raise ValueError(f"`{name}` of the checkpoints must be at least 1, got {value}.")
             object.__setattr__(self, name, int(value))  # ranks send it to each other as JSON
+        if self.best is not None and not isinstance(self.best, str):
+            raise TypeError(f"`best` of the checkpoints must be the name of a metric, got {self.best!r}.")
+        if self.mode not in (("min", "max") if self.best is not None else (None,)):
+            needs = "'min' or 'max', as `best` names a metric" if self.best is not None else "None without `best`"
+            raise ValueError(f"`mode` of the checkpoints must be {needs}, got {self.mode!r}.")
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        return self.every, self.keep, self.best, self.mode
 
     @property
     def path(self) -> Path:

@@ -12,6 +12,7 @@ replicas        whether all ranks hold the same state; `replica_checks` says whe
 metrics         what a job logged
 progress        how far the jobs are, shown while they run
 observer        follows a job that is a trial of a sweep
+evaluations     what a job does every so many steps; `early_stopping` decides by the metrics, without doing
 step_registry   the functions with exchanges that a job calls
 submissions     jobs that rank 0 starts on all ranks by name
 outcome         what a run came to

@@ -14,7 +14,9 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
+from jaxcross.jobs.early_stopping import Mode
 from jaxcross.runtime.emulated_link import Link
+from jaxcross.runtime.job_record import check_choice
 
 
 def check_world(world: Any) -> None:
@@ -167,6 +169,47 @@ def check_batches(name: str, batches: Any, steps: Any) -> None:
         )
     if steps is not None:
         check_count(f"`steps` of job `{name}`", steps, least=0)
+
+
+def check_every(job: str, n: Any, fn: Any, rank: Any, name: Any) -> None:
+    """Makes sure that an evaluation can be made.
+
+    Raises:
+        TypeError: `n` or `rank` is not a whole number, `fn` cannot be called with a state, or `name` is not a text.
+        ValueError: `n` is below 1, or `name` is empty or has a slash.
+    """
+    what = f"of `job.every` in job `{job}`"
+    check_count(f"`n` {what}", n, least=1)
+    if not callable(fn):
+        raise _wrong(f"`fn` {what}", "a function of the state", fn)
+    if rank is not None:
+        check_count(f"`rank` {what}", rank, least=0)
+    if not isinstance(name, str):
+        raise _wrong(f"`name` {what}", "a text", name)
+    if not name or "/" in name:
+        raise ValueError(f"`name` {what} must be a text without a slash that is not empty, got {name!r}.")
+
+
+def check_early_stopping(job: str, metric: Any, mode: Any, patience: Any, patience_steps: Any, min_delta: Any) -> None:
+    """Makes sure that these say when to stop.
+
+    Raises:
+        TypeError: One is of another type.
+        ValueError: One is out of range, or not one of `patience` and `patience_steps` is given.
+    """
+    what = f"of `job.stop_early` in job `{job}`"
+    if not isinstance(metric, str):
+        raise _wrong(f"`metric` {what}", "the name of a metric, such as `eval/accuracy`", metric)
+    check_choice(mode, Mode, f"`mode` {what}")
+    if (patience is None) == (patience_steps is None):
+        raise ValueError(f"Give one of `patience` and `patience_steps` {what}.")
+    for name, value in (("patience", patience), ("patience_steps", patience_steps)):
+        if value is not None:
+            check_count(f"`{name}` {what}", value, least=1)
+    if isinstance(min_delta, bool) or not isinstance(min_delta, int | float):
+        raise _wrong(f"`min_delta` {what}", "a number", min_delta)
+    if not 0 <= min_delta < math.inf:
+        raise ValueError(f"`min_delta` {what} must be at least 0 and finite, got {min_delta}.")
 
 
 def _check_signature(name: str, step: Callable[..., Any]) -> None:

@@ -12,8 +12,10 @@ from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
-from jaxcross.jobs.arguments import check_batches
+from jaxcross.jobs.arguments import check_batches, check_early_stopping, check_every
 from jaxcross.jobs.data_position import START
+from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
+from jaxcross.jobs.evaluations import Evaluation
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.lifecycle import JobLifecycle
@@ -60,8 +62,8 @@ class JobContext:
         unit: The name of an example in reports: `images` if that array has a height, a width and 1, 3 or 4 channels,
             else `examples`. Set it together with `examples_per_step`.
         nonfinite: Policy for a step whose exchanged values are not all finite.
-        status: How it ended: `ended`, `stopped`, `failed`, `ejected`, or `left out` if some rank never added it. None
-            before that.
+        status: How it ended: `ended`, `stopped early`, `stopped`, `failed`, `ejected`, or `left out` if some rank never
+            added it. None before that.
         error: The reason, if it failed, was ejected or left out.
         done: An event, set once it is over and `state` and `history` are final: `job.done.wait()`.
         skipped: How many of its steps kept the state; see `nonfinite`.
@@ -77,7 +79,7 @@ class JobContext:
         host: JobHost,
         metrics: MetricLog,
         world: World,
-        begin_files: Callable[[int], None] | None = None,
+        begin_files: Callable[..., None] | None = None,
     ) -> None:
         self.name = life.name
         self._life = life
@@ -93,6 +95,7 @@ class JobContext:
         self.unread: Exception | None = None
         self.skipped = 0
         self._streams = 0  # how many loops over batches there were
+        self._ending: set[int] | None = None  # those that end because the job stops early
 
     # For the job's function.
 
@@ -204,6 +207,9 @@ class JobContext:
                 # The first batch does not show that one was used: two loops may be read side by side.
                 if used:
                     host.replicas.next_batch(host.run_on_all_ranks)
+                self.finish_step()
+                if self._ending is not None and loop.stream in self._ending:
+                    return
                 start_ns = time.monotonic_ns()
                 batch = next(loop, _END)
                 if batch is _END:
@@ -215,6 +221,61 @@ class JobContext:
                 used = True
         finally:
             loop.close()
+
+    def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
+        """Evaluates the job every `n` steps: calls `fn(state)`, and logs the metrics that it returns under `name`.
+
+        The calls are made in the job's function, when it asks `job.batches` for the next batch, saves or returns. They
+        are no steps. The state is `job.state`, which the function assigns after each step. After a restart the same
+        steps are evaluated, each once in the files of metrics. Call it before the loop, on every rank alike.
+
+        Args:
+            n: Steps from one call to the next.
+            fn: Returns a dict of numbers, a number, or None to log nothing. On all ranks it may call steps with
+                exchanges and `job.batches`; the other jobs go on meanwhile.
+            rank: The only rank that calls `fn`, which may then take longer than `stall_timeout_s` and must not
+                communicate; the job's other ranks wait, and get its metrics. If None, all ranks call it.
+            name: Of this evaluation: metrics are logged as `eval/accuracy`.
+
+        Raises:
+            TypeError: `n` is not a whole number, or `fn` cannot be called.
+            ValueError: `n` is below 1, `name` is taken, or there is no such rank.
+            JobError: In the loop, on every rank: `fn` failed on one, `job.state` was not assigned, or ranks evaluate
+                differently. Here: the loop has begun.
+        """
+        check_every(self.name, n, fn, rank, name)
+        self.host.evaluations.add(Evaluation(name=name, n_steps=int(n), fn=fn, rank=rank))
+
+    def stop_early(
+        self,
+        metric: str,
+        *,
+        mode: Mode,
+        patience: int | None = None,
+        patience_steps: int | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        """Ends the loop over `job.batches` on all ranks once a metric of an evaluation no longer gets better.
+
+        Decided at each evaluation, by the value of one rank, so that all ranks end after the same step; a restart ends
+        there, too. What follows the loop is run, and the job's status is `stopped early`. NaN is never better.
+
+        Args:
+            metric: Name of the metric, such as `eval/accuracy` for what `job.every` logs.
+            mode: Whether `min` or `max` is better.
+            patience: Ends after so many evaluations in a row that are not better than the best one before.
+            patience_steps: Ends at the first evaluation so many steps after the best one. Give one of the two.
+            min_delta: A value must be better by more than this.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: `mode` is another word, an argument is out of range, or the job stops early by a metric already.
+            JobError: In the loop, on every rank: no evaluation returns that metric, or ranks decide differently. Here:
+                the loop has begun.
+        """
+        check_early_stopping(self.name, metric, mode, patience, patience_steps, min_delta)
+        best = Best(metric=metric, mode=mode, min_delta=float(min_delta))
+        self.host.evaluations.stop_early(EarlyStopping(best=best, patience=patience, patience_steps=patience_steps))
 
     def restore(self, state: PyTree, *, mode: Initial = "check") -> PyTree:
         """Returns the state to start from: `state`, once all ranks have agreed on it. Waits for all ranks.
@@ -282,6 +343,10 @@ class JobContext:
             ExchangeError: With checkpoints and `check_replicas`, on every rank: replicas differ.
         """
         self.state = state
+        self._evaluate()
+        self._save(state)
+
+    def _save(self, state: PyTree) -> None:
         resumption = self._life.resumption
         if resumption is not None:
             # A restart goes on behind this step: what was logged until then must not be lost with the process.
@@ -292,6 +357,18 @@ class JobContext:
                 state, self.step, self.run_on_all_ranks, unsavable_reason=self.host.unsavable_reason()
             )
             self.host.replicas.saved(self.step, every)
+
+    def _evaluate(self) -> bool:
+        """Makes the evaluations that are due. May wait for all ranks. Returns whether the state is the best so far."""
+        improved = self.host.evaluations.run(self.host, self._log_evaluation)
+        if self.host.evaluations.stop_reason and self._ending is None:
+            self._ending = {loop.stream for loop in self.host.loops if not loop.closed}
+        return improved
+
+    def _log_evaluation(self, name: str, metrics: PyTree) -> None:
+        if self.host.steps_made == 0 and self._begin_files is not None:  # a run that was killed may have logged it
+            self._begin_files(self.step, without=name)
+        self.log({name: metrics})
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
         """Runs `work(control)` on every rank's exchange lane, at the same place in the agreed order. Waits for all.
@@ -358,6 +435,11 @@ class JobContext:
             self._life.request(request)
 
     # For jaxcross itself.
+
+    def finish_step(self) -> None:
+        """Does what is due after the latest step, once its loop's body is over: evaluates, and keeps the best state."""
+        if self._evaluate():
+            self._save(self.state)
 
     @property
     def save_every(self) -> int | None:

@@ -11,6 +11,7 @@ from typing import final, get_args
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, JobError
 from jaxcross.interleave.instrument import PARAMETER_SERVER, Listeners, Span, SpanKind
+from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.examples import ExampleCount
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.lifecycle import JobLifecycle
@@ -41,6 +42,7 @@ class JobHost:
         registry: The functions with exchanges that the job calls.
         replicas: Comparisons of the ranks' copies of the state.
         examples: Examples of a step.
+        evaluations: What the job does every so many steps.
         loops: The job's loops over batches that are not over, in their order.
         planned_steps: The step at which its latest loop on its own ends, None where that is not known.
         done: Set once the job is over and its results are final.
@@ -61,6 +63,7 @@ class JobHost:
         self.registry = StepRegistry()
         self.replicas = ReplicaChecks(life.name, rank=world.rank, ranks=world.size, latest=self.latest, checks=checks)
         self.examples = ExampleCount()
+        self.evaluations = Evaluations(life.name, rank=world.rank, ranks=world.size)
         self.loops: list[Prefetcher] = []
         self.planned_steps: int | None = None
         self.done = JobDone()
@@ -203,15 +206,19 @@ class JobHost:
         driver, record = self._life.running()
         resumption = self._life.resumption
         graph = self.registry.graph(compiled)
+        leads = self.registry.leads(compiled) and not self.evaluations.running
+        if leads:
+            self.evaluations.check_step(self)
         execution = compiled.execution(leaves)
         if self.nonfinite != "ignore":
-            if self.nonfinite == "skip" and not execution.skippable and self.registry.leads(compiled):
+            if self.nonfinite == "skip" and not execution.skippable and leads:
                 self._refuse_to_skip(compiled)
             execution.watch()
-        leads = self.registry.leads(compiled)
         if leads and resumption is not None:
             self.latest.note_arguments(leaves)
         outputs = driver.call(record, graph, execution, self.nonfinite, in_step=leads)
+        if self.evaluations.running:
+            return outputs  # neither a step nor the job's state
         # From here on the call is committed on every rank, so all that counts steps may count it.
         trains = self.registry.trains(compiled)
         if trains:
@@ -248,7 +255,16 @@ class JobHost:
         return driver.stopping(record)
 
     def served(self, *, start_ns: int, pushed_ns: int, end_ns: int, nbytes: int) -> None:
-        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there."""
+        """Counts a step that a parameter server exchanged, and reports its parts: until the push, and from there.
+
+        Raises:
+            JobError: The job evaluates, which needs ranks that have made the same steps.
+        """
+        if self.evaluations.any:
+            raise JobError(
+                f"Job `{self.name}` trains by a `ParameterServer`, so that its ranks have made different numbers of"
+                " steps: `job.every` cannot evaluate it. Evaluate in the loop, with `job.measure`."
+            )
         self.step += 1
         self.examples.count_step()
         driver, record = self._life.running()

@@ -98,6 +98,9 @@ class JobRun:
         if result is not None:
             self._host.latest.set(result, self.step)
         del result
+        self.context.finish_step()
+        if self._life.resumption is not None:  # what was logged must not be lost with the process after the last save
+            self.context.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
 
     def close_loops(self) -> None:
@@ -120,11 +123,13 @@ class JobRun:
                 host.latest.adopt_results()
             host.replicas.finish(context.status, self.step)
             host.latest.release()
+            if status == "ended" and host.evaluations.stop_reason:
+                context.status = "stopped early"
         failure = self._metrics.read_remaining()
         if failure is not None and context.error is None:  # of a failed step's metrics the job's own error says more
             context.unread = failure
         if record is not None and record.status == "ended":
-            kind = "done" if context.status == "ended" else "status"
+            kind = "done" if context.status in ("ended", "stopped early") else "status"
             self._listeners.note(job=self.name, kind=kind, step=self.step, value=context.status)
         # The arguments hold data and steps, the steps their constants, and the loops perhaps a batch.
         life.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,7 +53,7 @@ def _facts(job: JobContext) -> JobSummary:
     metrics: dict[str, float] = {}
     for _, values in job.history:
         if isinstance(values, dict):
-            metrics.update({str(key): _float(v) for key, v in values.items() if isinstance(v, int | float)})
+            metrics.update({key: _float(v) for key, v in _numbers(values)})
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name,
@@ -62,13 +62,21 @@ def _facts(job: JobContext) -> JobSummary:
         final_loss=loss,
         metrics=metrics,
         how=job.status or "ended",
-        why="" if job.error is None else str(job.error),
+        why=job.host.evaluations.stop_reason if job.error is None else str(job.error),
         skipped=job.skipped,
         replicas=job.host.replicas.findings.text,
         first_step=job.step - job.host.steps_made,
         unit=job.unit,
         outline=job.host.registry.outline(),
     )
+
+
+def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            yield str(key), value
+        elif isinstance(value, dict):
+            yield from ((f"{key}/{inner}", number) for inner, number in _numbers(value))
 
 
 def _float(number: float) -> float:

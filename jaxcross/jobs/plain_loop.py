@@ -10,8 +10,9 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
-from jaxcross.jobs.arguments import check_loop
+from jaxcross.jobs.arguments import check_early_stopping, check_every, check_loop
 from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.early_stopping import Mode
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
@@ -63,11 +64,41 @@ class Job:
         self._function, self._batches, self._steps = step, batches, steps
         self._nonfinite: NonFinite = nonfinite
         self._initial: Initial = initial
+        self._settings: list[Callable[[JobContext], None]] = []
+
+    def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
+        """Evaluates the job every `n` steps of the run: see `JobContext.every`. Call it before the run.
+
+        Raises:
+            TypeError, ValueError: An argument is of another type, or out of range.
+        """
+        check_every(self.name, n, fn, rank, name)
+        self._settings.append(lambda job: job.every(n, fn, rank=rank, name=name))
+
+    def stop_early(
+        self,
+        metric: str,
+        *,
+        mode: Mode,
+        patience: int | None = None,
+        patience_steps: int | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`. For before the run.
+
+        Raises:
+            TypeError, ValueError: An argument is of another type, or out of range.
+        """
+        check_early_stopping(self.name, metric, mode, patience, patience_steps, min_delta)
+        limits = {"patience": patience, "patience_steps": patience_steps}
+        self._settings.append(lambda job: job.stop_early(metric, mode=mode, min_delta=min_delta, **limits))
 
     def _run(self, job: JobContext) -> Any:
         job.nonfinite = self._nonfinite
         self.state, every = job.restore(self.state, mode=self._initial), job.save_every
         self.step = job.step
+        for apply in self._settings:
+            apply(job)
         for batch in job.batches(self._batches, self._steps):
             result = self._function(self.state, batch)
             if not isinstance(result, tuple) or len(result) != 2:

@@ -8,6 +8,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Progress
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.jobs.data_position import START, DataPosition
+from jaxcross.jobs.evaluations import Evaluations
 from jaxcross.jobs.latest_state import holds_state
 from jaxcross.jobs.prefetch import Prefetcher
 
@@ -22,13 +23,16 @@ class Resumption:
         checkpointer: Reads and writes the checkpoints.
         cuts: The cuts that `cut="auto"` found, shared with the job.
         every: The number of steps after which the plain loop saves; None if it does not.
+        evaluations: The job's evaluations, whose outcome so far is a part of its progress.
 
     Attributes:
         first_step: The number of steps that earlier runs made.
     """
 
-    def __init__(self, checkpointer: JobCheckpointer, cuts: dict[str, int], every: int | None) -> None:
-        self._checkpointer, self._cuts, self.every = checkpointer, cuts, every
+    def __init__(
+        self, checkpointer: JobCheckpointer, cuts: dict[str, int], every: int | None, evaluations: Evaluations
+    ) -> None:
+        self._checkpointer, self._cuts, self.every, self._evaluations = checkpointer, cuts, every, evaluations
         self.first_step = 0
         self._next_positions: list[DataPosition] = []  # of the loops that the job has not begun yet
         self._positions: tuple[DataPosition, ...] = ()  # at the latest step, to be saved
@@ -48,6 +52,7 @@ class Resumption:
         self._positions = tuple(DataPosition(*position) for position in progress.places)
         self._next_positions = list(self._positions)
         self._cuts.update(progress.cuts)
+        self._evaluations.resume(progress.notes, has_best=progress.best_step is not None)
         return state
 
     def markers(self, together: RunOnAllRanks) -> tuple[bool, bool]:
@@ -130,4 +135,10 @@ class Resumption:
     def _progress(self, step: int) -> Progress:
         cuts: Mapping[str, int] = dict(self._cuts)
         places = tuple((position.n_batches, position.state) for position in self._positions)
-        return Progress(step=step, places=places, cuts=cuts)
+        return Progress(
+            step=step,
+            places=places,
+            cuts=cuts,
+            notes=self._evaluations.to_notes(),
+            best_step=self._evaluations.best_step,
+        )

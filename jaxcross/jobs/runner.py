@@ -392,7 +392,7 @@ class Runner:
 
     def _agree(self, runs: Sequence[JobRun]) -> None:
         """Waits for all ranks: they must have the same jobs and the same policy, or their lanes would never meet."""
-        kept = self.checkpoints and (self.checkpoints.every, self.checkpoints.keep)
+        kept = self.checkpoints and self.checkpoints.agreed
         mine = json.dumps(
             {
                 "jobs": [run.name for run in runs],
@@ -447,7 +447,10 @@ class Runner:
         def note(text: str) -> None:
             self._listeners.note(job=job.name, kind="status", value=text)
 
-        return Resumption(session.checkpointer(job.name, note), job.cuts, session.every)
+        evaluations = job.host.evaluations
+        if session.best is not None:
+            evaluations.keep_best(*session.best)
+        return Resumption(session.checkpointer(job.name, note), job.cuts, session.every, evaluations)
 
     def _exit(self, terminated: bool, own: BaseException | None) -> BaseException:
         """Returns what this rank raises after a stop. Waits for all, so that none ends while another still saves."""

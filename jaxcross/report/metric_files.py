@@ -66,14 +66,21 @@ class MetricFiles(Instrument):
         else:
             marker.write_text(json.dumps(mine) + "\n")
 
-    def begin(self, job: str, step: int) -> None:
-        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none."""
+    def begin(self, job: str, step: int, *, without: str = "") -> None:
+        """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.
+
+        Args:
+            job: Its name.
+            step: The step.
+            without: An evaluation that is made again, as no checkpoint covers it: its lines of that step go.
+        """
         with self._lock:
-            if self._closed or self._jobs.get(job) is not None:
+            files = self._jobs.get(job)
+            if self._closed or (files is not None and not without):
                 return  # without checkpoints its first line has opened them
             try:
-                files = self._jobs[job] = _JobFiles(self._folder / _file_name(job))
-                files.open(step)
+                files = self._jobs[job] = files or _JobFiles(self._folder / _file_name(job))
+                files.open(step, without)
                 for line in self._early.pop(job, ()):
                     if step == 0:  # else the run that this one goes on from has written it
                         files.add(line)
@@ -129,12 +136,15 @@ class _JobFiles:
         self._file: Any = None
         self._table: Any = None
 
-    def open(self, step: int) -> None:
-        """Drops lines of later steps."""
+    def open(self, step: int, without: str = "") -> None:
+        """Drops lines of later steps, and those at `step` of one evaluation."""
+        if self._file is not None:
+            self._file.close()
         if step == 0 and self._jsonl.exists():
             aside = (self._jsonl.with_name(f"{self._jsonl.name}.old-{n}") for n in itertools.count(1))
             self._jsonl.rename(next(path for path in aside if not path.exists()))
         lines = [line for line in self._lines() if line["step"] <= step]
+        lines = [line for line in lines if line["step"] < step or not _is_of(line, without)]
         with _replacing(self._jsonl) as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         self._write_table(lines)
@@ -174,6 +184,10 @@ class _JobFiles:
                 writer.writeheader()
             writer.writerows(map(_scalars, lines))
         self._table = self._csv.open("a", newline="")
+
+
+def _is_of(line: Mapping[str, Value], evaluation: str) -> bool:
+    return any(key.partition("/")[0] == evaluation for key in line)
 
 
 @contextmanager

@@ -34,8 +34,9 @@ class JobSummary:
         examples_per_step: Examples that all ranks together use in a step; None if unknown.
         final_loss: The last loss that it logged.
         metrics: Last values of everything else that it logged.
-        how: Its final status: `ended`, `stopped`, `failed` or `ejected`, on all ranks after step `last_step`.
-        why: The reason, if it failed or was ejected.
+        how: Its final status: `ended`, `stopped early`, `stopped`, `failed` or `ejected`, on all ranks after step
+            `last_step`.
+        why: The reason, if it stopped early, failed or was ejected.
         skipped: Steps among `steps` that kept the state, because what they exchanged was not finite.
         replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first leaf, `not compared:
             ...` with the reason; empty for one rank, and for jobs without a state.

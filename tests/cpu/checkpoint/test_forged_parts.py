@@ -17,7 +17,7 @@ FORM = _pytree.Form(kind="numpy", dtype="float32", shape=(2, 3))
 PART_0 = Part(
     job="a", step=3, rank=0, ranks=2, leaves={"['w']": SavedLeaf(form=FORM, digest="d", common=True)},
     files={"manifest.ocdbt": (3, "d")}, places=((3, None), (2, '{"value": 1}')), cuts={"x": 4},
-    environment={"jax": "0"},
+    environment={"jax": "0"}, notes={"evaluated eval": "3"}, best_step=3,
 )  # fmt: skip
 
 

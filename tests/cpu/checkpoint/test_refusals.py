@@ -40,7 +40,7 @@ def test_another_model_is_refused(state, said, tmp_path):
 
 def test_another_version_is_refused(tmp_path):
     train(2, tmp_path, names="a", steps=2)
-    with mock.patch("jaxcross.checkpoint.part.FORMAT", 2):
+    with mock.patch("jaxcross.checkpoint.part.FORMAT", 3):
         refused(2, tmp_path, "another version of jaxcross wrote.*rank-0000")
 
 

@@ -131,6 +131,13 @@ def evaluates(job):
         time.sleep(6 if world.rank == 0 else 0)
     return step(0.0, 1.0)
 
+def every_second_step(job):
+    job.every(2, lambda w: time.sleep(6) or 1.0, rank=0)
+    w = job.restore(0.0)
+    for x in job.batches([1.0] * 3):
+        job.state = w = step(w, x)
+    assert job.history[-1] == (2, {"eval": 1.0})
+
 def in_pieces(job):
     steps(job, 3, 0)
     for _ in range(3 if world.rank == 0 else 0):
@@ -155,6 +162,7 @@ for policy, functions in (
     (jaxcross.Sequential(), (goes_on, goes_on)),
     (None, (rests, goes_on)),
     (None, (evaluates,)),
+    (None, (every_second_step,)),
     (None, (in_pieces,)),
     (None, (ends_early, goes_on)),
 ):
@@ -169,11 +177,11 @@ for policy, functions in (
 @pytest.mark.integration
 @pytest.mark.exhaustive
 def test_waits_that_are_right_are_not_taken_for_hangs(mpirun):
-    """All last twice the watchdog's time: for the policy, a rest, an evaluation, one in pieces, others at the end."""
+    """All last twice the watchdog's time: for the policy, a rest, evaluations, one in pieces, others at the end."""
     done = mpirun(2, LONG).check()
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: ['ended', 'ended']") == 3
-        assert done.stdout.count(f"rank {rank}: ['ended']") == 2
+        assert done.stdout.count(f"rank {rank}: ['ended']") == 3
 
 
 IDLE = """

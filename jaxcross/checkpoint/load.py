@@ -1,0 +1,88 @@
+"""Reads one job's newest or best state, in any process: for evaluation and export, not for going on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxcross._pytree import PyTree, forms_of, narrowed, rebuild, unlike
+from jaxcross.checkpoint.layout import Folders, folder_name, step_of
+from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError
+from jaxcross.checkpoint.rank_gather import JobLog
+from jaxcross.checkpoint.restore import read_arrays
+
+
+def load(
+    directory: str | os.PathLike[str], job: str, state: PyTree, *, best: bool = False, rank: int = 0
+) -> tuple[PyTree, int]:
+    """Reads the newest state of a job from its checkpoints, or the best one. Waits for the disk; does not communicate.
+
+    Args:
+        directory: The folder of the `Checkpoints`, with the parts of all ranks.
+        job: The job's name.
+        state: A tree with the structure, shapes and types of the job's state. Its values do not matter.
+        best: Read the best state by `Checkpoints(best=...)`.
+        rank: Whose values to read of leaves that differ between ranks.
+
+    Returns:
+        The state in a tree made like `state`, and the number of the job's steps that led to it.
+
+    Raises:
+        JobError: There is no such checkpoint, or it is of another model, damaged or of another version.
+        TypeError: A leaf of `state` is neither an array nor a number.
+        OSError: The disk cannot be read.
+
+    Example:
+        >>> state, step = jaxcross.load("checkpoints", "a", init(), best=True)  # doctest: +SKIP
+    """
+    log = JobLog(job, lambda _: None)
+    path = Path(directory).absolute() / folder_name(job)
+    parts = _complete(log, path)
+    if not parts:
+        raise log.error(f"has no checkpoint in `{path}` that is complete on all ranks")
+    name = max(parts)
+    if best:
+        name = _best(log, path, parts)
+    first = parts[name]
+    if differs := unlike(forms_of(state), first.forms) or narrowed(first.forms):
+        raise log.error(f"cannot be loaded from `{path / name}`, which is of another model. What differs: {differs}")
+    if not 0 <= rank < first.ranks:
+        raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
+    arrays = {}
+    for each in sorted({0, rank} if first.rank_local else {0}):
+        folders = Folders(path, rank=each, ranks=first.ranks)
+        try:
+            held, damage, error = read_arrays(folders, name, folders.read(name), all_leaves=each == 0)
+        except UnusableError as unusable:
+            held, damage, error = {}, str(unusable), None
+        if damage or error is not None:
+            raise log.error(f"cannot be loaded from `{path / name}`: {damage or error}") from error
+        arrays |= held
+    return rebuild(state, first.forms, arrays), first.step
+
+
+def _complete(log: JobLog, path: Path) -> dict[str, Part]:
+    """Returns rank 0's part of each checkpoint that is complete, by name."""
+    found = {}
+    folders = Folders(path, rank=0, ranks=1)
+    for name in folders.names():
+        try:
+            part = folders.read(name)
+        except UnknownFormatError:
+            raise log.error(f"cannot be loaded from `{path / name}`: another version of jaxcross wrote it") from None
+        except UnusableError:
+            continue
+        holders = Folders(path, rank=0, ranks=part.ranks).holders().get(name, [])
+        if not part.rank_local or len(holders) == part.ranks:
+            found[name] = part
+    return found
+
+
+def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
+    step = parts[max(parts)].best_step
+    if step is None:
+        raise log.error(f'has no best state in `{path}`. Keep one by `Checkpoints(..., best="eval/loss", mode="min")`')
+    names = [name for name in parts if step_of(name) == step]
+    if not names:
+        raise log.error(f"had its best state at step {step}, whose checkpoint is no longer in `{path}`")
+    return max(names)

@@ -1,0 +1,103 @@
+"""Decisions on the metrics of evaluations: which value is the best so far, and whether to stop. Pure.
+
+`flax.training.early_stopping` minimises only, counts evaluations only, and takes a first value of NaN for the best one
+for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+Mode = Literal["min", "max"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best value of a metric so far. NaN and the infinities are never the best.
+
+    Attributes:
+        metric: The metric's name, such as `eval/accuracy`.
+        mode: Whether the smallest or the largest value is the best.
+        min_delta: A value must be better by more than this.
+        value: The best value; None before the first finite one.
+        step: The job's step with that value.
+        since: The number of evaluations since then.
+    """
+
+    metric: str
+    mode: Mode
+    min_delta: float = 0.0
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def update(self, step: int, value: float) -> Best:
+        """Returns the best with one more value, that of `step`."""
+        if self._improves(value):
+            return replace(self, value=value, step=step, since=0)
+        return replace(self, since=self.since + 1)
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.value is None:
+            return True
+        return (value - self.value if self.mode == "max" else self.value - value) > self.min_delta
+
+    @property
+    def key(self) -> str:
+        """What the value is the best of: a value of another metric or mode is none to go on from."""
+        return f"{self.mode} {self.metric}"
+
+    def to_text(self) -> str:
+        """Returns value and counters, for a checkpoint."""
+        return json.dumps([None if self.value is None else self.value.hex(), self.step, self.since])
+
+    def resumed(self, text: str) -> Best:
+        """Returns the best with the value and the counters of `to_text`.
+
+        Raises:
+            ValueError: `text` is something else.
+        """
+        try:
+            value, step, since = json.loads(text)
+            found = None if value is None else float.fromhex(value)
+        except (TypeError, ValueError, RecursionError):
+            found, step, since = math.nan, None, None
+        if type(step) is not int or type(since) is not int or (found is not None and not math.isfinite(found)):
+            raise ValueError(f"the best value of `{self.metric}` that a checkpoint holds cannot be understood")
+        return replace(self, value=found, step=step, since=since)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopping:
+    """When to stop, for want of a better value.
+
+    Attributes:
+        best: The best value so far.
+        patience: Stop after so many evaluations without a better one; None: by steps.
+        patience_steps: Stop at the first evaluation so many steps after the best one; None: by evaluations.
+    """
+
+    best: Best
+    patience: int | None = None
+    patience_steps: int | None = None
+
+    def reason(self, step: int) -> str:
+        """Returns why to stop after the evaluation at `step`; empty if training goes on."""
+        since_steps = step - self.best.step
+        by_count = self.patience is not None and self.best.since >= self.patience
+        by_steps = self.patience_steps is not None and self.best.since > 0 and since_steps >= self.patience_steps
+        if not (by_count or by_steps):
+            return ""
+        n, unit = (self.best.since, "evaluation") if by_count else (since_steps, "step")
+        waited = f"{n} {unit}{'s' if n != 1 else ''}"
+        if self.best.value is None:
+            return f"`{self.best.metric}` was not finite in {waited}"
+        than = f"{self.best.value:.6g}, its value at step {self.best.step}"
+        return f"`{self.best.metric}` has not been better than {than}, for {waited}"

@@ -1,0 +1,319 @@
+"""What a job does every so many steps: evaluates its state, and decides by the metrics whether to stop early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import jax
+import numpy as np
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError
+from jaxcross.interleave.instrument import SpanKind
+from jaxcross.jobs.early_stopping import Best, EarlyStopping, Mode
+from jaxcross.jobs.latest_state import LatestState, has_deleted
+from jaxcross.report.metric_files import flat
+from jaxcross.runtime.step_host import T
+from jaxcross.world.control_plane import Control, gather
+
+_DONE = "evaluated "  # begins the keys of notes that hold the step of an evaluation
+_BEST, _STOP = "best ", "early stopping "
+
+
+class Host(Protocol):
+    """The part of a job that evaluations need; see `jaxcross.jobs.host.JobHost`."""
+
+    name: str
+    step: int
+    latest: LatestState
+
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T: ...
+    def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]: ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A function of the job's state, every so many steps.
+
+    Attributes:
+        name: Under which its metrics are logged.
+        n_steps: The job's steps from one call to the next.
+        fn: The function.
+        rank: The only rank that calls it; None: all do.
+    """
+
+    name: str
+    n_steps: int
+    fn: Callable[[Any], Any]
+    rank: int | None
+
+    def provides(self, metric: str) -> bool:
+        """Whether a metric of this name can be one of its own."""
+        return metric == self.name or metric.startswith(f"{self.name}/")
+
+
+@final
+class Evaluations:
+    """Those of one job on one rank; used by the job's thread. All decisions are the same on every rank.
+
+    Attributes:
+        running: Whether one is being made: what the job calls then is no step of it.
+        stop_reason: Why the job is to stop early; empty if it is not.
+    """
+
+    def __init__(self, job: str, *, rank: int, ranks: int) -> None:
+        self._job, self._rank, self._ranks = job, rank, ranks
+        self._every: dict[str, Evaluation] = {}
+        self._early: EarlyStopping | None = None
+        self._best: Best | None = None
+        self._done: dict[str, int] = {}  # the step of the latest evaluation, by name
+        self._begun = False
+        self._notes: Mapping[str, str] = {}  # of the checkpoint that the job resumed from, until it begins
+        self.running = False
+        self.stop_reason = ""
+
+    # Before the first step.
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Adds one.
+
+        Raises:
+            ValueError: The name is taken, or there is no such rank.
+            JobError: The job has begun its loop.
+        """
+        self._check_open("job.every")
+        if evaluation.name in self._every:
+            raise ValueError(f"Job `{self._job}` has an evaluation `{evaluation.name}` already: give `name` another.")
+        if evaluation.rank is not None and not 0 <= evaluation.rank < self._ranks:
+            raise ValueError(f"`rank` of `job.every` must be one of {self._ranks} ranks, got {evaluation.rank}.")
+        self._every[evaluation.name] = evaluation
+
+    def stop_early(self, early: EarlyStopping) -> None:
+        """Sets when to stop.
+
+        Raises:
+            ValueError: It is set already.
+            JobError: The job has begun its loop.
+        """
+        self._check_open("job.stop_early")
+        if self._early is not None:
+            raise ValueError(f"Job `{self._job}` stops early by `{self._early.best.metric}` already.")
+        self._early = early
+
+    def keep_best(self, metric: str, mode: Mode) -> None:
+        """Sets the metric by which checkpoints keep the best state."""
+        self._best = Best(metric=metric, mode=mode)
+
+    def resume(self, notes: Mapping[str, str], *, has_best: bool) -> None:
+        """Goes on from the notes of a checkpoint. `has_best`: the best state of then is still there.
+
+        Raises:
+            ValueError: They are not what `to_notes` made.
+        """
+        self._notes = notes
+        if has_best and self._best is not None and (text := notes.get(_BEST + self._best.key)) is not None:
+            self._best = self._best.resumed(text)
+
+    def _check_open(self, what: str) -> None:
+        if self._begun:
+            raise JobError(f"Job `{self._job}`: call `{what}` before the loop over `job.batches`, and not in it.")
+
+    def begin(self, host: Host) -> None:
+        """Makes sure that all ranks evaluate alike. Waits for the ranks, once.
+
+        Raises:
+            JobError: On every rank: they do not, or a metric that is to decide is none of the job's.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if not self._every and not self._decisions:
+            return
+        mine = [
+            *(f"job.every({e.n_steps}, rank={e.rank}, name={e.name!r})" for e in self._every.values()),
+            *(repr(decision) for decision in self._decisions.values()),
+        ]
+        texts = host.run_on_all_ranks("evaluations", lambda control: gather(control, mine))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise JobError(
+                    f"Job `{self._job}`: rank 0 evaluates by {texts[0]}, rank {rank} by {text}. Call `job.every` and"
+                    " `job.stop_early` with the same arguments on every rank."
+                )
+        for metric, user in self._metrics():
+            if not any(each.provides(metric) for each in self._every.values()):
+                raise JobError(
+                    f"Job `{self._job}`: {user} needs the metric `{metric}`, and the job has no evaluation that could"
+                    f" return it. Call `job.every(n, fn, name={metric.partition('/')[0]!r})` before the loop."
+                )
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for name in self._every:
+            if (step := self._notes.get(_DONE + name, "")).isdecimal():
+                self._done[name] = int(step)
+        if self._early is not None and (text := self._notes.get(_STOP + self._early.best.key)) is not None:
+            self._early = replace(self._early, best=self._early.best.resumed(text))
+            self.stop_reason = self._early.reason(self._done_step(self._early.best.metric))
+
+    def _done_step(self, metric: str) -> int:
+        return max((step for name, step in self._done.items() if self._every[name].provides(metric)), default=0)
+
+    @property
+    def _decisions(self) -> dict[str, Best | EarlyStopping]:
+        found = {"`Checkpoints(best=...)`": self._best, "`job.stop_early`": self._early}
+        return {user: decision for user, decision in found.items() if decision is not None}
+
+    def _metrics(self) -> Iterator[tuple[str, str]]:
+        """The metrics that decide something, and what that is."""
+        for user, decision in self._decisions.items():
+            yield (decision.best if isinstance(decision, EarlyStopping) else decision).metric, user
+
+    # While the job runs.
+
+    @property
+    def any(self) -> bool:
+        """Whether the job evaluates."""
+        return bool(self._every)
+
+    def _due(self, step: int) -> list[Evaluation]:
+        return [e for e in self._every.values() if step and step % e.n_steps == 0 and self._done.get(e.name) != step]
+
+    def check_step(self, host: Host) -> None:
+        """Makes sure that the job may make its next step. Waits for the ranks before the first one.
+
+        Raises:
+            JobError: It was to stop, or has not evaluated.
+        """
+        self.begin(host)
+        if self.stop_reason:
+            raise JobError(
+                f"Job `{self._job}` trains on after step {host.step}, where it stopped early: {self.stop_reason}."
+                " Loops over `job.batches` that were open then have ended: take all batches from one of them."
+            )
+        if due := self._due(host.step):
+            raise JobError(
+                f"Job `{self._job}` makes its next step and has not made the evaluation `{due[0].name}` of step"
+                f" {host.step}. Evaluations are made when the job asks for a batch or saves: take the batches from"
+                " `job.batches`, or call `job.save`."
+            )
+
+    def run(self, host: Host, log: Callable[[str, PyTree], None]) -> bool:
+        """Makes the evaluations that are due after the latest step. Waits for the ranks if one is made by one rank, or
+        decides something.
+
+        Args:
+            host: The job.
+            log: Called with the name of each evaluation and its metrics.
+
+        Returns:
+            Whether the state is the best so far, for a checkpoint.
+
+        Raises:
+            JobError: On every rank: the function lacks a metric or donates the state, or the job has not said what its
+                state is.
+            TypeError: The function returns something else than metrics.
+        """
+        if self.running:
+            return False
+        self.begin(host)
+        improved, step = False, host.step
+        for each in self._due(step):
+            self.running = True
+            try:
+                values = self._make(each, host)
+            finally:
+                self.running = False
+            # A stop comes here only where a sweep waits in `log`: a restart then evaluates again, in place of this.
+            if values is not None:
+                log(each.name, values)
+            self._done[each.name] = step
+            improved |= self._decide(each, step, values)
+        return improved
+
+    def _make(self, each: Evaluation, host: Host) -> PyTree:
+        state, known_step = host.latest.state, host.latest.step
+        if known_step != host.step or has_deleted(state):
+            raise JobError(
+                f"Job `{self._job}`: evaluation `{each.name}` of step {host.step} needs the state, which the job's"
+                f" function has last set at step {known_step}. Assign `job.state = state` after each step."
+            )
+        alone = each.rank is not None
+        decides = any(each.provides(metric) for metric, _ in self._metrics())
+        values = None
+        if alone and each.rank == self._rank:
+            with host.measure("host", each.name):  # the watchdog's grace
+                values = self._on_host(each, each.fn(state))
+        elif not alone:
+            values = each.fn(state)
+            self._check(each, values)
+            values = self._on_host(each, values) if decides else values
+        if has_deleted(state):
+            raise JobError(
+                f"Job `{self._job}`: evaluation `{each.name}` donates the state, which the next step needs. Make it"
+                " without `donate_argnums`."
+            )
+        if alone or decides:
+            every = host.run_on_all_ranks(f"evaluation {each.name}", lambda control: gather(control, values))
+            values = every[each.rank or 0]
+        return values
+
+    def _on_host(self, each: Evaluation, values: PyTree) -> PyTree:
+        self._check(each, values)
+        return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), values)
+
+    def _check(self, each: Evaluation, values: PyTree) -> None:
+        good = values is None or isinstance(values, Mapping | int | float | np.generic | np.ndarray | jax.Array)
+        if not good or (isinstance(values, Mapping) and not all(isinstance(key, str) for key in values)):
+            raise TypeError(
+                f"Job `{self._job}`: evaluation `{each.name}` must return a dict of metrics by name, a number or None,"
+                f" got a `{type(values).__name__}`."
+            )
+
+    def _decide(self, each: Evaluation, step: int, values: PyTree) -> bool:
+        found = dict(flat({each.name: values}))
+        improved = False
+        if self._best is not None and each.provides(self._best.metric):
+            self._best = self._best.update(step, self._number(each, found, self._best.metric))
+            improved = self._best.value is not None and self._best.step == step
+        if self._early is not None and each.provides(self._early.best.metric):
+            value = self._number(each, found, self._early.best.metric)
+            self._early = replace(self._early, best=self._early.best.update(step, value))
+            self.stop_reason = self._early.reason(step)
+        return improved
+
+    def _number(self, each: Evaluation, found: Mapping[str, Any], metric: str) -> float:
+        try:
+            return float(found[metric])  # NaN and the infinities are texts in there
+        except (KeyError, TypeError, ValueError):
+            user = next(user for name, user in self._metrics() if name == metric)
+            raise JobError(
+                f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has no number"
+                f" `{metric}`, which {user} needs. It returned {_listed([*found])}."
+            ) from None
+
+    # For checkpoints.
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best state so far, where checkpoints keep it."""
+        return None if self._best is None or self._best.value is None else self._best.step
+
+    def to_notes(self) -> dict[str, str]:
+        """Returns what a restart must know."""
+        if not self._begun:
+            return dict(self._notes)
+        notes = {_DONE + name: str(step) for name, step in self._done.items()}
+        if self._early is not None:
+            notes[_STOP + self._early.best.key] = self._early.best.to_text()
+        if self._best is not None:
+            notes[_BEST + self._best.key] = self._best.to_text()
+        return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"
