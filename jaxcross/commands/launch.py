@@ -51,6 +51,14 @@ class Mpirun:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `launch` to the command line."""
     parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
+    add_options(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what any command that starts ranks takes."""
     parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
     parser.add_argument(
@@ -74,9 +82,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--host-timeout", type=float, default=600.0, metavar="S", help="seconds to wait for a host (%(default)s)"
     )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ def _title(result: SweepResult) -> str:
 def headline(result: SweepResult) -> str:
     """The answer to the question which trial is best, in a line."""
     if result.best is None:
-        return f"No trial finished with a {result.metric}."
+        return f"No trial has finished with a number as `{result.metric}`."
     words = ", ".join(f"{name} {_cell(value)}" for name, value in result.best.params.items())
     return f"Best: {words}, with {result.metric} {exact(result.best.value)} after {result.best.step} steps."
 

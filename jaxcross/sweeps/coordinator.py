@@ -16,7 +16,6 @@ _log = logging.getLogger("jaxcross")
 _LOOK_S = 0.1  # how often who waits looks whether the run was stopped
 Make = Callable[[Mapping[int, Parameters]], Search]
 Submit = Callable[[Started, str], None]
-Check = Callable[[str, Parameters], None]
 
 
 class _DiffersError(Exception):
@@ -33,21 +32,18 @@ class Coordinator:
         make: Makes a fresh search that has asked nothing. It gives trials of these numbers these parameters.
         log: What is known of the trials.
         concurrent: Number of trials at a time.
-        check: Called with name and parameters of each trial that is new; raises if the trial cannot run.
 
     Attributes:
         search: The search in use.
-        error: What the search raised, if anything: no trial begins after that, and none is pruned.
         submit: Starts a trial's job on all ranks; replaced by each run. May raise JobError if the run is over.
 
     Raises:
         Exception: What the search raises for its first trials.
     """
 
-    def __init__(self, make: Make, log: TrialLog, *, concurrent: int, check: Check = lambda *_: None) -> None:
-        self._log, self._concurrent, self._check = log, concurrent, check
+    def __init__(self, make: Make, log: TrialLog, *, concurrent: int) -> None:
+        self._log, self._concurrent = log, concurrent
         self._changed = threading.Condition(threading.RLock())
-        self.error: Exception | None = None
         self.submit: Submit = lambda *_: None
         self.search = make({})
         try:
@@ -70,6 +66,8 @@ class Coordinator:
             new += self._taken(schedule, decisions, strict=strict)
         while decisions := schedule.settle():
             new += self._taken(schedule, decisions, strict=strict)
+        if schedule.error is not None:
+            raise schedule.error
         for decision in new:  # not before all has turned out to repeat
             self._write(decision)
         return schedule
@@ -107,6 +105,11 @@ class Coordinator:
                 )
 
     @property
+    def error(self) -> Exception | None:
+        """What the search or the disk raised, if anything: no trial begins after that."""
+        return self._schedule.error or self._log.error
+
+    @property
     def trials(self) -> list[TrialRecord]:
         """All trials that have begun, by number."""
         with self._changed:
@@ -131,13 +134,19 @@ class Coordinator:
             self._follow(lambda: self._schedule.advance(number, step))
 
     def value(self, number: int, step: int, value: float) -> None:
-        """Writes down a value; warns if it is not what it was before a restart."""
+        """Writes down a value; warns if it is not what it was before a restart.
+
+        Raises:
+            JobError: The disk failed.
+        """
         with self._changed:
             known = self._log.trials[number].values.get(step)
             if known is not None and known != value and not (known != known and value != value):
                 text = "Trial `%s` logged %r after step %d, and %r before a restart, which counts: it does not repeat."
                 _log.warning(text, self._log.trials[number].name, value, step, known)
             self._log.value(number, step, value)
+            if self._log.error is not None:  # a checkpoint must not cover what is not written
+                raise JobError(f"What trials logged cannot be written: {self._log.error}.")
 
     def last_value(self, number: int) -> float | None:
         """Returns the metric that a trial logged last."""
@@ -149,7 +158,7 @@ class Coordinator:
         with self._changed:
             value = self._log.trials[number].values[step]
             self._follow(lambda: self._schedule.report(number, step, value))
-            while self._schedule.waits(number, step) and self.error is None and not stopping():
+            while self._schedule.waits(number, step) and not stopping():
                 self._changed.wait(_LOOK_S)
             return bool(self._schedule.decided(number, step))
 
@@ -169,15 +178,11 @@ class Coordinator:
 
     def _follow(self, change: Callable[[], list[Decision]]) -> None:
         """Carries out what a change leads to. With the lock."""
-        try:
-            decisions = change() if self.error is None else []
-            for decision in decisions:
-                self._write(decision)
-        except Exception as error:  # of the search: the trial whose thread is here has no part in it
-            self.error = error
-            decisions = []
+        decisions = change()
         for decision in decisions:
-            if isinstance(decision, Started):
+            self._write(decision)
+        for decision in decisions:
+            if isinstance(decision, Started) and self._log.error is None:
                 try:
                     self.submit(decision, self._log.trials[decision.number].name)
                 except JobError:
@@ -188,7 +193,6 @@ class Coordinator:
         if isinstance(decision, Started):
             if decision.number not in self._log.trials:
                 name = name_of(decision.number, decision.parameters)
-                self._check(name, decision.parameters)
                 self._log.begin(name, decision)
         else:
             self._log.pruned(decision)

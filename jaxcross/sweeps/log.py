@@ -61,6 +61,11 @@ class TrialLog:
 
     Args:
         folder: Where they are kept; None to keep nothing.
+
+    Attributes:
+        trials: The trials by number.
+        known_until: The latest time of the schedule, and trial, on which a decision was based.
+        error: Why nothing is written any more, if the disk failed: a file that ends early is as after a kill.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -68,7 +73,8 @@ class TrialLog:
         self._file: Any = None
         self._settings: Mapping[str, Any] = {}
         self.trials: dict[int, TrialRecord] = {}
-        self.known_until = (-1, -1)  # the latest time of the schedule, and trial, on which a decision was based
+        self.known_until = (-1, -1)
+        self.error: OSError | None = None
 
     def open(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Takes the folder, and reads what an earlier start left there. Returns that start's settings, or these.
@@ -130,7 +136,6 @@ class TrialLog:
         """Notes that a trial is pruned, once."""
         if self.trials[pruned.number].status is None:
             self._add({"trial": pruned.number, "pruned": pruned.step, "time": pruned.time}, forced=True)
-            self.write()
 
     def end(
         self, number: int, status: Status, step: int, value: float | None, *, digest: str = "", error: str = ""
@@ -139,7 +144,6 @@ class TrialLog:
         if self.trials[number].status is None:
             facts = {"end": status, "step": step, "value": value, "digest": digest, "error": error}
             self._add({"trial": number, **facts}, forced=True)
-            self.write()
 
     def close(self) -> None:
         """Lets go of the folder."""
@@ -169,11 +173,17 @@ class TrialLog:
 
     def _add(self, line: dict[str, Any], *, forced: bool = False) -> None:
         self._take(line)
-        if self._file is not None:
+        if self._file is None or self.error is not None:
+            return
+        try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
             if forced:
                 os.fsync(self._file.fileno())
+            if "end" in line or "pruned" in line:
+                self.write()
+        except OSError as error:
+            self.error = error
 
     def _read(self) -> bool:
         """Reads the file; drops a last line that a kill cut short. Returns whether there was any."""

@@ -12,12 +12,13 @@ What the search answers is a function of what each trial did at which of its ste
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
 Status: TypeAlias = Literal["finished", "pruned", "failed", "stopped"]
 Parameters: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Search(Protocol):
@@ -97,6 +98,9 @@ class Schedule:
         concurrent: Number of trials at a time.
         known_until: After a restart: what happened up to this time, in this trial, is known in full. It is handed on by
             `repeat`, once everything that is known of the trials that have begun was noted.
+
+    Attributes:
+        error: What the search raised, if anything. It is not called again: no trial begins, and none is pruned.
     """
 
     def __init__(self, search: Search, *, concurrent: int, known_until: tuple[int, int] = (-1, -1)) -> None:
@@ -108,6 +112,7 @@ class Schedule:
         self._pruned: dict[int, int] = {}
         self._asked = 0
         self._exhausted = False
+        self.error: Exception | None = None
 
     @property
     def running(self) -> list[int]:
@@ -179,12 +184,13 @@ class Schedule:
             return []  # it was pruned before
         if event.is_end:
             return self._close(event, event.status)
-        assert event.value is not None
+        value = event.value
+        assert value is not None
         self._decided.add((event.number, event.step))
-        if not self._search.report(event.number, event.step, event.value):
+        if not self._call(lambda: self._search.report(event.number, event.step, value)):
             return []
         self._pruned[event.number] = event.step
-        pruned = Pruned(number=event.number, step=event.step, value=event.value, time=event.time)
+        pruned = Pruned(number=event.number, step=event.step, value=value, time=event.time)
         return [pruned, *self._close(event, "pruned")]
 
     def _is_next(self, event: _Event) -> bool:
@@ -197,13 +203,13 @@ class Schedule:
 
     def _close(self, event: _Event, status: Status) -> list[Decision]:
         del self._running[event.number]
-        self._search.tell(event.number, status, event.value)
+        self._call(lambda: self._search.tell(event.number, status, event.value))
         return self._ask(event.time, event.number)
 
     def _ask(self, time: int, after: int | None) -> list[Decision]:
         if self._exhausted:
             return []
-        parameters = self._search.ask(self._asked)
+        parameters = self._call(lambda: self._search.ask(self._asked))
         if parameters is None:
             self._exhausted = True
             return []
@@ -211,3 +217,13 @@ class Schedule:
         self._running[number] = _Running(time)
         self._asked += 1
         return [Started(number=number, parameters=parameters, after=after, time=time)]
+
+    def _call(self, call: Callable[[], T]) -> T | None:
+        """Calls the search, as long as it has not raised: the trial whose turn it is has no part in its errors."""
+        if self.error is not None:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.error = error
+            return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 from jaxcross.errors import require_extra
 from jaxcross.sweeps.schedule import Parameters, Status
-from jaxcross.sweeps.search import checked
+from jaxcross.sweeps.search import checked, name_of
 
 MARK = "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
 _NAME = "sweep"  # Hyperband shares out trials by the study's name, which Optuna makes up anew for each process
@@ -56,6 +56,7 @@ class StudySearch:
         trials: How many.
         sweep: Identifies the sweep: trials that it has added to the study are not earlier ones.
         fixed: Parameters that trials of these numbers had before a restart.
+        check: Called with name and parameters of each trial; raises if the trial cannot run.
     """
 
     ordered = True
@@ -71,10 +72,12 @@ class StudySearch:
         trials: int,
         sweep: str,
         fixed: Mapping[int, Parameters] | None = None,
+        check: Callable[[str, Parameters], None] = lambda *_: None,
     ) -> None:
         import optuna
 
         self._listed, self._space, self._trials, self._sweep = listed, space, trials, sweep
+        self._check = check
         self._fixed: Mapping[int, Parameters] = fixed or {}
         sampler = optuna.samplers.RandomSampler(seed=0) if study is None else copy.deepcopy(study.sampler)
         pruner = pruner or (None if study is None else study.pruner) or optuna.pruners.NopPruner()
@@ -100,6 +103,7 @@ class StudySearch:
             trial = self._study.ask(distributions(self._space))
         found = given if self._listed else self._space(trial) if callable(self._space) else trial.params
         parameters = checked(trial.params if found is None else found, number)
+        self._check(name_of(number, parameters), parameters)
         trial.set_user_attr(MARK, self._sweep)
         self._running[number] = trial
         return parameters

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxcross.checkpoint import Checkpoints
-from jaxcross.errors import ExchangeError, JobError
+from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import arguments
 from jaxcross.jobs.outcome import MAX_ERRORS_SHOWN
 from jaxcross.jobs.runner import Runner
@@ -33,7 +33,7 @@ from jaxcross.world import World, current_world
 from jaxcross.world.control_plane import gather
 
 _log = logging.getLogger("jaxcross")
-_OPTIONS = ("instruments", "depth", "link", "chaos", "events", "check_replicas")
+_OPTIONS = ("instruments", "depth", "link", "chaos", "events", "check_replicas", "progress")
 _TRIAL = "trial"  # the name by which rank 0 submits trials
 
 
@@ -87,7 +87,7 @@ def sweep(
         keep: Checkpoints stay for so many of the best finished trials; those of others are deleted when they are over,
             except for failed ones. None keeps all.
         world: From `jaxcross.initialize()`.
-        options: For `Runner`: `instruments`, `depth`, `link`, `chaos`, `events`, `check_replicas`.
+        options: For `Runner`: `instruments`, `depth`, `link`, `chaos`, `events`, `check_replicas`, `progress`.
 
     Returns:
         The trials with their values, the same on every rank. Printing it shows a table.
@@ -218,12 +218,10 @@ def _open(
             trials=settings.trials,
             sweep=earlier["sweep"],
             fixed=fixed,
+            check=lambda name, parameters: arguments.check_job(name, train, parameters),
         )
 
-    def check(name: str, parameters: Parameters) -> None:
-        arguments.check_job(name, train, parameters)
-
-    coordinator = Coordinator(make, log, concurrent=settings.concurrent, check=check)
+    coordinator = Coordinator(make, log, concurrent=settings.concurrent)
     log.keep({**earlier, **settings.facts()})
     return coordinator
 
@@ -234,7 +232,11 @@ def _run(
     """Runs until no trial is left: mostly one run, and another one where the last trials of a run failed."""
     reports: list[Report] = []
     wrong: Exception | None = None
+    before: list[dict[str, Any]] = []
     while agenda := _agenda(trials, world, coordinator):
+        if agenda == before:
+            raise InternalError(f"the trials {[each['name'] for each in agenda]} do not come to an end")
+        before = agenda
         checkpoints = settings.checkpoint_folder and Checkpoints(settings.checkpoint_folder, keep=1)
         metrics = settings.folder and settings.folder / "metrics"
         with Runner(world, checkpoints=checkpoints, metrics=metrics, **options) as runner:

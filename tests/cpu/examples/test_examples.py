@@ -21,10 +21,10 @@ def run(*words: object, timeout: float = 240) -> str:
 
 
 @pytest.mark.exhaustive
-def test_mnist_sweep() -> None:
+def test_mnist_sweep(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    out = run("mnist_sweep.py", "--steps", 60, "--lr", 0.03, 0.1, 0.2, "--accuracy", 0.85)
-    assert out.count("in crossover and alone the same bits") == 3
+    out = run("mnist_sweep.py", "--steps", 50, "--trials", 8, "--folder", tmp_path)
+    assert "Sweep of 8 trials by accuracy (max)" in out and "Best: lr" in out
 
 
 @pytest.mark.exhaustive

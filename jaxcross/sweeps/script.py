@@ -1,0 +1,67 @@
+"""A rank of `jaxcross sweep`: `python -m jaxcross.sweeps.script train.py TASK`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxcross.errors import require_extra
+from jaxcross.world import World, current_world, initialize
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the sweep that the command described, with the script's `train`. Waits for all ranks."""
+    from jaxcross.sweeps.sweep import sweep
+
+    script, task = Path(arguments[0]), json.loads(arguments[1])
+    pruner = None if task["prune"] is None else _pruner(task["prune"])
+    sys.argv = [str(script)]
+    sys.path.insert(0, str(script.absolute().parent))
+    # Not as `__main__`: what a script does when it is run itself is not asked for here.
+    train = runpy.run_path(str(script), run_name=script.stem).get("train")
+    if train is None:
+        raise ValueError(f"`{script}` has no function `train(job, ...)`.")
+    world = _world()
+    result = sweep(
+        train,
+        task["grid"],
+        metric=task["metric"],
+        mode=task["mode"],
+        concurrent=task["concurrent"],
+        trials=task["trials"],
+        prune=pruner,
+        seed=task["seed"],
+        folder=task["folder"],
+        world=world,
+    )
+    if world.rank == 0:
+        print(result)
+        print(f"Kept in `{task['folder']}`: sweep.json, metrics, and the best trial's checkpoint.")
+    return 0
+
+
+def _world() -> World:
+    """Returns the world that the script has started; starts one if it has not."""
+    try:
+        return current_world()
+    except RuntimeError:
+        return initialize()
+
+
+def _pruner(name: str) -> Any:
+    require_extra("sweep", "`--prune`", "optuna")
+    from optuna import pruners
+
+    kinds = {
+        "median": pruners.MedianPruner,
+        "halving": pruners.SuccessiveHalvingPruner,
+        "hyperband": pruners.HyperbandPruner,
+    }
+    return kinds[name]()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

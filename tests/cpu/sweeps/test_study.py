@@ -1,0 +1,155 @@
+"""Sweeps that ask Optuna: the same trials whatever the threads do, and a study that has them at the end."""
+
+import pytest
+
+from jaxcross.errors import JobError
+from jaxcross.sweeps.sweep import sweep
+from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import make_step
+
+optuna = pytest.importorskip("optuna")
+
+
+def train_of(world, stop=None):
+    step = make_step(world)
+
+    def train(job, lr, steps):
+        state = job.restore(0.0)
+        for batch in job.batches([lr] * steps):
+            state = step(state, batch)
+            if job.step % 2 == 0:
+                job.log({"score": state % 1.0})
+                job.save(state)
+            if stop is not None and job.name.startswith(f"{stop} ") and job.step == 3:
+                job.stop()
+        return state
+
+    return train
+
+
+def make_study(pruner=None, seed=1, **options):
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)
+    pruner = pruner or optuna.pruners.MedianPruner(n_startup_trials=1)
+    return optuna.create_study(**{"direction": "maximize", "sampler": sampler, "pruner": pruner, **options})
+
+
+def space_of(trial):
+    return {"lr": trial.suggest_float("lr", 0.1, 1.0), "steps": trial.suggest_categorical("steps", [4, 8])}
+
+
+def on_ranks(make=make_study, stop=None, trials=10, **options):
+    options = {"space": space_of, "metric": "score", "concurrent": 3, "trials": trials, **options}
+    studies = [make(), make()]
+
+    def work(world):
+        return sweep(train_of(world, stop), studies[world.rank], world=world, **options)
+
+    return run_ranks(2, work)[0], studies[0]
+
+
+def facts(result):
+    return [(t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials]
+
+
+PRUNERS = {
+    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=1),
+    "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=2),
+    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=2, max_resource=8, reduction_factor=2),
+}
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+def test_late_threads_change_nothing(pruner):
+    def make():
+        return make_study(PRUNERS[pruner]())
+
+    found = [on_ranks(make, chaos=seed)[0] for seed in (1, 2, 3)]
+    assert facts(found[0]) == facts(found[1]) == facts(found[2])
+    assert {t.status for t in found[0].trials} == {"finished", "pruned"}
+
+
+def test_study_gets_the_trials_and_is_not_asked_itself():
+    result, study = on_ranks()
+    assert [t.number for t in study.trials] == list(range(10))
+    states = {"finished": "COMPLETE", "pruned": "PRUNED"}
+    assert [t.state.name for t in study.trials] == [states[t.status] for t in result.trials]
+    assert study.best_trial.number == result.best.number
+    assert study.trials[0].params == result.trials[0].params
+    again, _ = on_ranks()
+    assert facts(again) == facts(result)
+
+
+def test_restart_repeats_and_adds_nothing_twice(tmp_path):
+    storage = optuna.storages.InMemoryStorage()  # outlives the first start, as a database would
+
+    def make():
+        return make_study(study_name="kept", storage=storage, load_if_exists=True)
+
+    first, _ = on_ranks(make, trials=5, folder=tmp_path)
+    more, study = on_ranks(make, trials=10, folder=tmp_path)
+    assert len(study.trials) == 10
+    whole, _ = on_ranks(folder=tmp_path / "whole")
+    assert facts(more) == facts(whole)
+    assert facts(first) == facts(whole)[:5]
+
+
+def test_sampler_without_a_seed_goes_on_with_a_warning(tmp_path, caplog):
+    on_ranks(lambda: make_study(seed=None), trials=4, folder=tmp_path)
+    result, _ = on_ranks(lambda: make_study(seed=None), trials=6, folder=tmp_path)
+    assert len(result.trials) == 6
+    assert "Give the sampler a seed" in caplog.text
+
+
+def test_grid_can_be_pruned():
+    def work(world):
+        grid = {"lr": [0.11, 0.23, 0.37, 0.53, 0.71], "steps": [8]}
+        prune = optuna.pruners.ThresholdPruner(lower=0.3)
+        return sweep(train_of(world), grid, metric="score", prune=prune, world=world)
+
+    first, second = run_ranks(2, work)
+    assert facts(first) == facts(second)
+    assert [t.params["lr"] for t in first.trials] == [0.11, 0.23, 0.37, 0.53, 0.71]
+    for trial in first.trials:
+        assert (trial.status == "pruned") == any(value < 0.3 for _, value in trial.values)
+
+
+def test_stopped_trial_gives_its_place_away():
+    result, _ = on_ranks(stop=1, trials=5)
+    assert [t.status for t in result.trials].count("stopped") == 1
+    assert result.trials[1].status == "stopped"
+    assert len(result.trials) == 5
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "text"),
+    [
+        ({}, {"trials": None}, "`trials` must say how often"),
+        ({}, {"mode": "min"}, "the study's direction says `max`"),
+        ({"direction": None, "directions": ["maximize", "minimize"]}, {}, "has 2 objectives"),
+        ({}, {"space": None}, "needs `space`"),
+        ({}, {"space": {"lr": 1.0}}, "must be a distribution"),
+        ({}, {"metric": ""}, "`metric` is empty"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path, study, options, text):
+    def work(world):
+        found = {"space": space_of, "metric": "score", "trials": 2, **options}
+        with pytest.raises((TypeError, ValueError)) as raised:
+            sweep(train_of(world), make_study(**study), world=world, folder=tmp_path / "s", **found)
+        assert text in str(raised.value)
+
+    run_ranks(2, work)
+    assert not (tmp_path / "s").exists()
+
+
+def test_failing_space_is_an_error_on_every_rank():
+    def space(trial):
+        if trial.number == 4:
+            raise RuntimeError("boom")
+        return space_of(trial)
+
+    def work(world):
+        with pytest.raises((RuntimeError, JobError), match="boom"):
+            sweep(train_of(world), make_study(), space=space, metric="score", trials=8, world=world)
+
+    run_ranks(2, work)

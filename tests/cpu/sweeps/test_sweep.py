@@ -1,0 +1,247 @@
+"""Sweeps on ranks that are threads: what runs, what fails alone, what is refused before the first step."""
+
+import json
+
+import pytest
+
+import jaxcross.errors
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import JobError, MissingExtraError
+from jaxcross.jobs.runner import Runner
+from jaxcross.sweeps.sweep import sweep
+from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import make_step
+
+
+def training(world, *, steps=6, every=2, begun=None):
+    """A `train` that adds `lr` in each step, and logs what it has as `score`."""
+    step = make_step(world)
+
+    def train(job, lr, fails=False, logs="score", saves=True):
+        if begun is not None:
+            begun.append((world.rank, job.name))
+        state = job.restore(0.0)
+        for batch in job.batches([float(lr)] * steps):
+            state = step(state, batch)
+            if fails and job.step == 4 and world.rank == world.size - 1:
+                raise ValueError("boom")
+            if job.step % every == 0:
+                job.log({logs: state})
+                if saves:
+                    job.save(state)
+        return state
+
+    return train
+
+
+def on_ranks(search, ranks=2, make=training, **options):
+    options = {"metric": "score", **options}
+    return run_ranks(ranks, lambda world: sweep(make(world), search, world=world, **options))
+
+
+def facts(result):
+    return [(t.number, t.params, t.status, t.step, t.value, t.digest, t.values) for t in result.trials]
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 5])
+def test_grid_is_the_same_however_many_run_at_a_time(concurrent):
+    first, second = on_ranks({"lr": [1, 3, 2], "saves": [True]}, concurrent=concurrent)
+    assert facts(first) == facts(second)
+    assert [t.params["lr"] for t in first.trials] == [1, 3, 2]
+    assert {t.status for t in first.trials} == {"finished"}
+    assert first.best == first.trials[1]
+    assert first.state == first.best.value == first.best.values[-1][1]
+    assert len(first.reports) == 1  # a trial takes its place before the one that it follows has left the run
+
+
+def test_smallest_is_best_where_the_mode_says_so():
+    result, _ = on_ranks({"lr": [3, 1, 2]}, mode="min")
+    assert [t.params["lr"] for t in result.ranked] == [1, 2, 3]
+
+
+def test_random_draws_do_not_depend_on_their_number():
+    def draw(rng):
+        return {"lr": int(rng.integers(100))}
+
+    few, _ = on_ranks(draw, trials=2, seed=7)
+    more, _ = on_ranks(draw, trials=4, seed=7)
+    assert [t.params for t in more.trials][:2] == [t.params for t in few.trials]
+    drawn, _ = on_ranks({"lr": list(range(50))}, trials=2)
+    assert len({t.params["lr"] for t in drawn.trials}) == 2
+
+
+def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
+    trials = [{"lr": 1}, {"lr": 2, "fails": True}, {"lr": 3}, {"lr": 4, "fails": True}]
+    result, other = on_ranks(trials, folder=tmp_path)
+    assert facts(result) == facts(other)
+    assert [t.status for t in result.trials] == ["finished", "failed", "finished", "failed"]
+    assert result.best.params == {"lr": 3}
+    assert "failed on rank 1" in result.trials[1].error
+    assert "Trial `1 lr=2 fails=True` failed: Job `1 lr=2 fails=True` failed on rank 1" in str(result)
+    written = json.loads((tmp_path / "sweep.json").read_text())["trials"]
+    assert [t["status"] for t in written] == ["finished", "failed", "finished", "failed"]
+
+
+def test_all_trials_failing_is_an_error_on_every_rank():
+    def work(world):
+        with pytest.raises(JobError, match="All 2 trials of the sweep failed. The first: Job `0 lr=1"):
+            sweep(training(world), {"lr": [1, 2], "fails": [True]}, metric="score", world=world)
+
+    run_ranks(2, work)
+
+
+def test_metric_that_is_never_logged_fails_the_trial():
+    result, _ = on_ranks([{"lr": 1}, {"lr": 2, "logs": "loss"}])
+    assert [t.status for t in result.trials] == ["finished", "failed"]
+    assert "never logged `score`, by which trials are compared. It logged: `loss`." in result.trials[1].error
+
+
+def test_saving_before_logging_is_refused(tmp_path):
+    def make(world):
+        step = make_step(world)
+
+        def train(job, lr):
+            state = job.restore(0.0)
+            for batch in job.batches([float(lr)] * 4):
+                state = step(state, batch)
+                job.save(state)
+                job.log({"score": state})
+            return state
+
+        return train
+
+    def work(world):
+        with pytest.raises(JobError, match=r"logged `score` after it had saved its state, at step 1"):
+            sweep(make(world), {"lr": [1]}, metric="score", world=world, folder=tmp_path)
+
+    on_ranks({"lr": [1]}, make=make)  # without a folder nothing can be lost
+    run_ranks(2, work)
+
+
+def test_second_start_has_nothing_to_do(tmp_path):
+    begun = []
+
+    def make(world):
+        return training(world, begun=begun)
+
+    first, _ = on_ranks({"lr": [1, 2, 3]}, make=make, folder=tmp_path)
+    assert len(begun) == 6
+    again, _ = on_ranks({"lr": [1, 2, 3]}, make=make, folder=tmp_path)
+    assert len(begun) == 6
+    assert facts(again) == facts(first)
+    assert again.best == first.best and again.state is None and again.reports == ()
+
+
+def test_best_trials_state_stays_on_disk(tmp_path):
+    result, _ = on_ranks({"lr": [1, 3, 2]}, folder=tmp_path, concurrent=1)
+    left = {path.parent.name for path in (tmp_path / "checkpoints").glob("*/0*")}
+    assert left == {"1 lr=3"}
+
+    def load(world):
+        with Runner(world, checkpoints=Checkpoints(tmp_path / "checkpoints")) as runner:
+            job = runner.add(result.best.name, training(world), **result.best.params)
+            runner.run()
+        return job.state
+
+    assert run_ranks(2, load) == [result.state] * 2
+
+
+@pytest.mark.parametrize(
+    ("search", "options", "error", "text"),
+    [
+        ({}, {}, ValueError, "`search` is empty"),
+        ({"lr": []}, {}, ValueError, "`search` is empty"),
+        ({"lr": 0.1}, {}, TypeError, "`search['lr']` must be a list of values"),
+        ({"lr": [1, 1]}, {}, ValueError, "twice"),
+        ({"lr": [object()]}, {}, TypeError, "`lr` of trial 0 is <object"),
+        ({"lr": [float("nan")]}, {}, TypeError, "finite numbers"),
+        ({"rate": [1]}, {}, TypeError, "calls its function as `fn(job, rate=...)`"),
+        (7, {}, TypeError, "`search` must be a grid"),
+        ({"lr": [1]}, {"trials": 2}, ValueError, "`trials` is 2, and `search` has 1"),
+        (lambda rng: {"lr": 1}, {}, ValueError, "`trials` must say how often"),
+        ({"lr": [1]}, {"metric": ""}, ValueError, "`metric` is empty"),
+        ({"lr": [1]}, {"metric": None}, TypeError, "`metric` must be the name"),
+        ({"lr": [1]}, {"mode": "most"}, ValueError, "`mode` must be `max` or `min`"),
+        ({"lr": [1]}, {"concurrent": 0}, ValueError, "`concurrent` must be at least 1"),
+        ({"lr": [1]}, {"keep": 0}, ValueError, "`keep` must be at least 1"),
+        ({"lr": [1]}, {"policy": None}, TypeError, "`sweep` has no argument `policy`"),
+        ({"lr": [1]}, {"space": {}}, ValueError, "`space` goes with an Optuna study"),
+        ({"lr": [1]}, {"prune": "median"}, TypeError, "`prune` must be a pruner of Optuna's"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_arguments_are_refused_before_the_first_step(tmp_path, search, options, error, text):
+    begun = []
+
+    def work(world):
+        options_here = {"metric": "score", **options, "folder": tmp_path / "sweep"}
+        with pytest.raises(error) as raised:
+            sweep(training(world, begun=begun), search, world=world, **options_here)
+        assert text in str(raised.value)
+
+    if "prune" in options:
+        pytest.importorskip("optuna")
+    run_ranks(2, work)
+    assert not begun
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_argument_that_is_wrong_on_one_rank_is_refused_on_all():
+    def work(world):
+        with pytest.raises((TypeError, JobError)) as raised:
+            sweep(training(world), {"lr": [1]}, metric="score", world=world, concurrent=[1, "a"][world.rank])
+        return str(raised.value)
+
+    first, second = run_ranks(2, work)
+    assert first == f"On rank 1: {second}"
+
+
+def test_ranks_with_different_sweeps_are_refused():
+    def work(world):
+        with pytest.raises(JobError, match="Ranks 0 and 1 want different sweeps: `search` is"):
+            sweep(training(world), {"lr": [1 + world.rank]}, metric="score", world=world)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"metric": "loss"}, "began with `metric` 'score', not 'loss'"),
+        ({"mode": "min"}, "began with `mode` 'max', not 'min'"),
+        ({"search": {"lr": [2, 1]}}, "Trial 0 of the sweep"),
+        ({"search": {"lr": [1]}}, "can have more but not fewer"),
+    ],
+)
+def test_folder_of_another_sweep_is_left_alone(tmp_path, changes, text):
+    on_ranks({"lr": [1, 2]}, folder=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file()}
+    options = {"search": {"lr": [1, 2]}, "metric": "score", "folder": tmp_path, **changes}
+
+    def work(world):
+        with pytest.raises(ValueError, match=text):
+            sweep(training(world), world=world, **options)
+
+    run_ranks(2, work)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+
+    def work(world):
+        with pytest.raises(ValueError, match="is to hold a sweep, and holds other files"):
+            sweep(training(world), {"lr": [1]}, metric="score", world=world, folder=tmp_path)
+
+    run_ranks(2, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_pruning_without_optuna_names_the_extra(monkeypatch):
+    monkeypatch.setattr(jaxcross.errors, "find_spec", lambda name: None)
+
+    def work(world):
+        with pytest.raises(MissingExtraError, match=r"jaxcross\[sweep\]"):
+            sweep(training(world), {"lr": [1]}, metric="score", world=world, prune=object())
+
+    run_ranks(2, work)
