@@ -121,6 +121,11 @@ class Coordinator:
         with self._changed:
             return [trial for trial in self.trials if trial.status is None and self._schedule.has_begun(trial.number)]
 
+    def has_begun(self, number: int) -> bool:
+        """Whether the search has been asked for a trial."""
+        with self._changed:
+            return self._schedule.has_begun(number)
+
     def may_begin(self, number: int, stopping: Callable[[], bool]) -> bool:
         """Whether a trial is to run, and not over. Waits for a trial that a restart brought back too early."""
         with self._changed:

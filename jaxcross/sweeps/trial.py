@@ -15,6 +15,7 @@ from jaxcross._pytree import PyTree, snapshot
 from jaxcross.checkpoint.layout import Folders, folder_name
 from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.thread import JobDone, JobThread
 from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.settings import SweepSettings
@@ -41,7 +42,7 @@ class _Shared:
     finished: dict[int, Finished] = field(default_factory=dict)
     pruned: dict[int, str] = field(default_factory=dict)
     jobs: dict[int, JobContext] = field(default_factory=dict)
-    closed: dict[int, threading.Event] = field(default_factory=dict)
+    closed: dict[int, JobDone] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -79,14 +80,14 @@ class Trials:
         with self._shared.lock:
             self._shared.finished |= finished
             self._shared.pruned |= pruned
-            self._shared.closed |= {number: threading.Event() for number in begins}
+            self._shared.closed |= {number: JobDone() for number in begins}
 
     def run(self, job: JobContext, number: int, params: Mapping[str, Any], after: int | None) -> PyTree:
         """Runs one trial. On every rank."""
         shared = self._shared
         with shared.lock:
             before = None if after is None else shared.closed.get(after)
-            shared.closed.setdefault(number, threading.Event())
+            shared.closed.setdefault(number, JobDone())
             shared.jobs[number] = job
         observer = _Observer(self, job, number)
         job.observe(observer)
@@ -106,6 +107,9 @@ class Trials:
 
     def _may_begin(self, job: JobContext, number: int) -> bool:
         assert self.coordinator is not None
+        thread = threading.current_thread()
+        if not self.coordinator.has_begun(number) and isinstance(thread, JobThread):
+            thread.excuse_start()  # it waits for others, which a joint start would have wait for it
         return self.coordinator.may_begin(number, lambda: job.host.stopping)
 
     def best(self) -> int | None:

@@ -204,23 +204,21 @@ def test_ranks_with_different_sweeps_are_refused():
     run_ranks(2, work)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_folder_of_another_sweep_is_left_alone(tmp_path):
+    on_ranks({"lr": [1, 2]}, folder=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file()}
+    refused = [
         ({"metric": "loss"}, "began with `metric` 'score', not 'loss'"),
         ({"mode": "min"}, "began with `mode` 'max', not 'min'"),
         ({"search": {"lr": [2, 1]}}, "Trial 0 of the sweep"),
         ({"search": {"lr": [1]}}, "can have more but not fewer"),
-    ],
-)
-def test_folder_of_another_sweep_is_left_alone(tmp_path, changes, text):
-    on_ranks({"lr": [1, 2]}, folder=tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file()}
-    options = {"search": {"lr": [1, 2]}, "metric": "score", "folder": tmp_path, **changes}
+    ]
 
     def work(world):
-        with pytest.raises(ValueError, match=text):
-            sweep(training(world), world=world, **options)
+        for changes, text in refused:
+            options = {"search": {"lr": [1, 2]}, "metric": "score", "folder": tmp_path, **changes}
+            with pytest.raises(ValueError, match=text):
+                sweep(training(world), world=world, **options)
 
     run_ranks(2, work)
     assert {path: path.read_bytes() for path in before} == before
