@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxcross.commands.hosts import parse_hosts
-from jaxcross.commands.relaunch import Ended, RunFiles, run_until_over
+from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
@@ -35,7 +34,6 @@ HOLD_S = 40
 _STOPPED = (130, 143)
 _BY_SIGNAL = 128
 _LOOK_S = 5.0
-_CLOCKS_S = 1.0  # by which hosts may differ
 _STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
 """Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
 
@@ -161,7 +159,7 @@ def _run_once(
     print(printed(line, extra), flush=True)
     if args.dry_run:
         return Ended(code=0)
-    files = RunFiles(events=events, since_s=time.time() - _CLOCKS_S, hosts=hosts, ranks=ranks)
+    files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
     if (console := live_table.terminal(os.environ)) is None:
         code, stopped = _run(line, environ, mpirun.vendor, files=files)

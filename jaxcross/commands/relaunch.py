@@ -44,24 +44,19 @@ class RunFiles:
 
     Attributes:
         events: Their folder.
-        since_s: The time before which they are of earlier runs, in seconds of the epoch.
+        earlier: The run whose files lay there before: `latest_run`.
         hosts: The hosts that share the ranks equally; none for this machine.
         ranks: Number of ranks.
     """
 
     events: Path
-    since_s: float
+    earlier: str
     hosts: Sequence[str]
     ranks: int
 
     def read(self) -> Sequence[RankRecord]:
-        """Reads the ranks' records. Other programs have none."""
-        from jaxcross.report.event_files import read
-
-        try:
-            return [record for record in read(self.events) if record.last_s >= self.since_s]
-        except (OSError, ValueError):
-            return []
+        """Reads the ranks' records. Other programs have none, and ranks that have not joined yet."""
+        return [record for record in _read(self.events) if record.run != self.earlier]
 
     def is_stuck(self) -> bool:
         """Whether ranks reported a lost one so long ago that `mpirun` should have ended."""
@@ -74,6 +69,20 @@ class RunFiles:
             pids.setdefault(self.hosts[record.rank * len(self.hosts) // self.ranks], []).append(record.pid)
         signal_ranks(number, pids, agent_of(os.environ))
         return bool(pids)
+
+
+def latest_run(events: Path) -> str:
+    """Returns the name of the run that wrote last into a folder; empty if there is none."""
+    return next((record.run for record in _read(events)), "")
+
+
+def _read(events: Path) -> Sequence[RankRecord]:
+    from jaxcross.report.event_files import read
+
+    try:
+        return read(events)
+    except (OSError, ValueError):
+        return []
 
 
 def run_until_over(args: argparse.Namespace, hosts: Sequence[str], run_once: Callable[[Sequence[str]], Ended]) -> Ended:
