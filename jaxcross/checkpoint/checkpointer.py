@@ -81,6 +81,11 @@ class JobCheckpointer:
         """Whether the job has restored its state: from then on it can be saved."""
         return self._forms is not None
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint that is complete on all ranks; None without one."""
+        return step_of(self._complete[-1]) if self._complete else None
+
     def restore(
         self, target: PyTree, run_on_all_ranks: RunOnAllRanks, *, local: bool = False
     ) -> tuple[PyTree, Progress] | None:

@@ -16,9 +16,9 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import quote
 
 from jaxcross.checkpoint.part import MAX_BYTES, AbsentError, Part, UnusableError, parse, to_text
@@ -109,6 +109,13 @@ class Folders:
                 return stream.read(40).decode(errors="replace")
         except (*ABSENT, IsADirectoryError):
             return ""
+
+    def remove_marks(self) -> None:
+        """Removes this rank's marks, and the folder if it is empty then. Waits for the disk."""
+        for what in get_args(Mark):
+            (self.path / f"{what}-{self._rank:04d}").unlink(missing_ok=True)
+        with suppress(OSError):  # it was never made, or another rank's marks are in it
+            self.path.rmdir()
 
     def part_path(self, name: str) -> Path:
         """The folder of this rank's part."""

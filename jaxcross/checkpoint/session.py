@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -55,6 +56,7 @@ class Session:
         try:
             settings.path.mkdir(parents=True, exist_ok=True)
             if world.rank == 0:
+                mine["new"] = not (settings.path / SET_FILE).exists()
                 mine |= self._take_over()
                 self._write_set()
         except Exception as error:
@@ -66,6 +68,7 @@ class Session:
         self.resubmit: dict[str, str] = gathered[0]["resubmit"]
         self.added_before: frozenset[str] = frozenset(gathered[0]["added"])
         self.missing: list[str] = gathered[0]["missing"]
+        self._is_new: bool = gathered[0]["new"]
         self._writer = Writer()
 
     def _take_over(self) -> dict[str, Any]:
@@ -138,8 +141,27 @@ class Session:
             writer=self._writer,
         )
 
-    def close(self) -> None:
-        """Ends the thread that writes, once its work is done. Waits; the watchdog reports a disk that hangs."""
+    def _remove(self) -> None:
+        """Removes this rank's files, and the folders that are empty then, if no file says anything to a restart."""
+        folders = [self._folders(job) for job in self._jobs]
+        with suppress(OSError):
+            if any(each.names() or each.marked("left") == "stopped" or each.marked("paused") for each in folders):
+                return
+            for each in folders:
+                each.remove_marks()
+            if self._world.rank == 0:
+                (self._settings.path / SET_FILE).unlink(missing_ok=True)
+            self._settings.path.rmdir()  # the last rank's succeeds, where they share it
+
+    def close(self, *, unused: bool = False) -> None:
+        """Ends the thread that writes, once its work is done. Waits; the watchdog reports a disk that hangs.
+
+        Args:
+            unused: Whether the run broke off before its first step. If it began the folder, that is removed again,
+                unless it holds something that a restart needs.
+        """
+        if unused and self._is_new and not (self._added or self._submitted):
+            self._writer.submit(self._remove)
         last = self._writer.submit(lambda: None)
         self._writer.wait_for(last, self._world, job="", step=0, missing="what is left to write")
         self._writer.close()

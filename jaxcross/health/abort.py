@@ -98,10 +98,12 @@ class ExceptionHooks:
 
     Attributes:
         notify: Sends the other ranks the reason, once there is a watchdog.
+        failed_alike: Whether a lower rank has failed in the same way, which then ends all; waits a second at most.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.notify: Notify | None = None
+        self.failed_alike: Callable[[AbortReason], bool] | None = None
         self._rank, self._size, self._pid = rank, size, os.getpid()
         self._previous, self._previous_of_threads = sys.excepthook, threading.excepthook
 
@@ -109,6 +111,15 @@ class ExceptionHooks:
         """Installs the hooks in this process."""
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
+
+    def _fails_alike(self, failure: AbortReason) -> bool:
+        """Whether a lower rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
+        alike = False
+        with suppress(Exception):  # this rank then reports for itself
+            alike = self.failed_alike is not None and self.failed_alike(failure)
+        if alike:
+            threading.Event().wait(ABORT_GRACE_S)
+        return alike
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
@@ -131,10 +142,17 @@ class ExceptionHooks:
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
         failure = AbortReason(text=f"rank {rank} failed with {_short(kind, value)}")
         if ends_run(value):  # the same on every rank: only an error that this rank raised itself needs a traceback
+            # Where several ranks have failed alike, the first of them prints the traceback; rank 0 the notes.
             if value.__cause__ is not None:
-                self._print(value.__cause__)
-            text = "\n".join([f"{kind.__name__}: {value}", *getattr(value, "__notes__", ())])
+                if getattr(value, "cause_rank", None) in (None, rank):
+                    self._print(value.__cause__)
+                else:  # before this rank ends that one
+                    threading.Event().wait(_READ_S)
+            notes = getattr(value, "__notes__", ()) if rank == 0 else ()
+            text = "\n".join([f"{kind.__name__}: {value}", *notes])
             abort_everywhere(f"jaxcross: rank {rank} of {size} ends after the run: {text}", failure, self.notify)
+        if self._fails_alike(failure):
+            end_processes(failure.code)
         self._print(value)
         message = f"jaxcross: rank {rank} failed with {kind.__name__}; all {size} ranks end."
         abort_everywhere(message, failure, self.notify)

@@ -14,6 +14,7 @@ from jaxcross.health.timed_comm import TimedComm
 _NOTICE, _RECEIPT = 4, 5
 _NOTIFY_S = 1.0
 _HOLD_S = 3.0
+_ALIKE_S = 0.3
 
 
 @final
@@ -30,6 +31,7 @@ class AbortNotices:
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._notifying, self._notified = threading.Lock(), threading.Event()
+        self._told: tuple[int, str] | None = None  # the sender of a notice that this rank obeys, and its reason
         self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
     def notify(self, reason: AbortReason) -> None:
@@ -62,6 +64,34 @@ class AbortNotices:
         self._notified.set()
         del pending  # a rank without the notice by now is ended without a message of its own
 
+    def failed_alike(self, own: AbortReason) -> bool:
+        """Whether a lower rank has sent notice of the same failure as this rank's own. Waits a second at most.
+
+        If so, this rank has obeyed it: it has printed one line, and the sender ends all ranks.
+        """
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            return False
+        # Ranks wait the longer the higher they are, so that the first one does not wait for the others.
+        deadline = time.monotonic() + min(_ALIKE_S * self._rank, _NOTIFY_S)
+        what = own.text.removeprefix(f"rank {self._rank} ")
+        while time.monotonic() < deadline and self._told is None:
+            if (notice := self._receive()) is not None:
+                sender, reason, _ = notice
+                if reason.removeprefix(f"rank {sender} ").startswith(what):
+                    self._told = sender, reason
+                    activity = self._flight.record_exit(own.kind, own.text)
+                    print_error(
+                        f"jaxcross: rank {self._rank} of {self._size} fails alike while {activity}: see rank {sender}."
+                    )
+                self._answer(sender)
+            threading.Event().wait(0.01)
+        if self._told is None:  # by another thread, perhaps, which has printed its line
+            return False
+        sender, reason = self._told
+        return reason.removeprefix(f"rank {sender} ").startswith(what)
+
     def check(self) -> None:
         """Ends this rank, with a message, if a notice has come from another one; else does nothing."""
         notice = self._receive()
@@ -71,6 +101,7 @@ class AbortNotices:
         if self._notifying.locked():  # this rank ends all, too, and has printed its own reason
             self._answer(sender)
             return
+        self._told = sender, reason
         activity = self._flight.record_exit("told", reason)
         print_error(f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}")
         self._answer(sender)  # the sender ends all ranks once it has all receipts

@@ -121,6 +121,10 @@ class Watchdog:
         """Sends all other ranks the reason for which this one ends them. Waits a second at most."""
         self._notices.notify(reason)
 
+    def failed_alike(self, own: AbortReason) -> bool:
+        """Whether a lower rank has failed in the same way as this one. Waits a second at most."""
+        return self._notices.failed_alike(own)
+
     def monitor(
         self,
         *,

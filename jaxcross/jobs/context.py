@@ -10,6 +10,7 @@ from typing import Any, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
+from jaxcross.health.abort import print_error
 from jaxcross.interleave.instrument import SpanKind
 from jaxcross.interleave.vote import JobRequest
 from jaxcross.jobs.arguments import check_batches, check_early_stopping, check_every
@@ -305,6 +306,8 @@ class JobContext:
             self.host.step = resumption.first_step
             driver, record = self._life.running()
             driver.resumed(record, self.step)
+            if self._world.rank == 0:
+                print_error(f"jaxcross: job `{self.name}` goes on after step {self.step}.")
             self.state = found
         else:
             if mode != "local":

@@ -17,6 +17,7 @@ from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
 from jaxcross.jobs.metrics import MetricLog
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
+from jaxcross.jobs.stop_text import StoppedJob
 from jaxcross.jobs.thread import JobThread
 from jaxcross.report.metric_files import MetricFiles
 from jaxcross.runtime.collective_call import run_collectively
@@ -163,6 +164,12 @@ class JobRun:
             self._save_last(together)
         except JobError as error:
             _log.warning("%s", error)
+
+    def at_stop(self) -> StoppedJob:
+        """Returns how far the job is after a run that was stopped, and what is saved of it."""
+        resumption = self._life.resumption
+        begun, saved = (False, None) if resumption is None else (resumption.begun, resumption.saved_step)
+        return StoppedJob(name=self.name, status=self.context.status, step=self.step, begun=begun, saved=saved)
 
     def _save_last(self, together: RunOnAllRanks) -> None:
         resumption = self._life.resumption

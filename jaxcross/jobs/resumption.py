@@ -42,6 +42,16 @@ class Resumption:
         self._step: tuple[str, bool] | None = None  # the function whose calls are steps, and whether it returns a state
         self._uncounted_reason = ""  # an error text about another function that trains
 
+    @property
+    def begun(self) -> bool:
+        """Whether the job has restored its state."""
+        return self._checkpointer.begun
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is complete on all ranks; None without one."""
+        return self._checkpointer.newest_step
+
     def restore(self, target: PyTree, together: RunOnAllRanks, *, local: bool = False) -> PyTree | None:
         """Returns the state of the newest checkpoint, or None. Waits for all ranks; see `JobCheckpointer.restore`."""
         found = self._checkpointer.restore(target, together, local=local)

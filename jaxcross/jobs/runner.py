@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxcross.checkpoint import Checkpoints, Session
 from jaxcross.errors import JobError, clause
-from jaxcross.health.abort import TERMINATED
+from jaxcross.health.abort import TERMINATED, print_error
 from jaxcross.health.deferred_signals import defer_signals
 from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
@@ -29,6 +29,7 @@ from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, repo
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
 from jaxcross.jobs.resumption import Resumption
+from jaxcross.jobs.stop_text import stop_text
 from jaxcross.jobs.submissions import RegisteredFunctions
 from jaxcross.report import Recorder, Report
 from jaxcross.report.metric_files import MetricFiles
@@ -297,7 +298,7 @@ class Runner:
                 raised on every rank after the others have ended, the first one with notes on further ones. `report`
                 then holds what was measured.
             KeyboardInterrupt: Somebody interrupted a rank; raised on every rank, which all stopped at the same step. On
-                that rank alone if all jobs were over.
+                that rank alone if all jobs were over. Before, rank 0 prints what was saved of each job.
             SystemExit: The same, with exit code 143, after SIGTERM on any rank.
             BaseException: The same, whatever your own handler of another signal raised, on the ranks where it did;
                 `KeyboardInterrupt` on the others.
@@ -356,7 +357,8 @@ class Runner:
             if self._session is not None:
                 for run in self._runs:
                     run.save_left()
-                self._session.close()
+                broke_off = not all(job.status == "ended" for job in jobs)
+                self._session.close(unused=broke_off and not any(job.step for job in jobs))
             with after_run(self.world, "report"):
                 compare_replicas(self.world, jobs)
                 missing = left_out(self.world, jobs, [*driver.left_out, *sorted(self._submitted)])
@@ -371,6 +373,9 @@ class Runner:
                 link="" if self.link is None else str(self.link),
                 watch=after_run(self.world, "report"),
             )
+            if stopped and self.world.rank == 0:
+                folder = None if self.checkpoints is None else str(self.checkpoints.path)
+                print_error(stop_text([run.at_stop() for run in self._runs], folder))
             own = driver.interrupt or (held[0] if held else None)  # no other rank has heard of it, if not stopped
             ending = self._exit(driver.terminated, own) if stopped else own
         if ending is None and held:  # while the handlers were put back

@@ -269,6 +269,7 @@ class Driver:
         if end.texts:
             job.error = explain(job.name, end.step, end.texts)
             job.error.__cause__ = job.cause
+            job.error.cause_rank = end.texts.index(end.texts[self.world.rank])
         # Last of the job's fields: its thread and `Runner.run` read them as soon as this is set.
         job.done.set()
         if job.thread is None:

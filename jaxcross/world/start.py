@@ -179,7 +179,7 @@ def _join(
         sigterm=sigterm,
     )
     watchdog.start()
-    hooks.notify = watchdog.notify
+    hooks.notify, hooks.failed_alike = watchdog.notify, watchdog.failed_alike
     atexit.register(watchdog.stop)
     return _make_world(
         rank=rank,

@@ -1,0 +1,61 @@
+"""The text with which a stopped run ends: what it has saved, and how to go on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_JOBS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedJob:
+    """A job of a run that was stopped.
+
+    Attributes:
+        name: The job's name.
+        status: How it ended; None for a job whose turn never came.
+        step: The number of steps that it has made.
+        begun: Whether it has restored its state, so that it could be saved.
+        saved: The step of its newest checkpoint that is complete on all ranks; None without one.
+    """
+
+    name: str
+    status: str | None
+    step: int
+    begun: bool = False
+    saved: int | None = None
+
+
+def stop_text(jobs: Sequence[StoppedJob], folder: str | None) -> str:
+    """Returns the lines for people.
+
+    Args:
+        jobs: The jobs of the run.
+        folder: Where the run keeps its checkpoints; None if it keeps none.
+    """
+    shown, more = jobs[:MAX_JOBS_SHOWN], len(jobs[MAX_JOBS_SHOWN:])
+    if folder is None:
+        steps = ", ".join(f"job `{job.name}` {_where(job)}" for job in shown)
+        rest = f", and {more} more jobs" if more else ""
+        return (
+            f"jaxcross: the run has stopped: {steps}{rest}. Nothing was saved, because the runner has no `checkpoints`."
+        )
+    lines = ["jaxcross: the run has stopped.", *(_saved(job, folder) for job in shown)]
+    lines += [f"And {more} more jobs in {folder}."] if more else []
+    return "\n".join([*lines, "Start the same command again to go on."])
+
+
+def _where(job: StoppedJob) -> str:
+    return f"ended after step {job.step}" if job.status == "ended" else f"after step {job.step}"
+
+
+def _saved(job: StoppedJob, folder: str) -> str:
+    if not job.begun:
+        return f"Job `{job.name}`: had not begun; what earlier runs saved of it stays."
+    if job.saved is None:
+        made = f"of its {job.step} steps" if job.step else "since it has made no step"
+        return f"Job `{job.name}`: nothing is saved {made}."
+    of = f", {job.step - job.saved} before its last" if job.saved < job.step else ""
+    ended = "ended, and " if job.status == "ended" else ""
+    return f"Job `{job.name}`: {ended}saved at step {job.saved}{of} in {folder}."

@@ -1,0 +1,55 @@
+"""An exception that all ranks raise brings one traceback, and one line of each other rank; no folder stays behind."""
+
+import pytest
+
+SCRIPT = """
+import sys, jaxcross
+world = jaxcross.initialize(stall_timeout_s=60)
+
+def helper():
+    raise ValueError("a bad example")
+
+def bad(job):
+    helper()
+
+if sys.argv[1] == "script":
+    helper()
+if sys.argv[1] == "unlike":
+    raise ValueError(f"an example of rank {world.rank}")
+checkpoints = jaxcross.Checkpoints(sys.argv[2]) if len(sys.argv) > 2 else None
+runner = jaxcross.Runner(world, checkpoints=checkpoints, progress=False)
+runner.add("a", bad)
+runner.run()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.integration)])
+def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks):
+    done = mpirun(ranks, SCRIPT, "script")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert f"jaxcross: rank 0 of {ranks} failed:\n" in done.stderr
+    for rank in range(1, ranks):
+        told = (f"rank {rank} of {ranks} fails alike while ", f"rank {rank} of {ranks} ends while ")
+        assert sum(done.stderr.count(text) for text in told) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_job_that_fails_alike_has_one_traceback(mpirun, ranks, tmp_path):
+    done = mpirun(ranks, SCRIPT, "job", str(tmp_path / "ck"))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    which = ", ".join(map(str, range(ranks)))
+    for rank in range(ranks):
+        end = f"rank {rank} of {ranks} ends after the run: JobError: Job `a` failed on ranks {which} after step 0"
+        assert done.stderr.count(end) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.integration
+def test_unlike_failures_have_a_traceback_each(mpirun):
+    done = mpirun(2, SCRIPT, "unlike")
+    assert done.stderr.count("Traceback (most recent call last)") in (1, 2)  # the second rank may be ended before
+    assert "ValueError: an example of rank " in done.stderr
+    assert "fails alike" not in done.stderr

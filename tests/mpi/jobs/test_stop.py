@@ -1,0 +1,62 @@
+"""A run that is stopped says what it saved; started again, it says where each job goes on. Rank 0 does, once."""
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = """
+import os, signal, sys
+import jax.numpy as jnp, jaxcross
+from jax import lax
+
+world = jaxcross.initialize(stall_timeout_s=60)
+step = jaxcross.crossover(lambda w, x: w + lax.pmean(x, "batch"), axes="batch")
+
+def train(job, stops):
+    w = job.restore(jnp.zeros(()))
+    for x in job.batches([jnp.ones(())] * 40):
+        w = step(w, x)
+        if stops and job.step == 3 and world.rank == 1:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return w
+
+checkpoints = jaxcross.Checkpoints(sys.argv[2]) if len(sys.argv) > 2 else None
+runner = jaxcross.Runner(world, checkpoints=checkpoints, progress=False)
+jobs = [runner.add(name, train, stops=sys.argv[1] != "none") for name in "ab"]
+try:
+    runner.run()
+finally:
+    if world.rank == 0:
+        print([job.step for job in jobs], flush=True)
+"""
+
+
+def lines(done):
+    return [line for line in done.stderr.splitlines() if line.startswith(("Job `", "jaxcross: job", "Start the same"))]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_stop_says_what_was_saved_and_a_restart_goes_on(mpirun, tmp_path, name, code):
+    folder = tmp_path / "ck"
+    done = mpirun(2, SCRIPT, name, str(folder))
+    assert done.returncode == code
+    a, b = eval(done.stdout.splitlines()[-1])
+    assert lines(done) == [
+        f"Job `a`: saved at step {a} in {folder}.",
+        f"Job `b`: saved at step {b} in {folder}.",
+        "Start the same command again to go on.",
+    ]
+    assert done.stderr.count("jaxcross: the run has stopped.") == 1
+    again = mpirun(2, SCRIPT, "none", str(folder)).check()
+    assert sorted(lines(again)) == [
+        f"jaxcross: job `{n}` goes on after step {step}." for n, step in zip("ab", (a, b), strict=True)
+    ]
+    assert again.stdout.splitlines()[-1] == "[40, 40]"
+
+
+def test_without_checkpoints_a_stop_says_so(mpirun):
+    done = mpirun(2, SCRIPT, "SIGTERM")
+    a, b = eval(done.stdout.splitlines()[-1])
+    said = f"jaxcross: the run has stopped: job `a` after step {a}, job `b` after step {b}. Nothing was saved, because"
+    assert done.stderr.count(said) == 1
+    assert done.returncode == 143

@@ -1,0 +1,40 @@
+"""What a stopped run says that it saved."""
+
+from jaxcross.jobs.stop_text import MAX_JOBS_SHOWN, StoppedJob, stop_text
+
+
+def test_each_job_is_named_with_its_step_and_folder():
+    jobs = [
+        StoppedJob(name="a", status="stopped", step=120, begun=True, saved=120),
+        StoppedJob(name="b", status="ended", step=40, begun=True, saved=40),
+        StoppedJob(name="c", status="stopped", step=120, begun=True, saved=100),
+        StoppedJob(name="d", status="stopped", step=0, begun=True),
+        StoppedJob(name="e", status="failed", step=7, begun=True),
+        StoppedJob(name="f", status="stopped", step=0),
+    ]
+    assert stop_text(jobs, "runs/ck").splitlines() == [
+        "jaxcross: the run has stopped.",
+        "Job `a`: saved at step 120 in runs/ck.",
+        "Job `b`: ended, and saved at step 40 in runs/ck.",
+        "Job `c`: saved at step 100, 20 before its last in runs/ck.",
+        "Job `d`: nothing is saved since it has made no step.",
+        "Job `e`: nothing is saved of its 7 steps.",
+        "Job `f`: had not begun; what earlier runs saved of it stays.",
+        "Start the same command again to go on.",
+    ]
+
+
+def test_without_checkpoints_nothing_was_saved():
+    jobs = [StoppedJob(name="a", status="stopped", step=5), StoppedJob(name="b", status="ended", step=7)]
+    assert stop_text(jobs, None) == (
+        "jaxcross: the run has stopped: job `a` after step 5, job `b` ended after step 7. Nothing was saved, because "
+        "the runner has no `checkpoints`."
+    )
+
+
+def test_many_jobs_are_a_few_lines():
+    jobs = [StoppedJob(name=f"{n}", status="stopped", step=1, begun=True, saved=1) for n in range(64)]
+    lines = stop_text(jobs, "ck").splitlines()
+    assert len(lines) == MAX_JOBS_SHOWN + 3
+    assert lines[-2] == f"And {64 - MAX_JOBS_SHOWN} more jobs in ck."
+    assert f"and {64 - MAX_JOBS_SHOWN} more jobs" in stop_text(jobs, None)
