@@ -114,12 +114,11 @@ class ExceptionHooks:
 
     def _fails_alike(self, failure: AbortReason) -> bool:
         """Whether a lower rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
-        alike = False
-        with suppress(Exception):  # this rank then reports for itself
-            alike = self.failed_alike is not None and self.failed_alike(failure)
-        if alike:
-            threading.Event().wait(ABORT_GRACE_S)
-        return alike
+        with suppress(BaseException):  # also an interrupt: this rank then reports for itself
+            if self.failed_alike is not None and self.failed_alike(failure):
+                threading.Event().wait(ABORT_GRACE_S)
+                return True
+        return False
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
@@ -146,8 +145,9 @@ class ExceptionHooks:
             if value.__cause__ is not None:
                 if getattr(value, "cause_rank", None) in (None, rank):
                     self._print(value.__cause__)
-                else:  # before this rank ends that one
-                    threading.Event().wait(_READ_S)
+                else:
+                    with suppress(BaseException):  # before this rank ends that one
+                        threading.Event().wait(_READ_S)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
             text = "\n".join([f"{kind.__name__}: {value}", *notes])
             abort_everywhere(f"jaxcross: rank {rank} of {size} ends after the run: {text}", failure, self.notify)

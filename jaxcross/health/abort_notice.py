@@ -79,13 +79,14 @@ class AbortNotices:
         while time.monotonic() < deadline and self._told is None:
             if (notice := self._receive()) is not None:
                 sender, reason, _ = notice
-                if reason.removeprefix(f"rank {sender} ").startswith(what):
-                    self._told = sender, reason
+                alike = reason.removeprefix(f"rank {sender} ").startswith(what)
+                if alike:
                     activity = self._flight.record_exit(own.kind, own.text)
                     print_error(
                         f"jaxcross: rank {self._rank} of {self._size} fails alike while {activity}: see rank {sender}."
                     )
                 self._answer(sender)
+                return alike
             threading.Event().wait(0.01)
         if self._told is None:  # by another thread, perhaps, which has printed its line
             return False
