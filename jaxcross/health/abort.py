@@ -98,12 +98,14 @@ class ExceptionHooks:
 
     Attributes:
         notify: Sends the other ranks the reason, once there is a watchdog.
-        failed_alike: Whether a lower rank has failed in the same way, which then ends all; waits a second at most.
+        failed_alike: Whether another rank has failed in the same way, which then ends all; waits 1.5 s at most.
+        report: Notes that this rank prints its own reason.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.notify: Notify | None = None
         self.failed_alike: Callable[[AbortReason], bool] | None = None
+        self.report: Callable[[], None] = _nothing
         self._rank, self._size, self._pid = rank, size, os.getpid()
         self._previous, self._previous_of_threads = sys.excepthook, threading.excepthook
 
@@ -113,7 +115,7 @@ class ExceptionHooks:
         threading.excepthook = self._on_thread_exception
 
     def _fails_alike(self, failure: AbortReason) -> bool:
-        """Whether a lower rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
+        """Whether another rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
         with suppress(BaseException):  # also an interrupt: this rank then reports for itself
             if self.failed_alike is not None and self.failed_alike(failure):
                 threading.Event().wait(ABORT_GRACE_S)
@@ -141,6 +143,7 @@ class ExceptionHooks:
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
         failure = AbortReason(text=f"rank {rank} failed with {_short(kind, value)}")
         if ends_run(value):  # the same on every rank: only an error that this rank raised itself needs a traceback
+            self.report()
             # Where several ranks have failed alike, the first of them prints the traceback; rank 0 the notes.
             if value.__cause__ is not None:
                 if getattr(value, "cause_rank", None) in (None, rank):
@@ -175,6 +178,10 @@ class ExceptionHooks:
             AbortReason(text=f"rank {rank} failed in thread {name!r} with {_short(args.exc_type, error)}"),
             self.notify,
         )
+
+
+def _nothing() -> None:
+    """Does nothing, before there is a watchdog."""
 
 
 def stop_reason(rank: int, *, terminated: bool) -> AbortReason:

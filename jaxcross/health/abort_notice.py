@@ -14,7 +14,7 @@ from jaxcross.health.timed_comm import TimedComm
 _NOTICE, _RECEIPT = 4, 5
 _NOTIFY_S = 1.0
 _HOLD_S = 3.0
-_ALIKE_S = 0.3
+_ALIKE_S, _LONGEST_ALIKE_S = 0.5, 1.5
 
 
 @final
@@ -32,6 +32,7 @@ class AbortNotices:
         self._size: int = comm.Get_size()
         self._notifying, self._notified = threading.Lock(), threading.Event()
         self._told: tuple[int, str] | None = None  # the sender of a notice that this rank obeys, and its reason
+        self._reports = False  # this rank ends all by itself, and prints its own reason
         self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
     def notify(self, reason: AbortReason) -> None:
@@ -65,7 +66,7 @@ class AbortNotices:
         del pending  # a rank without the notice by now is ended without a message of its own
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether a lower rank has sent notice of the same failure as this rank's own. Waits a second at most.
+        """Whether another rank has sent notice of the same failure as this rank's own. Waits 1.5 s at most.
 
         If so, this rank has obeyed it: it has printed one line, and the sender ends all ranks.
         """
@@ -74,9 +75,9 @@ class AbortNotices:
         if MPI.Is_finalized():
             return False
         # Ranks wait the longer the higher they are, so that the first one does not wait for the others.
-        deadline = time.monotonic() + min(_ALIKE_S * self._rank, _NOTIFY_S)
+        deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
-        while time.monotonic() < deadline and self._told is None:
+        while self._told is None:
             if (notice := self._receive()) is not None:
                 sender, reason, _ = notice
                 alike = reason.removeprefix(f"rank {sender} ").startswith(what)
@@ -85,13 +86,20 @@ class AbortNotices:
                     print_error(
                         f"jaxcross: rank {self._rank} of {self._size} fails alike while {activity}: see rank {sender}."
                     )
+                self._reports = not alike
                 self._answer(sender)
                 return alike
+            if time.monotonic() >= deadline:
+                self._reports = True
+                return False
             threading.Event().wait(0.01)
-        if self._told is None:  # by another thread, perhaps, which has printed its line
-            return False
-        sender, reason = self._told
-        return reason.removeprefix(f"rank {sender} ").startswith(what)
+        sender, reason = self._told  # by another thread, which has printed its line
+        self._reports = not reason.removeprefix(f"rank {sender} ").startswith(what)
+        return not self._reports
+
+    def report(self) -> None:
+        """Notes that this rank is about to print its own reason, so that it prints no other rank's."""
+        self._reports = True
 
     def check(self) -> None:
         """Ends this rank, with a message, if a notice has come from another one; else does nothing."""
@@ -99,7 +107,7 @@ class AbortNotices:
         if notice is None:
             return
         sender, reason, code = notice
-        if self._notifying.locked():  # this rank ends all, too, and has printed its own reason
+        if self._reports or self._notifying.locked():  # this rank ends all, too, and prints its own reason
             self._answer(sender)
             return
         self._told = sender, reason

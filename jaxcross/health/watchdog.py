@@ -122,8 +122,12 @@ class Watchdog:
         self._notices.notify(reason)
 
     def failed_alike(self, own: AbortReason) -> bool:
-        """Whether a lower rank has failed in the same way as this one. Waits a second at most."""
+        """Whether another rank has failed in the same way as this one. Waits 1.5 s at most."""
         return self._notices.failed_alike(own)
+
+    def report(self) -> None:
+        """Notes that this rank is about to print why it ends all, so that it prints no other rank's reason."""
+        self._notices.report()
 
     def monitor(
         self,

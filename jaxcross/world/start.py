@@ -179,7 +179,7 @@ def _join(
         sigterm=sigterm,
     )
     watchdog.start()
-    hooks.notify, hooks.failed_alike = watchdog.notify, watchdog.failed_alike
+    hooks.notify, hooks.failed_alike, hooks.report = watchdog.notify, watchdog.failed_alike, watchdog.report
     atexit.register(watchdog.stop)
     return _make_world(
         rank=rank,

@@ -12,6 +12,7 @@ def helper():
 def bad(job):
     helper()
 
+world.control.allgather_text("")  # all ranks are here
 if sys.argv[1] == "script":
     helper()
 if sys.argv[1] == "unlike":
