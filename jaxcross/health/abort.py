@@ -116,11 +116,13 @@ class ExceptionHooks:
 
     def _fails_alike(self, failure: AbortReason) -> bool:
         """Whether another rank prints the traceback of the same failure, and ends all ranks; waits for that end."""
+        alike = False
         with suppress(BaseException):  # also an interrupt: this rank then reports for itself
-            if self.failed_alike is not None and self.failed_alike(failure):
+            alike = self.failed_alike is not None and self.failed_alike(failure)
+        if alike:
+            with suppress(BaseException):  # Open MPI sends SIGTERM first
                 threading.Event().wait(ABORT_GRACE_S)
-                return True
-        return False
+        return alike
 
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
