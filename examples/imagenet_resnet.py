@@ -25,7 +25,7 @@ from resnet import MODELS
 
 import jaxcross
 from jaxcross.data import Cache, SharedDecode, eval_batches, train_batches
-from jaxcross.report import Comparison, LiveView
+from jaxcross.report import Comparison
 
 WARM_UP = 2  # steps before a comparison
 TURNS = 2  # of each way in a comparison
@@ -104,11 +104,10 @@ def train(args, world, name, step, states, data):
     steps = data.steps - data.step
     jobs = [jaxcross.Job(job, step, state, shared.reader(), steps=steps) for job, state in states.items()]
     policy = {"sequential": jaxcross.Sequential, "crossover": jaxcross.RoundRobin}[name]()
-    with LiveView(dict.fromkeys(states, steps), enabled=world.rank == 0) as view:
-        report = jaxcross.run(
-            jobs, policy=policy, world=world, instruments=(view,), link=args.emulated,
-            checkpoints=args.checkpoints and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
-        )  # fmt: skip
+    report = jaxcross.run(
+        jobs, policy=policy, world=world, link=args.emulated,
+        checkpoints=args.checkpoints and jaxcross.Checkpoints(args.checkpoints, every=args.checkpoint_every),
+    )  # fmt: skip
     return replace(report, link=report.link or args.link), {job.name: job.state for job in jobs}
 
 

@@ -162,7 +162,8 @@ def _run_once(
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
     if (console := live_table.terminal(os.environ)) is None:
-        code, stopped = _run(line, environ, mpirun.vendor, files=files)
+        with live_table.start_lines(events, ranks, os.environ):
+            code, stopped = _run(line, environ, mpirun.vendor, files=files)
     else:
         environ["JAXCROSS_PROGRESS"] = "0"
         with live_table.LaunchTable(console, events, ranks) as table:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, final
 
@@ -43,12 +43,39 @@ def _is_terminal(stream: IO[str] | None) -> bool:
         return False
 
 
+@contextmanager
+def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
+    """A context in which a log is told that the ranks start, until one has joined: after 5 s, 10 s, 20 s, ..."""
+    from jaxcross.world.start_notice import FIRST_S, is_silent
+
+    over, started_s = threading.Event(), time.time()
+
+    def watch() -> None:
+        next_s = FIRST_S
+        while not over.wait(started_s + next_s - time.time()):
+            with suppress(OSError, ValueError):  # a file that is being replaced, or a closed log
+                if any(path.stat().st_mtime >= started_s - _CLOCKS_S for path in events.glob("rank-*.jsonl")):
+                    return
+                print(f"[jaxcross {next_s:.0f} s] {_ranks(ranks)} start", file=sys.stderr, flush=True)
+            next_s *= 2
+
+    if not is_silent(environ):
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
 def table_of(run: RunProgress, console: Console, *, state: str = "") -> RenderableType:
     """Returns the table of a run, its title, and how it stands, such that lines that ranks print find room above it."""
     from jaxcross.report.progress_text import duration, run_table
 
-    ranks = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
-    title = f"{ranks}, {'the run ended after ' * run.over}{duration(run.run_s)}{state}"
+    title = f"{_ranks(run.ranks)}, {'the run ended after ' * run.over}{duration(run.run_s)}{state}"
     return run_table(run, width=console.width, most_jobs=max(3, console.height - 8), title=title)
 
 
@@ -143,6 +170,6 @@ class LaunchTable:
         if self._gone:
             return Group()
         joined = len(list(self._events.glob("rank-*.jsonl"))) if self._events.is_dir() else 0
-        ranks = f"{self._ranks} rank{'s' * (self._ranks > 1)}"
-        state = f"{joined} of {ranks} joined, no job runs yet" if joined else f"{ranks} start"
+        ranks = _ranks(self._ranks)
+        state = f"{joined} of {ranks} joined; no job has begun" if joined else f"{ranks} start"
         return Text(f"{state}, {duration(time.monotonic() - self._begun_s)}", style="dim")

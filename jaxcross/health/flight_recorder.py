@@ -38,10 +38,14 @@ class FlightRecorder:
     Args:
         processes: The process of every rank.
         rank: This rank.
+
+    Attributes:
+        work_begun: Set once a run or a job's first activity begins.
     """
 
     def __init__(self, processes: Sequence[ProcessId], rank: int) -> None:
         self._processes, self._rank = processes, rank
+        self.work_begun = threading.Event()
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
         self._last: Activity | None = None  # of a job
@@ -70,6 +74,8 @@ class FlightRecorder:
         """Records the begin of an activity and returns the token to give to `end`."""
         token = next(self._tokens)
         self._open[token] = activity
+        if activity.job and not self.work_begun.is_set():
+            self.work_begun.set()
         if self._file >= 0:
             self._write(_begun(token, activity, time.monotonic_ns()))
         return token

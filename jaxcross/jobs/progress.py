@@ -105,6 +105,7 @@ class ProgressReporter:
 
     def __enter__(self) -> Self:
         self._begun_s = time.monotonic()
+        self._flight.work_begun.set()
         if self._rank == 0:
             self._thread.start()
         return self

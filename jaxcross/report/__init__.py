@@ -1,4 +1,4 @@
-"""Events of a run -> table, JSON, Chrome trace, Gantt chart, live view. Listens only.
+"""Events of a run -> table, JSON, Chrome trace, Gantt chart, progress. Listens only.
 
 record           spans of a run on this rank, and the ranks' clocks aligned
 summary          numbers of a run as plain data: jobs, timing, breakdown
@@ -11,14 +11,12 @@ gantt            the lanes as a picture; `tint` draws what is thinner than a pix
 chrome           the run as a trace for Perfetto
 sweep            `SweepResult`: the trials of a sweep and its table; `sweep_trial` is one, `sweep_plot` the picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as its event files
-live             progress while the run goes on
 progress         how far a run's jobs are, as plain data and a file; `progress_text` makes lines and a table of it
 run_state        whether a run goes on and how it ended, from its folder of events
 event_files      the ranks' event files, read after the end; `post_mortem` finds the rank that ended first
 """
 
 from jaxcross.report.compare import Comparison
-from jaxcross.report.live import LiveView
 from jaxcross.report.record import Recorder
 from jaxcross.report.report import Report
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
@@ -30,7 +28,6 @@ __all__ = [
     "Comparison",
     "JobSummary",
     "JobTiming",
-    "LiveView",
     "Recorder",
     "Report",
     "TensorBoard",

@@ -51,7 +51,7 @@ def test_the_start_is_shown_before_any_rank(tmp_path):
 
 def test_ranks_that_joined_are_counted(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text("")
-    assert "1 of 4 ranks joined, no job runs yet, 0 s" in launched("", tmp_path, ranks=4)
+    assert "1 of 4 ranks joined; no job has begun, 0 s" in launched("", tmp_path, ranks=4)
 
 
 @pytest.mark.parametrize("shown", [True, False])

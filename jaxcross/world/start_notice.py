@@ -1,0 +1,50 @@
+"""Tells a log now and then that the ranks have joined, while their script prepares what it will run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import final
+
+FIRST_S = 5.0
+"""Seconds before the first notice; each one after that comes after twice as many."""
+
+
+def is_silent(environ: Mapping[str, str]) -> bool:
+    """Whether the user wants to see no progress. Pure."""
+    try:
+        return float(environ.get("JAXCROSS_PROGRESS", "")) == 0
+    except ValueError:  # not set; or wrong, as the runner says
+        return False
+
+
+@final
+class StartNotice:
+    """Prints how many ranks have joined, in a thread of its own, until some work begins.
+
+    Args:
+        ranks: Number of ranks.
+        begun: Set once a run or a step begins.
+    """
+
+    def __init__(self, ranks: int, begun: threading.Event) -> None:
+        self._ranks, self._begun = ranks, begun
+
+    def start(self) -> None:
+        """Starts the thread. Does not wait."""
+        threading.Thread(target=self._watch, name="jaxcross-start", daemon=True).start()
+
+    def _watch(self) -> None:
+        start_s, next_s = time.monotonic(), FIRST_S
+        while not self._begun.wait(start_s + next_s - time.monotonic()):
+            self.notify(next_s)
+            next_s *= 2
+
+    def notify(self, since_s: float) -> None:
+        """Prints one notice."""
+        ranks = f"{self._ranks} ranks have" if self._ranks > 1 else "1 rank has"
+        with suppress(OSError, ValueError, AttributeError):  # a closed log ends no training
+            print(f"[jaxcross {since_s:.0f} s] {ranks} joined; no job has begun", file=sys.stderr, flush=True)
