@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import JobError
@@ -25,12 +25,15 @@ from jaxcross.jobs.observer import JobObserver
 from jaxcross.jobs.prefetch import Prefetcher, number_of_batches, to_device
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.thread import JobThread
+from jaxcross.report.metric_files import as_logged
 from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.step_host import T
 from jaxcross.world import World
-from jaxcross.world.control_plane import Control
+from jaxcross.world.control_plane import Control, gather
 
 _END = object()
+BeginFiles: TypeAlias = Callable[..., list[dict[str, Any]]]
+"""`MetricFiles.begin` of a job on rank 0; elsewhere there are no lines."""
 
 
 def current_job() -> JobContext | None:
@@ -57,7 +60,9 @@ class JobContext:
             the first function with exchanges that it called, those between two exchanges of local SGD included:
             evaluation does not count. A job that trains by a `ParameterServer` counts its own pushes, which differ
             between ranks.
-        history: `(step, metrics)` of each `log` that was read back, in order.
+        history: `(step, metrics)` of each `log` that was read back, in order. With `metrics=` and checkpoints it begins
+            at step 1 after a restart, too: with rank 0's earlier lines, where a metric inside another is
+            `eval/accuracy`.
         examples_per_step: Examples that all ranks together use in a step, the mean of its steps: the leading dimension
             of the first array of a batch, times the ranks. Set it where that is wrong.
         unit: The name of an example in reports: `images` if that array has a height, a width and 1, 3 or 4 channels,
@@ -80,7 +85,7 @@ class JobContext:
         host: JobHost,
         metrics: MetricLog,
         world: World,
-        begin_files: Callable[..., None] | None = None,
+        begin_files: BeginFiles | None = None,
     ) -> None:
         self.name = life.name
         self._life = life
@@ -315,11 +320,19 @@ class JobContext:
                 state = self.run_on_all_ranks(label, lambda _: self._world.broadcast_or_check(state, mode=mode))
             self.state = own_copy(state)
         if self._begin_files is not None:
-            self._begin_files(self.step)
+            self._restore_history(self._begin_files, resumed=found is not None)
         self.host.replicas.begin(
             self.state, self.step, local=mode == "local", resumed=found is not None, together=self.run_on_all_ranks
         )
         return self.state if resumption is None else self._resume_status(resumption)
+
+    def _restore_history(self, begin_files: BeginFiles, *, resumed: bool) -> None:
+        """Takes what earlier runs logged into `history`, from rank 0's files. If resumed, waits for all ranks."""
+        lines = begin_files(self.step)
+        if resumed:
+            label = "metrics of earlier runs"
+            lines = self.run_on_all_ranks(label, lambda control: gather(control, lines))[0]
+            self._metrics.restored([as_logged(line) for line in lines])
 
     def _resume_status(self, resumption: Resumption) -> PyTree:
         """Returns the state, unless an earlier run stopped the job for good. A paused job stays paused."""
@@ -371,6 +384,7 @@ class JobContext:
     def _log_evaluation(self, name: str, metrics: PyTree) -> None:
         if self.host.steps_made == 0 and self._begin_files is not None:  # a run that was killed may have logged it
             self._begin_files(self.step, without=name)
+            self._metrics.drop(self.step, name)
         self.log({name: metrics})
 
     def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:

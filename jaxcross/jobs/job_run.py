@@ -11,7 +11,7 @@ from jaxcross._pytree import PyTree
 from jaxcross.checkpoint.rank_gather import RunOnAllRanks
 from jaxcross.errors import JobError
 from jaxcross.interleave.instrument import Listeners
-from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.context import BeginFiles, JobContext
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.lifecycle import JobLifecycle, forget_locals
 from jaxcross.jobs.metrics import MetricLog
@@ -19,7 +19,6 @@ from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.resumption import Resumption
 from jaxcross.jobs.stop_text import StoppedJob
 from jaxcross.jobs.thread import JobThread
-from jaxcross.report.metric_files import MetricFiles
 from jaxcross.runtime.collective_call import run_collectively
 from jaxcross.runtime.driver import Driver
 from jaxcross.runtime.job_record import JobRecord
@@ -48,7 +47,7 @@ class JobRun:
         listeners: Listeners,
         world: World,
         checks: CheckReplicas | None = None,
-        metric_files: MetricFiles | None = None,
+        begin_files: BeginFiles | None = None,
     ) -> None:
         self._function = fn
         self._arguments = arguments
@@ -57,8 +56,7 @@ class JobRun:
         self._life = JobLifecycle(name)
         self._host = JobHost(self._life, listeners=listeners, world=world, checks=checks or CheckReplicas())
         self._metrics = MetricLog(self._note_metrics)
-        begin = None if metric_files is None else partial(metric_files.begin, name)
-        self.context = JobContext(self._life, self._host, self._metrics, world, begin)
+        self.context = JobContext(self._life, self._host, self._metrics, world, begin_files)
 
     @property
     def name(self) -> str:

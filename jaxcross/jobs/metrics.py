@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -14,6 +14,7 @@ from jaxcross._jax_compat import Tracer
 from jaxcross._pytree import PyTree
 from jaxcross.jobs.latest_state import own_copy
 from jaxcross.jobs.observer import JobObserver
+from jaxcross.report.metric_files import is_of
 
 Leaf: TypeAlias = jax.Array | np.ndarray | complex  # complex includes Python's other numbers
 
@@ -33,6 +34,23 @@ class MetricLog:
         self.observer: JobObserver | None = None
         self._listen = listen
         self._pending: deque[tuple[int, PyTree]] = deque()
+
+    def restored(self, earlier: Sequence[tuple[int, PyTree]]) -> None:
+        """Puts what earlier runs logged before all that this one logs."""
+        self.history[:0] = earlier
+        if self.observer is not None:
+            self.observer.restored(len(earlier))
+
+    def drop(self, step: int, evaluation: str) -> None:
+        """Drops what earlier runs logged of an evaluation that is made again after this step."""
+        left = [
+            (at, values)
+            for at, values in self.history
+            if at != step or not (isinstance(values, Mapping) and is_of(values, evaluation))
+        ]
+        if self.observer is not None:
+            self.observer.restored(len(left) - len(self.history))
+        self.history[:] = left
 
     def add(self, step: int, metrics: PyTree) -> None:
         """Takes a copy, and reads back earlier metrics that are computed by now. Does not wait.

@@ -13,6 +13,10 @@ class JobObserver(Protocol):
     `logged` and `saving` may raise, which ends the job as an error of its function does.
     """
 
+    def restored(self, entries: int) -> None:
+        """Called when the job's history has got so many entries of earlier runs, or lost them again if negative."""
+        ...
+
     def stepped(self, step: int) -> None:
         """Called when all ranks have committed the job's step of this number. Must not wait."""
         ...

@@ -29,6 +29,7 @@ class Job:
         name: Unique among the jobs.
         state: The latest state; final after the run. Same on all ranks for data-parallel steps.
         step: Steps done.
+        history: `(step, metrics)` of each step that was read back, as in `JobContext`; complete after the run.
 
     Args:
         name: Unique among the jobs.
@@ -61,6 +62,7 @@ class Job:
         check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
         check_choice(initial, Initial, f"`initial` of job `{name}`")
         self.name, self.state, self.step = name, state, 0
+        self.history: list[tuple[int, Any]] = []
         self._function, self._batches, self._steps = step, batches, steps
         self._nonfinite: NonFinite = nonfinite
         self._initial: Initial = initial
@@ -94,7 +96,7 @@ class Job:
         self._settings.append(lambda job: job.stop_early(metric, mode=mode, min_delta=min_delta, **limits))
 
     def _run(self, job: JobContext) -> Any:
-        job.nonfinite = self._nonfinite
+        job.nonfinite, self.history = self._nonfinite, job.history
         self.state, every = job.restore(self.state, mode=self._initial), job.save_every
         self.step = job.step
         for apply in self._settings:

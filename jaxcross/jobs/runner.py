@@ -201,7 +201,7 @@ class Runner:
             listeners=self._listeners,
             world=self.world,
             checks=self.check_replicas,
-            metric_files=self._metric_files,
+            begin_files=partial(self._begin_files, name) if self._writes_metrics else None,
         )
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
@@ -444,6 +444,9 @@ class Runner:
             problem = gather(self.world.control, problem)[0]
         if problem is not None:
             raise ValueError(f"`metrics`: {problem}")
+
+    def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
+        return [] if self._metric_files is None else self._metric_files.begin(name, step, without=without)
 
     def _resumption(self, job: JobContext) -> Resumption | None:
         if (session := self._session) is None:

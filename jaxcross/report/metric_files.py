@@ -21,6 +21,7 @@ from jaxcross.interleave.instrument import Instrument
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
 _LONGEST = 150  # of a file's name
+_OWN_NAMES = {"step_": "step", "time_": "time"}  # of metrics that are called like the file's own
 Value = Any  # a number, a text, or a list of them
 
 
@@ -66,26 +67,31 @@ class MetricFiles(Instrument):
         else:
             marker.write_text(json.dumps(mine) + "\n")
 
-    def begin(self, job: str, step: int, *, without: str = "") -> None:
+    def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
         """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.
 
         Args:
             job: Its name.
             step: The step.
             without: An evaluation that is made again, as no checkpoint covers it: its lines of that step go.
+
+        Returns:
+            The lines of earlier runs that stay.
         """
+        kept: list[dict[str, Value]] = []
         with self._lock:
             files = self._jobs.get(job)
             if self._closed or (files is not None and not without):
-                return  # without checkpoints its first line has opened them
+                return kept  # without checkpoints its first line has opened them
             try:
                 files = self._jobs[job] = files or _JobFiles(self._folder / _file_name(job))
-                files.open(step, without)
+                kept = files.open(step, without)
                 for line in self._early.pop(job, ()):
                     if step == 0:  # else the run that this one goes on from has written it
                         files.add(line)
             except OSError as error:
                 self._give_up(job, error)
+        return kept
 
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a line."""
@@ -136,19 +142,20 @@ class _JobFiles:
         self._file: Any = None
         self._table: Any = None
 
-    def open(self, step: int, without: str = "") -> None:
-        """Drops lines of later steps, and those at `step` of one evaluation."""
+    def open(self, step: int, without: str = "") -> list[dict[str, Value]]:
+        """Drops lines of later steps, and those at `step` of one evaluation; returns the others."""
         if self._file is not None:
             self._file.close()
         if step == 0 and self._jsonl.exists():
             aside = (self._jsonl.with_name(f"{self._jsonl.name}.old-{n}") for n in itertools.count(1))
             self._jsonl.rename(next(path for path in aside if not path.exists()))
         lines = [line for line in self._lines() if line["step"] <= step]
-        lines = [line for line in lines if line["step"] < step or not _is_of(line, without)]
+        lines = [line for line in lines if line["step"] < step or not is_of(line, without)]
         with _replacing(self._jsonl) as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         self._write_table(lines)
         self._file = self._jsonl.open("a")
+        return lines
 
     def add(self, line: Mapping[str, Value]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -186,7 +193,8 @@ class _JobFiles:
         self._table = self._csv.open("a", newline="")
 
 
-def _is_of(line: Mapping[str, Value], evaluation: str) -> bool:
+def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
+    """Whether a line has what an evaluation of this name returned."""
     return any(key.partition("/")[0] == evaluation for key in line)
 
 
@@ -214,6 +222,18 @@ def flat(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
             yield from flat(value, f"{path}/{n}" if path else str(n))
     elif values is not None:
         yield path or "value", _plain(values.tolist() if hasattr(values, "tolist") else values)  # type: ignore[union-attr]
+
+
+def as_logged(line: Mapping[str, Value]) -> tuple[int, dict[str, Value]]:
+    """Returns the step of a line and what was logged then, names joined by slashes as in the file."""
+    values = {_OWN_NAMES.get(key, key): _number(value) for key, value in line.items() if key not in ("step", "time")}
+    return line["step"], values
+
+
+def _number(value: Value) -> Value:
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _plain(value: Any) -> Value:

@@ -196,6 +196,9 @@ class _Observer:
                 text = ask()
         return self.job.run_on_all_ranks(label, lambda control: control.allgather_text(text))[0]
 
+    def restored(self, entries: int) -> None:
+        self._seen += entries  # they were written down by the run that logged them
+
     def stepped(self, step: int) -> None:
         if self._coordinator is not None:
             self._coordinator.advanced(self.number, step)

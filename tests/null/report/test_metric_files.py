@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxcross.report.metric_files import MetricFiles
+from jaxcross.report.metric_files import MetricFiles, as_logged
 
 
 def written(folder: Path, job: str = "a") -> list[dict[str, Any]]:
@@ -155,3 +156,21 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     files.close()
     assert [r.getMessage()[:43] for r in caplog.records] == ["Metrics of job `a` are not written from her"]
     assert len(written(tmp_path / "metrics", "b")) == 3
+
+
+def test_a_line_is_read_as_it_was_logged(tmp_path):
+    """But for the nesting of metrics: names are joined by slashes."""
+    files = MetricFiles(tmp_path, tmp_path / "checkpoints")
+    files.claim()
+    files.begin("a", 0)
+    files.metrics(job="a", step=1, values={"loss": math.inf, "step": 3, "eval": {"top": [0.5, math.nan]}, "word": "x"})
+    files.close()
+    again = MetricFiles(tmp_path, tmp_path / "checkpoints")
+    again.claim()
+    (line,) = again.begin("a", 1)
+    again.close()
+    step, values = as_logged(line)
+    assert step == 1
+    half, nan = values.pop("eval/top")
+    assert half == 0.5 and math.isnan(nan)
+    assert values == {"loss": math.inf, "step": 3, "word": "x"}
