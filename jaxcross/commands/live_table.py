@@ -157,11 +157,11 @@ class LaunchTable:
         from rich.text import Text
 
         from jaxcross.report.progress_text import duration
-        from jaxcross.report.run_state import read_state
+        from jaxcross.report.run_state import read_run
 
         run = None
         with suppress(OSError, ValueError):
-            run = read_state(self._events, time.time()).run
+            run = read_run(self._events)
         if run is not None and run.at_s >= self._started_s - _CLOCKS_S:  # not of an earlier run in this folder
             if not run.shown:
                 return Group()

@@ -55,6 +55,20 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
     return RunState(records=records, run=run, ended=ended, how=how)
 
 
+def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
+    """Reads how far the latest run in `folder` is; None if no run has begun. Reads event files only where a job waits.
+
+    Raises:
+        ValueError: A file is damaged, or of another version.
+        OSError: A file cannot be read.
+    """
+    run = read_progress(folder)
+    if run is None or not any(job.doing_s >= _LATE_S and not job.status for job in run.jobs):
+        return run
+    records = read(folder, tail_bytes=TAIL_BYTES)
+    return with_late_ranks(run, records) if records[0].run == run.run else run
+
+
 def _end(records: Sequence[RankRecord], run: RunProgress | None, now_s: float) -> tuple[bool, str]:
     failed = [record for record in records if record.words and record.words != "left"]
     for record in sorted(failed, key=lambda record: (record.words != "failed", record.last_s)):

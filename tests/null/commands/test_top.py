@@ -4,6 +4,7 @@ import io
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 from jaxcross import cli
 from jaxcross.commands.live_table import table_of
 from jaxcross.commands.top import shown
+from jaxcross.report import run_state
 from jaxcross.report.progress import FILE, JobProgress, RunProgress
 from jaxcross.report.run_state import TAIL_BYTES, read_state
 
@@ -114,6 +116,18 @@ def test_the_late_rank_is_named(tmp_path, other, now):
     waits = JobProgress(name="a", step=3, doing="exchanging", doing_s=8)
     write(tmp_path, progress(jobs=(waits,)), [("exchange", "a")], other)
     assert seen(tmp_path)[2].endswith(now)
+
+
+def test_event_files_are_read_only_where_a_job_waits(tmp_path, monkeypatch):
+    """The launcher looks twice a second: while steps are made it reads one small file."""
+    waits = JobProgress(name="a", step=3, doing="exchanging", doing_s=8)
+    for job, doing in ((replace(waits, doing_s=1), "exchanging"), (waits, "rank 1 waiting for data")):
+        write(tmp_path, progress(jobs=(job,)), [("exchange", "a")], [("own batch 4 of data 1", "a")])
+        run = run_state.read_run(tmp_path)
+        assert run is not None and run.jobs[0].doing == doing
+    monkeypatch.setattr(run_state, "read", None)
+    write(tmp_path, progress(jobs=(replace(waits, status="ended"),)), (), ())
+    assert run_state.read_run(tmp_path) == progress(jobs=(replace(waits, status="ended"),))
 
 
 def test_a_rank_that_is_busy_itself_blames_no_other(tmp_path):
