@@ -9,6 +9,7 @@
     ParameterServer  asynchronous and stale-synchronous training
     program          trace, cut, compile: the step as data
     data             ImageNet-format records, sharded, resumable, decoded once
+    estimate         how much faster several jobs of a step would run, from a few steps of one
     plan             decisions before a run: how much compression
     report           what happened, as a table, JSON, a trace and a picture
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
+    from jaxcross.step.estimate import estimate
     from jaxcross.sweeps.sweep import sweep
     from jaxcross.world import World, current_world, initialize
 
@@ -53,6 +55,7 @@ __all__ = [
     "World",
     "crossover",
     "current_world",
+    "estimate",
     "exchange",
     "initialize",
     "load",
@@ -74,6 +77,7 @@ _HOMES = {
     "World": "world",
     "crossover": "step.crossover",
     "current_world": "world",
+    "estimate": "step.estimate",
     "initialize": "world",
     "load": "checkpoint",
     "run": "jobs.plain_loop",

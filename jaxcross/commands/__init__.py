@@ -3,6 +3,7 @@
 demo          two jobs, one after the other and in crossover
 launch        starts ranks on this machine or on `hosts`; `supervise` is the parent of each; `restart` decides whether a
               run that ended is started again, and `relaunch` does it
+estimate      predicts from the first step of a script what several jobs gain
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `post_mortem` tells how a run ended
 data          writes and describes data sets

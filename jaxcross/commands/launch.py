@@ -82,10 +82,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) -> int:
     """Prints the real command, runs it, and returns its exit code. If it fails, prints a post-mortem of the ranks.
 
     With `--max-restarts` it is started again as `jaxcross.commands.restart` decides.
+
+    Args:
+        args: The command line.
+        variables: Variables for the ranks, in addition to the environment. With any, no live table is shown.
     """
     program = ["-m", *args.module] if args.module else args.program
     program = program[1:] if program[:1] == ["--"] else program
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         events = Path(tempfile.mkdtemp(prefix="jaxcross-events-", dir=where))
 
     def run_once(hosts: Sequence[str]) -> Ended:
-        return _run_once(args, program, mpirun, hosts, events, named=folder is not None)
+        return _run_once(args, program, mpirun, hosts, events, named=folder is not None, variables=variables or {})
 
     try:
         ended = run_until_over(args, hosts, run_once)
@@ -136,13 +140,20 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
 
 
 def _run_once(
-    args: argparse.Namespace, program: Sequence[str], mpirun: Mpirun, hosts: Sequence[str], events: Path, *, named: bool
+    args: argparse.Namespace,
+    program: Sequence[str],
+    mpirun: Mpirun,
+    hosts: Sequence[str],
+    events: Path,
+    *,
+    named: bool,
+    variables: Mapping[str, str],
 ) -> Ended:
     """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than were named."""
     from jaxcross.commands import live_table
     from jaxcross.world import xla_pool
 
-    notes = {"JAXCROSS_EVENTS": str(events)}
+    notes = {"JAXCROSS_EVENTS": str(events), **variables}
     if "PYTHONFAULTHANDLER" not in os.environ:
         notes["PYTHONFAULTHANDLER"] = "1"  # a segmentation fault prints the Python stack
     ranks = args.ranks // len(args.hosts.split(",")) * len(hosts) if hosts else args.ranks
@@ -161,7 +172,8 @@ def _run_once(
         return Ended(code=0)
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
-    if (console := live_table.terminal(os.environ)) is None:
+    console = None if variables else live_table.terminal(os.environ)
+    if console is None:
         with live_table.start_lines(events, ranks, os.environ):
             code, stopped = _run(line, environ, mpirun.vendor, files=files)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -174,6 +174,13 @@ class JobRun:
         if resumption is not None:
             reason = self._host.unsavable_reason()
             resumption.save_last(self._host.latest.state, self.step, together, unsavable_reason=reason)
+
+
+def first_of(runs: Sequence[JobRun], world: World) -> list[JobRun]:
+    """Returns the first job alone, whose first step `jaxcross estimate` measures; logs on rank 0 which one that is."""
+    if len(runs) > 1 and world.rank == 0:
+        _log.warning("Job `%s`, the first of %d, is measured. The others are not run.", runs[0].name, len(runs))
+    return list(runs[:1])
 
 
 def _no_function(*_: object, **__: object) -> None:

@@ -24,7 +24,7 @@ from jaxcross.interleave.instrument import Instrument, Listeners
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.jobs import arguments
 from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.job_run import JobRun
+from jaxcross.jobs.job_run import JobRun, first_of
 from jaxcross.jobs.outcome import compare_replicas, left_out, raise_errors, report_of, tell_unread
 from jaxcross.jobs.progress import ProgressReporter
 from jaxcross.jobs.replicas import CheckReplicas, as_checks
@@ -115,6 +115,8 @@ class Runner:
         if chaos is not None:
             arguments.check_count("`chaos`", chaos, least=-math.inf)
         self.world = world if world is not None else current_world()
+        if self.world.estimate_request:  # one job runs to its first step, and nothing of the user's is written
+            listening, policy, events, checkpoints, metrics, check_replicas = (), None, None, None, None, None
         self.policy = policy if policy is not None else RoundRobin()
         self.chaos = chaos_of(os.environ, self.world.rank) if chaos is None else Chaos(chaos, self.world.rank)
         self.depth, self.link, self.checkpoints = depth, link, checkpoints
@@ -305,7 +307,10 @@ class Runner:
             ValueError: There are no jobs, or `Weighted` has not a share for each.
         """
         with self.world.exchange_owner.run():
-            return self._run()
+            report = self._run()
+        if self.world.estimate_request and self._runs[0].context.status == "stopped":
+            raise SystemExit(0)  # the estimate was made and printed
+        return report
 
     def _run(self) -> Report:
         if not self._runs:
@@ -316,6 +321,8 @@ class Runner:
         with self._lock:  # a thread that adds a job now waits until it can join
             if self._used:
                 raise JobError("This runner has run. Make a new Runner for another run.")
+            if self.world.estimate_request:
+                self._runs = first_of(self._runs, self.world)
             runs = tuple(self._runs)
             if isinstance(self.policy, Weighted) and len(self.policy.shares) != len(runs):
                 raise ValueError(f"`Weighted` has {len(self.policy.shares)} shares, the runner {len(runs)} jobs")

@@ -5,6 +5,7 @@
     twin          a run predicted from these: the real interleaver on a virtual clock
     groups        which jobs share devices
     compression   the least compression with which the exchanges of all jobs hide behind computation
+    estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
 
 A plan needs no ranks, no device and no `World`. Only `compression` knows arrays: it traces steps by their types.
 """
@@ -18,15 +19,20 @@ from jaxcross.plan.twin import Prediction, predict
 
 if TYPE_CHECKING:
     from jaxcross.plan.compression import Candidate, JobCost, choose_compression
+    from jaxcross.plan.estimate import Estimate, Gain
+    from jaxcross.plan.step_cost import StepCost
 
 __all__ = [
     "Candidate",
+    "Estimate",
+    "Gain",
     "Grouping",
     "JobCost",
     "Load",
     "MachineContention",
     "Prediction",
     "Profile",
+    "StepCost",
     "choose_compression",
     "group",
     "predict",
@@ -36,8 +42,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Loads what knows arrays on first use: the rest runs without JAX."""
-        if name in ("Candidate", "JobCost", "choose_compression"):
+        homes = {"Estimate": "estimate", "Gain": "estimate", "StepCost": "step_cost"}
+        if name in ("Candidate", "JobCost", "choose_compression", *homes):
             from importlib import import_module
 
-            return getattr(import_module("jaxcross.plan.compression"), name)
+            return getattr(import_module(f"jaxcross.plan.{homes.get(name, 'compression')}"), name)
         raise AttributeError(f"module `jaxcross.plan` has no attribute `{name}`")

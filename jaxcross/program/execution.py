@@ -98,6 +98,11 @@ class Compiled:
         """
         return self._live_bytes()[1]
 
+    def exchange_temporary_bytes(self) -> int:
+        """Returns the most bytes of XLA's temporaries in one collective segment."""
+        collectives = (r.call.memory_analysis() for r in self.runnables if r.segment.kind == "collective")
+        return max((stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0)
+
     def _live_bytes(self) -> tuple[int, int]:
         program = self.program
         alive = {v: program.values[v].nbytes for v in program.inputs}

@@ -10,7 +10,10 @@ unit_agreement   the same for programs that call mpi4jax, whose calls may differ
 exchange_order   an error where ranks make the same exchanges in another order
 advice           warnings about steps that are legal but rarely meant
 cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says for how long
-timed_trial      one step on copies of its arguments, for the tuner
+timed_trial      one step on copies of its arguments, as a whole or by segment
+estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script calls
+measured_together  a measurement that all ranks begin together, or none
+solo_cost        the seconds and bytes of one step alone
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was
 nnx              steps that change Flax NNX objects in place
 """

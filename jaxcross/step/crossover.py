@@ -27,6 +27,7 @@ from jaxcross.runtime.standalone import Standalone
 from jaxcross.step import nnx
 from jaxcross.step.agreement import agree_standalone, is_current
 from jaxcross.step.prepare import prepare
+from jaxcross.step.script_estimate import estimate_in_script
 from jaxcross.step.signature import (
     ArgType,
     StaticValue,
@@ -207,6 +208,8 @@ class Step(Generic[P, R]):
             check_leaves(self.__name__, leaves, arrays, named)
             with nullcontext() if job is None else job.host.preparing():
                 variant = self._variant(world, function, arrays, named, leaves, cache_key)
+        if world.estimate_request:
+            estimate_in_script(variant, leaves, job)
         copy_shared(leaves, variant.traced.donated, new_types=self._last is not last)
         if job is not None:
             return job.host.run(prepare(variant, job.host), leaves)
@@ -261,12 +264,17 @@ class Step(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> stages.Traced:
         """Returns the step traced for these arguments. Does not compile, wait or communicate."""
+        return self.bind(*args, **kwargs)[0]
+
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[stages.Traced, list[Any]]:
+        """Returns the step traced for these arguments, and them flat. Does not compile, wait or communicate."""
         world = current_world()
         if nnx.holds_objects(args, kwargs):
-            return nnx.trace(self, args, kwargs)
+            return nnx.bind(self, args, kwargs)
         args, kwargs = by_position(self.step, args, kwargs, (*self.static, *self.donate))
         function, args = bind_static(cast("Callable[..., R]", self.step), self.__name__, self.static, args)
-        return stages.as_stage(self._trace(world, function, args, kwargs))
+        traced = stages.as_stage(self._trace(world, function, args, kwargs))
+        return traced, jax.tree.leaves((args, kwargs))
 
     def _agree(self, variant: Variant, host: Standalone) -> None:
         # The branch that the host takes may differ between ranks where the step was given different values: ask each

@@ -23,7 +23,7 @@ class PureStep(Protocol):
     """A step over `pure_function`."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
-    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced: ...
+    def bind(self, *args: PyTree, **kwargs: PyTree) -> tuple[Traced, list[PyTree]]: ...
 
 
 class ObjectStep(Protocol):
@@ -85,8 +85,8 @@ def call(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree])
     return out
 
 
-def trace(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Traced:
-    """Traces `step` on the state of the objects among its arguments, which stay as they are.
+def bind(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[Traced, list[PyTree]]:
+    """Traces `step` on the state of the objects among its arguments, which stay as they are; returns that flat, too.
 
     Does not compile, wait or communicate.
     """
@@ -94,7 +94,7 @@ def trace(step: ObjectStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 
     with nnx.update_context(step):
         split, split_kwargs = _split(step, args, kwargs)
-        return step.pure_step().trace(*split, **split_kwargs)
+        return step.pure_step().bind(*split, **split_kwargs)
 
 
 def pure_function(step: ObjectStep) -> Callable[..., PyTree]:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import clause, first_line
@@ -25,20 +26,57 @@ def time_step(compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: 
 
     Waits for all ranks.
     """
-    error_text, copies = "", []
-    try:
-        copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
-        jax.block_until_ready(copies)
-    except JaxRuntimeError as error:
-        error_text, copies = summary(error), []
-    failed = gather_failures(control, error_text)
-    if failed:  # on all ranks, before anything is exchanged
-        return failed
+    copies = _copied(traced, leaves, control)
+    if isinstance(copies, str):
+        return copies
     trial = _Trial(compiled, copies)
     start = time.perf_counter_ns()
     run_execution(world, compiled, trial, 0, {})
     elapsed = time.perf_counter_ns() - start
     return gather_failures(control, trial.error_text) or elapsed
+
+
+def time_segments(
+    compiled: Compiled, traced: Traced, leaves: Sequence[Any], world: World, control: Control
+) -> list[int] | str:
+    """Returns the nanoseconds of each segment of one step on copies, or a text as `time_step` does.
+
+    Segments run one after the other, and an exchange is timed from when all ranks have arrived, so that nothing hides
+    behind anything. Waits for all ranks.
+    """
+    copies = _copied(traced, leaves, control)
+    if isinstance(copies, str):
+        return copies
+    trial, times_ns, name = _Trial(compiled, copies), [], compiled.program.name
+    for runnable in compiled.runnables:
+        index, exchanges = runnable.segment.index, runnable.segment.exchanges
+        if exchanges and not runnable.is_single_rank:
+            with world.monitor(job=name, step=0, segment=index, what=exchanges[0].op):
+                control.allreduce_min(np.zeros(1, np.int64))
+                times_ns.append(_timed(trial, index))
+        else:
+            times_ns.append(_timed(trial, index))
+    trial.outputs()
+    return gather_failures(control, trial.error_text) or times_ns
+
+
+def _timed(trial: _Trial, index: int) -> int:
+    start = time.perf_counter_ns()
+    trial.run(index)
+    trial.wait_segment(index)
+    return time.perf_counter_ns() - start
+
+
+def _copied(traced: Traced, leaves: Sequence[Any], control: Control) -> list[Any] | str:
+    """Returns the arguments, copied where the step may overwrite them, or on all ranks a text if a copy failed."""
+    error_text, copies = "", []
+    try:
+        copies = [jnp.copy(x) if p in traced.donated else x for p, x in enumerate(leaves)]
+        jax.block_until_ready(copies)
+    except JaxRuntimeError as error:
+        error_text = summary(error)
+    # On all ranks, before anything is exchanged.
+    return gather_failures(control, error_text) or copies
 
 
 def gather_failures(control: Control, error_text: str) -> str:
@@ -84,6 +122,10 @@ class _Trial:
 
     def wait_inputs(self, index: int) -> None:
         self._attempt(partial(self._execution.wait_inputs, index))
+
+    def wait_segment(self, index: int) -> None:
+        """Waits for the end of a segment that was run."""
+        self._attempt(partial(self._execution.wait_outputs, index))
 
     def branch_mismatch(self, index: int) -> None:
         """Ignores the mismatch: the real step, which follows, will raise it."""

@@ -197,6 +197,7 @@ def _join(
         flight=flight,
         _base=(base := world.Dup()),
         _neighbours=Neighbours(base),
+        estimate_request=os.environ.get("JAXCROSS_ESTIMATE", ""),
         _watchdog=watchdog,
     )
 

@@ -59,6 +59,8 @@ class World:
             never.
         flight: What this rank is in, and its event file.
         exchanger: The one thread that makes exchanges next to computation where no runner has lanes.
+        estimate_request: What `jaxcross estimate` asks of the script's first step, as JSON; empty if the script is to
+            train.
     """
 
     rank: int
@@ -78,6 +80,7 @@ class World:
     exchanger: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "exchanges", ask_for_short_slices), repr=False
     )
+    estimate_request: str = field(default="", repr=False)
     _base: Any = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
     job_comms: JobComms = field(default_factory=JobComms, repr=False)

@@ -1,0 +1,87 @@
+"""`jaxcross estimate -n 2 script.py ...`: would several jobs of this script run faster next to each other?
+
+Starts the script as `jaxcross launch` does. The first `crossover` step that it calls is timed on copies of its
+arguments, in place of being made; then the script ends. Of a `Runner` only the first job runs, and nothing is written
+to its checkpoints or metrics. The script needs no change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from jaxcross.commands import launch
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `estimate` to the command line."""
+    parser = subparsers.add_parser(
+        "estimate", help="predict from a few steps of a script what several jobs gain", description=__doc__
+    )
+    parser.add_argument("-k", "--jobs", type=_count, default=2, help="number of equal jobs (default: %(default)s)")
+    parser.add_argument("--steps", type=_count, default=3, help="number of steps to time (default: %(default)s)")
+    parser.add_argument(
+        "--link-mbps", type=_above_zero, help="rate of a link in Mbit/s that the ranks do not have here"
+    )
+    parser.add_argument("--memory-gb", type=_above_zero, help="memory of a rank (default: what the device has)")
+    parser.add_argument("--step", metavar="NAME", help="the step to time (default: the first that is called)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all numbers")
+    launch.add_options(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script up to its first step; returns its exit code, or 1 if it ended without such a step."""
+    # What a rank on another host writes must be readable here: they share the working directory, if anything.
+    where = Path.cwd() if args.hosts else None
+    with tempfile.TemporaryDirectory(prefix="jaxcross-estimate-", dir=where) as folder:
+        written = Path(folder, "estimate.json") if args.json is None else args.json.absolute()
+        written.unlink(missing_ok=True)
+        code = launch.run(args, {"JAXCROSS_ESTIMATE": request_of(args, written)})
+        if code or args.dry_run or written.exists():
+            return code
+    which = "`crossover` step" if args.step is None else f"step `{args.step}`"
+    print(
+        f"jaxcross estimate: the script came to its end and called no {which}. Is its train step decorated with"
+        " `jaxcross.crossover`? Steps of a `ParameterServer` cannot be estimated.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def request_of(args: argparse.Namespace, written: Path) -> str:
+    """Returns the value of `JAXCROSS_ESTIMATE`, which the ranks read."""
+    wanted = {
+        "k": args.jobs,
+        "steps": args.steps,
+        "link_mbps": args.link_mbps,
+        "memory_bytes": None if args.memory_gb is None else round(args.memory_gb * 1e9),
+        "step": args.step,
+        "json": str(written),
+    }
+    return json.dumps({name: value for name, value in wanted.items() if value is not None})
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number of at least 1")
+    return count
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+    return value

@@ -1,0 +1,261 @@
+"""Predicts how much faster equal jobs run next to each other, from the cost of their step alone.
+
+A step costs c seconds of computation and m of exchange. Two or more equal jobs take max(c, m) for each job-step at
+best, one after the other c + m. Where the processor computes and drives the network, the two slow each other down, and
+the expected time counts that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.step_cost import StepCost
+from jaxcross.plan.twin import predict
+from jaxcross.program.ir import human_bytes
+from jaxcross.report.units import seconds
+
+KNOWN_MBPS = (250.0, 2500.0)
+"""Rates at which gains were compared with measured runs, rounded outwards."""
+
+TOO_SHORT_S = 0.02
+"""Below this a step is so short that votes and dispatch take a noticeable part of it."""
+
+_WORTH = 1.1  # times as fast: gains are up to a tenth off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Equal jobs next to each other, compared with the same jobs one after the other.
+
+    Attributes:
+        jobs: Number of jobs.
+        most: Times as fast, at most: (c + m) / max(c, m) from two jobs on. No order of the same work does better.
+        expected: Times as fast where the lanes slow each other down; None where it is not known by how much.
+        most_narrow, expected_narrow: The same with exchanges in 16 bits, still compared with full exchanges one after
+            the other.
+        memory_bytes: Bytes of arrays on a rank: the largest peak of a job, the other jobs' bytes between segments, and
+            the temporaries of an exchange.
+        fits: Whether that is within the limit; None if there is no limit known.
+    """
+
+    jobs: int
+    most: float
+    expected: float | None
+    most_narrow: float
+    expected_narrow: float | None
+    memory_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predictions for a step, from `jaxcross.estimate`; `print` shows them in ten lines. The same on every rank.
+
+    Attributes:
+        cost: Cost of the step alone.
+        jobs: Number of jobs that were asked about.
+        gains: One for each of 1 to 4 jobs, and for `jobs`.
+        cut_alone: Times as fast, at most, as uncut if one job is cut into four exchange segments; None if it was not.
+        fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
+    """
+
+    cost: StepCost
+    jobs: int
+    gains: tuple[Gain, ...]
+    cut_alone: float | None
+    fitting_jobs: int | None
+
+    def of(self, jobs: int) -> Gain:
+        """Returns the prediction for so many jobs."""
+        return next(p for p in self.gains if p.jobs == jobs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields as numbers, texts, lists and dictionaries."""
+        return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
+
+    def __str__(self) -> str:
+        return "\n".join((*_lines(self), f"  {self.recommendation}"))
+
+    @property
+    def recommendation(self) -> str:
+        """One sentence about what to do."""
+        return _recommendation(self)
+
+
+def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
+    """Makes the gains for equal jobs of a step. Pure.
+
+    Args:
+        cost: Cost of the step alone.
+        jobs: Number of jobs that is asked about.
+
+    Raises:
+        ValueError: `jobs` is below 1.
+    """
+    if jobs < 1:
+        raise ValueError(f"`k` must be at least 1, got {jobs}.")
+    c, m, rate = cost.compute_s, cost.exchange_s, cost.mbps
+    contention = contention_at(rate) if cost.shares_processor and rate is not None else None
+    gains = []
+    for k in sorted({1, 2, 3, 4, jobs}):
+        before_s = k * (c + m)
+        full, narrow = ([c] * k, [m] * k), ([c] * k, [cost.narrow_exchange_s] * k)
+        memory = memory_bytes(cost, k)
+        gains.append(
+            Gain(
+                jobs=k,
+                most=_ratio(before_s, period_s(*full)),
+                expected=None if contention is None else _ratio(before_s, period_s(*full, contention)),
+                most_narrow=_ratio(before_s, period_s(*narrow)),
+                expected_narrow=None if contention is None else _ratio(before_s, period_s(*narrow, contention)),
+                memory_bytes=memory,
+                fits=None if cost.limit_bytes is None else memory <= cost.limit_bytes,
+            )
+        )
+    return Estimate(
+        cost=cost,
+        jobs=jobs,
+        gains=tuple(gains),
+        # Its seconds were measured apart from those of the uncut step, and neither cut beats the busier lane.
+        cut_alone=None if cost.cut is None else min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m))),
+        fitting_jobs=_fitting_jobs(cost),
+    )
+
+
+def period_s(compute_s: Sequence[float], exchange_s: Sequence[float], contention: Contention | None = None) -> float:
+    """Returns the seconds of a round, one step of each job next to the others, in the best order.
+
+    Without contention it is the bound max(sum c, sum m, max(c + m)), which no order of the same work beats. Under
+    contention the lane with less work is always next to the other one, which is slowed down for so long. For equal jobs
+    whose steps compute, exchange and update this is exact.
+
+    Args:
+        compute_s: Seconds that each job's step computes alone (c).
+        exchange_s: Seconds that each job's step exchanges alone (m).
+        contention: How much the lanes slow each other down; not at all if None.
+    """
+    slower, longer = (1.0, 1.0) if contention is None else (contention.compute, contention.exchange)
+    c, m = sum(compute_s), sum(exchange_s)
+    # While an exchange of m * longer seconds runs, the other lane computes for 1 / slower of them.
+    computing = c + m * longer * (1 - 1 / slower)
+    exchanging = m + c * slower * (1 - 1 / longer)
+    busiest = computing if c * slower >= m * longer else exchanging
+    return max(busiest, *(a + b for a, b in zip(compute_s, exchange_s, strict=True)))
+
+
+def contention_at(mbps: float) -> Contention | None:
+    """Returns the contention of two-core hosts at a rate; None far outside of the rates at which it was measured."""
+    return TWO_CORES.at(mbps) if KNOWN_MBPS[0] <= mbps <= KNOWN_MBPS[1] else None
+
+
+def _alone_s(profile: Profile) -> float:
+    """Returns the seconds of a step of one job, whose exchanges hide behind its own computation where they can."""
+    return predict([profile], vote_s=0.0, steps=4).s_per_step
+
+
+def memory_bytes(cost: StepCost, jobs: int) -> int:
+    """Returns the bytes of arrays on a rank: one job at its peak, the others between two segments, and an exchange."""
+    return (cost.whole.peak_bytes or 0) + (jobs - 1) * (cost.whole.boundary_bytes or 0) + cost.exchange_temporary_bytes
+
+
+def _fitting_jobs(cost: StepCost) -> int | None:
+    if cost.limit_bytes is None:
+        return None
+    left = cost.limit_bytes - memory_bytes(cost, 1)
+    return 0 if left < 0 else 1 + left // max(cost.whole.boundary_bytes or 0, 1)
+
+
+def _ratio(before_s: float, after_s: float) -> float:
+    return before_s / after_s if after_s > 0 else 1.0
+
+
+def _lines(estimate: Estimate) -> Iterator[str]:
+    cost, gains = estimate.cost, estimate.gains
+    where = f" of {cost.where}" if cost.where else ""
+    ranks = f"{cost.whole.ranks} rank{'s' * (cost.whole.ranks > 1)}"
+    yield f"`{cost.whole.name}`{where} on {ranks}: {cost.steps} steps timed on copies, nothing else next to them"
+    yield f"  c = {seconds(cost.compute_s)} of computation, m = {seconds(cost.exchange_s)} of exchange{_wire(cost)}"
+    yield _row("equal jobs next to each other", [str(p.jobs) for p in gains])
+    yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")
+    expected = ["-" if p.expected is None else f"{p.expected:.2f}" for p in gains]
+    yield _row("times as fast, expected", expected, _how_expected(cost))
+    narrow = [f"{p.most_narrow if p.expected_narrow is None else p.expected_narrow:.2f}" for p in gains]
+    kind = "at most" if gains[0].expected_narrow is None else "expected"
+    yield _row(f"{kind}, exchange in 16 bits", narrow, "against full exchanges one after the other")
+    fitting = "limit not known"
+    if cost.limit_bytes is not None:
+        fitting_jobs = estimate.fitting_jobs or 0
+        fitting = f"{min(fitting_jobs, 100)}{'+' * (fitting_jobs > 100)} fit into {human_bytes(cost.limit_bytes)}"
+    yield _row("arrays on a rank", [human_bytes(p.memory_bytes) for p in gains], fitting)
+    if estimate.cut_alone is None:
+        yield "  one job with a cut: its exchanges were not cut further"
+    else:
+        gain = f"at most {estimate.cut_alone:.2f} times as fast as uncut"
+        yield f'  one job cut in four: {gain}; `cut="auto"` finds the best number'
+    yield '  "At most" is a bound: data loading, votes and dispatch come on top, and batches kept ahead need memory.'
+
+
+def _row(label: str, cells: Sequence[str], note: str = "") -> str:
+    return f"  {label:29}{''.join(f'{cell:>10}' for cell in cells)}{note and '   ' + note}"
+
+
+def _wire(cost: StepCost) -> str:
+    if cost.link_mbps is not None:
+        return f": {human_bytes(cost.wire_bytes)} on a link of {cost.link_mbps:g} Mbit/s that was asked for"
+    rate = "" if cost.mbps is None else f" at {cost.mbps:.0f} Mbit/s"
+    return f": {human_bytes(cost.wire_bytes)} to each rank{rate}" if cost.whole.ranks > 1 else ""
+
+
+def _how_expected(cost: StepCost) -> str:
+    if not cost.exchange_s:
+        return ""
+    if not cost.shares_processor:
+        return "not known for accelerators"
+    if cost.mbps is None or contention_at(cost.mbps) is None:
+        return f"not known for {cost.mbps:.0f} Mbit/s"
+    return "with the contention of two-core hosts"
+
+
+def _recommendation(estimate: Estimate) -> str:
+    cost, k = estimate.cost, estimate.jobs
+    asked, step_s = estimate.of(k), cost.compute_s + cost.exchange_s
+    if not cost.exchange_s:
+        return "One rank exchanges nothing: m = 0. Launch the ranks that will train, or ask for a link (`link_mbps`)."
+    if asked.fits is False:
+        fitting = estimate.fitting_jobs or 0
+        if fitting < 1:
+            return "Not even one job fits into memory: make the batch or the model smaller."
+        instead = f"{fitting} next to each other" if fitting > 1 else _one(estimate)
+        return f"{k} jobs do not fit into memory: run {instead}."
+    if k == 1:
+        return f"Run {_one(estimate)}."
+    if step_s < TOO_SHORT_S:
+        return f"Enlarge the batch first: votes and dispatch are a noticeable part of a step of {seconds(step_s)}."
+    return _advice_on_speed(estimate, asked)
+
+
+def _one(estimate: Estimate) -> str:
+    gain = estimate.cut_alone
+    if gain is None or gain < _WORTH:
+        return "one job as it is"
+    return f'one job with `cut="auto"`, at most {gain:.2f} times as fast'
+
+
+def _advice_on_speed(estimate: Estimate, asked: Gain) -> str:
+    cost, k = estimate.cost, estimate.jobs
+    gain, about = (asked.most, "at most") if asked.expected is None else (asked.expected, "about")
+    faster = f"{about} {gain:.2f} times as fast as one after the other"
+    if gain < _WORTH and cost.exchange_s < cost.compute_s:
+        share = cost.exchange_s / (cost.compute_s + cost.exchange_s)
+        return f"No: exchanges take only {share:.0%} of a step, {k} jobs run {faster}."
+    narrow, narrow_gain = "", asked.most_narrow if asked.expected_narrow is None else asked.expected_narrow
+    if narrow_gain > _WORTH * gain:
+        narrow = f"; with exchange in 16 bits {about} {narrow_gain:.2f}"
+    if gain < _WORTH:
+        return f"No: the network is the limit, {k} jobs run {faster}{narrow}."
+    return f"{'Try' if asked.expected is None else 'Yes, run'} {k} jobs next to each other: {faster}{narrow}."

@@ -1,0 +1,63 @@
+"""The cost of one step alone: what an estimate is made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxcross.plan.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """One step alone: everything that an estimate is made from. The same on every rank.
+
+    Attributes:
+        whole: Profile of the uncut step, named like the step, with its memory.
+        cut: Profile of the step in several exchange segments; None if it cannot be cut, or was not.
+        where: The job whose step it is, for people; empty outside a run.
+        steps: Steps that were timed.
+        wire_bytes: Bytes that a rank receives in a step.
+        narrow_wire_bytes: The same if what travels in 32 or 64 bits travels in 16.
+        link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was measured.
+        exchange_temporary_bytes: Most bytes of temporaries of one exchange segment.
+        limit_bytes: Bytes that a rank may use; None if that is not known.
+        shares_processor: Whether the processor that computes also drives the network.
+    """
+
+    whole: Profile
+    cut: Profile | None = None
+    where: str = ""
+    steps: int
+    wire_bytes: int
+    narrow_wire_bytes: int
+    link_mbps: float | None = None
+    exchange_temporary_bytes: int = 0
+    limit_bytes: int | None = None
+    shares_processor: bool = True
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that its computation takes (c)."""
+        return self.whole.compute_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that its exchanges take once all ranks have arrived (m)."""
+        return self.whole.exchange_s
+
+    @property
+    def narrow_exchange_s(self) -> float:
+        """Seconds that its exchanges take in 16 bits, if they shrink as their bytes do."""
+        return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes if self.wire_bytes else self.exchange_s
+
+    @property
+    def mbps(self) -> float | None:
+        """Rate at which a rank receives, in Mbit/s; None without exchanges."""
+        return 8e-6 * self.wire_bytes / self.exchange_s if self.exchange_s else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all fields as numbers, texts, lists and dictionaries, with c, m and the rate."""
+        costs = {"whole": self.whole.as_data(), "cut": None if self.cut is None else self.cut.as_data()}
+        derived = {"compute_s": self.compute_s, "exchange_s": self.exchange_s, "mbps": self.mbps}
+        return {**asdict(self), **costs, **derived}

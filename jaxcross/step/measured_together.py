@@ -1,0 +1,100 @@
+"""Measures a step on all ranks at once, or raises on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxcross.errors import ExchangeError, clause, first_line
+from jaxcross.jobs.context import JobContext
+from jaxcross.plan.estimate import Estimate, estimate_of
+from jaxcross.program.trace import Traced
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.standalone import Standalone
+from jaxcross.runtime.step_host import StepHost
+from jaxcross.step.solo_cost import Settings, SoloCost, run_watched
+from jaxcross.world import World
+from jaxcross.world.control_plane import gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Step to measure, and how.
+
+    Attributes:
+        traced: The step.
+        leaves: Its flat arguments.
+        bucket_bytes: As for `crossover`.
+        settings: How to measure.
+    """
+
+    traced: Traced
+    leaves: Sequence[Any]
+    bucket_bytes: int
+    settings: Settings
+
+
+def measure_on_all_ranks(
+    make_subject: Callable[[], Subject], name: str, *, world: World, job: JobContext | None
+) -> Estimate:
+    """Measures a step and predicts; the result is the same on every rank. Waits for all ranks.
+
+    Args:
+        make_subject: Called once; where it raises on some rank, all ranks raise before anything is exchanged.
+        name: The step's name.
+        world: All ranks.
+        job: The job that asks; None outside a run.
+
+    Raises:
+        ExchangeError: On ranks without an error of their own, if another one has one; or as `SoloCost.measure` does.
+        Exception: What `make_subject` raises.
+    """
+    with ExitStack() as turn:
+        host: StepHost
+        if job is None:
+            owner = world.exchange_owner
+            owner.check_not_stray(name)
+            turn.enter_context(owner.step(name))
+            host = Standalone(world, name)
+        else:
+            host = job.host
+        solo, settings, failure = None, None, None
+        try:
+            subject = make_subject()
+            settings = subject.settings
+            solo = SoloCost(
+                subject.traced,
+                subject.leaves,
+                host=host,
+                world=world,
+                settings=settings,
+                bucket_bytes=subject.bucket_bytes,
+            )
+            solo.check()
+        except Exception as error:  # compared over ranks, and raised below
+            failure = error
+        _begin_together(host, world, name, settings, failure)
+        assert solo is not None and settings is not None
+        return estimate_of(solo.measure(where="" if job is None else f"job `{job.name}`"), settings.jobs)
+
+
+def _begin_together(
+    host: StepHost, world: World, name: str, settings: Settings | None, failure: Exception | None
+) -> None:
+    """Makes sure that all ranks can measure, and in the same way. Waits for all ranks."""
+    error_text = "" if failure is None else clause(first_line(describe(failure)))
+    mine = [error_text, None if settings is None else asdict(settings)]
+    ranks = run_watched(host, world, name, lambda control: gather(control, mine))
+    if failure is not None:
+        raise failure
+    for rank, (text, _) in enumerate(ranks):
+        if text:
+            raise ExchangeError(f"`{name}` cannot be measured, as rank {rank} failed: {text}.")
+    for rank, (_, theirs) in enumerate(ranks):
+        if theirs != ranks[0][1]:
+            raise ExchangeError(
+                f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and {theirs}. Give the same"
+                " arguments on every rank."
+            )

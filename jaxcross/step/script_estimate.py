@@ -1,0 +1,89 @@
+"""`jaxcross estimate script.py`: measures the first step that a script calls, in place of it, and ends the script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from jaxcross.jobs.context import JobContext
+from jaxcross.runtime.job_record import Stopped
+from jaxcross.step.measured_together import Subject, measure_on_all_ranks
+from jaxcross.step.solo_cost import Settings
+from jaxcross.step.variant import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The environment variable `JAXCROSS_ESTIMATE`, an object in JSON.
+
+    Attributes:
+        k, steps, link_mbps, memory_bytes: As for `jaxcross.estimate`.
+        step: Name of the step to measure; the first that is called if None.
+        json: File that rank 0 writes the estimate to, if any.
+
+    Raises:
+        TypeError, ValueError: It is something else.
+    """
+
+    k: int = 2
+    steps: int = 3
+    link_mbps: float | None = None
+    memory_bytes: int | None = None
+    step: str | None = None
+    json: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the variable's text."""
+        names = [f.name for f in fields(cls)]
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not set(found) <= set(names):
+            raise ValueError(
+                f"The environment variable `JAXCROSS_ESTIMATE` must be an object in JSON with no other keys than"
+                f" {', '.join(names)}, as {{}}, got {text!r}. `jaxcross estimate` sets it; to train, remove it."
+            )
+        return cls(**found)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the measurement."""
+        return Settings(jobs=self.k, steps=self.steps, link_mbps=self.link_mbps, memory_bytes=self.memory_bytes)
+
+
+def estimate_in_script(variant: Variant, leaves: Sequence[Any], job: JobContext | None) -> None:
+    """Measures a step that a script is about to call, prints the estimate on rank 0, and ends the script on all ranks.
+
+    Returns, so that the step is made as usual, if another step was asked for, or if the step exchanges in other calls
+    than this one. Waits for all ranks.
+
+    Raises:
+        SystemExit: All is done, outside a run.
+        Stopped: All is done, in a job.
+        ValueError, CutError, ExchangeError: The step cannot be measured.
+    """
+    world, program = variant.world, variant.default
+    request = Request.parse(world.estimate_request)
+    if program.local_step or request.step not in (None, program.name):
+        return
+    found = measure_on_all_ranks(
+        lambda: Subject(
+            traced=variant.traced,
+            leaves=leaves,
+            bucket_bytes=variant.record.bucket_bytes,
+            settings=request.settings,
+        ),
+        program.name,
+        world=world,
+        job=job,
+    )
+    if world.rank == 0:
+        print(found, flush=True)
+        if request.json is not None:
+            Path(request.json).write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+    raise SystemExit(0) if job is None else Stopped

@@ -1,0 +1,250 @@
+"""Measures what one step costs alone: seconds of each segment, bytes on the wire, bytes in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from jaxcross.errors import CutError, ExchangeError
+from jaxcross.jobs.step_registry import step_graph_of
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.step_cost import StepCost
+from jaxcross.program import stages
+from jaxcross.program.execution import Compiled
+from jaxcross.program.ir import Exchange, Program, Segment
+from jaxcross.program.trace import Traced
+from jaxcross.runtime.step_host import StepHost, T
+from jaxcross.step.agreement import agree_once
+from jaxcross.step.step_record import StepRecord
+from jaxcross.step.timed_trial import gather_failures, summary, time_segments
+from jaxcross.step.variant import Variant
+from jaxcross.wire.bytes import wire_bytes
+from jaxcross.world import World
+from jaxcross.world.control_plane import Control, gather
+
+PIECES = 4
+"""Exchange segments of the cut that is measured next to the uncut step."""
+
+_WARM_UP_STEPS = 2  # the first ones get their memory from the kernel
+_ONE_RANK_STANDS_FOR = 2  # ranks, where one asks for a link
+_WIDE = ("float32", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a measurement, the same on every rank.
+
+    Attributes:
+        jobs: Number of jobs that is asked about.
+        steps: Steps to time.
+        link_mbps: Rate of a link on which the exchanges are to be thought of, in Mbit/s; None for what is there.
+        memory_bytes: Bytes that a rank may use; None for what the device or the machine has.
+
+    Raises:
+        TypeError, ValueError: One of them makes no sense.
+    """
+
+    jobs: int = 2
+    steps: int = 3
+    link_mbps: float | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("k", self.jobs), ("steps", self.steps)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        for name, value in (("link_mbps", self.link_mbps), ("memory_bytes", self.memory_bytes)):
+            if value is None:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise TypeError(f"`{name}` must be a number, or None, got {value!r}.")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"`{name}` must be above 0, got {value!r}.")
+
+
+@final
+class SoloCost:
+    """A measurement of one step on copies of its arguments, which leaves them as they are.
+
+    Args:
+        traced: The step.
+        leaves: Its flat arguments.
+        host: The job or the standalone step that it belongs to.
+        world: All ranks.
+        settings: The same on every rank.
+        bucket_bytes: As for `crossover`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        leaves: Sequence[Any],
+        *,
+        host: StepHost,
+        world: World,
+        settings: Settings,
+        bucket_bytes: int,
+    ) -> None:
+        self._leaves, self._host, self._world, self._settings = leaves, host, world, settings
+        # A record of its own: nothing is remembered for the training that may follow.
+        record = StepRecord(cut="whole", bucket_bytes=bucket_bytes)
+        self._variant = Variant(traced, record, world, trial_args=tuple(leaves)).choose(leaves)
+        self._sizes = dict(traced.axes)
+        if world.size == 1 and settings.link_mbps is not None:
+            self._sizes = dict.fromkeys(traced.axes, _ONE_RANK_STANDS_FOR)
+
+    def check(self) -> None:
+        """Makes sure that this rank's step can be measured. Does not communicate.
+
+        Raises:
+            CutError: It exchanges nothing, or calls mpi4jax.
+        """
+        program = self._variant.default
+        if self._variant.is_unit:
+            raise CutError(
+                f"`{program.name}` calls mpi4jax: its exchanges cannot be timed apart from the computation between"
+                " them. Write it with named-axis collectives, such as `lax.pmean`."
+            )
+        if not program.has_exchanges:
+            raise CutError(
+                f"`{program.name}` exchanges nothing with these arguments, so that there is nothing to hide. Give the"
+                ' train step, which averages its gradients over ranks, as by `lax.pmean(grads, "batch")`.'
+            )
+
+    def measure(self, *, where: str = "") -> StepCost:
+        """Returns the cost, the same on every rank. Waits for all ranks, each of which must have a step that can be
+        measured.
+
+        Args:
+            where: See `StepCost`.
+
+        Raises:
+            ExchangeError: On every rank: the ranks have different steps, or the step fails on some rank.
+        """
+        program = self._variant.default
+        compiled = self._build(program)
+        if isinstance(compiled, str):
+            raise ExchangeError(f"`{program.name}` cannot be measured, as it cannot be compiled: {compiled}")
+        whole = self._profile(compiled)
+        if isinstance(whole, str):
+            raise ExchangeError(f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {whole}")
+        wide, narrow = self._wire_bytes(program.exchanges)
+        own = (compiled.peak_live_bytes(), compiled.boundary_live_bytes(), compiled.exchange_temporary_bytes())
+        limit = self._settings.memory_bytes or memory_limit(self._world.local_size)
+        ranks = self._together(lambda control: gather(control, [own, limit]))
+        peak, boundary, temporary = (max(sizes) for sizes in zip(*(sizes for sizes, _ in ranks), strict=True))
+        limits = [limit for _, limit in ranks if limit is not None]
+        return StepCost(
+            whole=replace(whole, peak_bytes=peak, boundary_bytes=boundary),
+            cut=self._cut_profile(program, whole),
+            where=where,
+            steps=self._settings.steps,
+            wire_bytes=wide,
+            narrow_wire_bytes=narrow,
+            link_mbps=self._settings.link_mbps,
+            exchange_temporary_bytes=temporary,
+            limit_bytes=min(limits, default=None),
+            shares_processor=jax.default_backend() == "cpu",
+        )
+
+    def _together(self, work: Callable[[Control], T]) -> T:
+        return run_watched(self._host, self._world, self._variant.default.name, work)
+
+    def _build(self, program: Program) -> Compiled | str:
+        """Returns the executables, or on all ranks a text about what failed on some. Waits for all ranks."""
+        agree_once(self._variant, self._host, program, candidate=True)
+        compiled, error_text = None, ""
+        try:
+            with self._host.compiling(program.name):
+                compiled = stages.compile(program, self._variant.arg_types, cache=self._world.executables)
+        except JaxRuntimeError as error:
+            error_text = summary(error)
+        failed = self._together(lambda control: gather_failures(control, error_text))
+        if failed:
+            return failed
+        assert compiled is not None
+        return compiled
+
+    def _profile(self, compiled: Compiled) -> Profile | str:
+        """Times each segment, or returns on all ranks a text about what failed on some. Waits for all ranks."""
+        timed: list[list[int]] = []
+
+        def work(control: Control) -> list[int] | str:
+            return time_segments(compiled, self._variant.traced, self._leaves, self._world, control)
+
+        for turn in range(_WARM_UP_STEPS + self._settings.steps):
+            found = self._together(work)
+            if isinstance(found, str):
+                return found
+            if turn >= _WARM_UP_STEPS:
+                timed.append(found)
+        own = [median(times_ns) for times_ns in zip(*timed, strict=True)]
+        ranks = self._together(lambda control: gather(control, own))
+        slowest = [max(times_ns) / 1e9 for times_ns in zip(*ranks, strict=True)]
+        program = compiled.program
+        seconds = tuple(
+            s if segment.kind == "compute" else self._exchange_s(program, segment, s)
+            for segment, s in zip(program.segments, slowest, strict=True)
+        )
+        return Profile(name=program.name, graph=step_graph_of(program), seconds=seconds, ranks=self._world.size)
+
+    def _exchange_s(self, program: Program, segment: Segment, measured_s: float) -> float:
+        measured_s = 0.0 if program.is_single_rank(segment) else measured_s
+        if self._settings.link_mbps is None:
+            return measured_s
+        nbytes, _ = self._wire_bytes(segment.exchanges)
+        return max(measured_s, 8e-6 * nbytes / self._settings.link_mbps)
+
+    def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
+        """Returns the profile in four exchange segments; None where there are no more than before, or it fails."""
+        if not whole.exchange_s:
+            return None
+        cut = self._variant.program_in(PIECES)
+        if len(cut.collectives) <= len(program.collectives):
+            return None
+        compiled = self._build(cut)
+        found = compiled if isinstance(compiled, str) else self._profile(compiled)
+        return None if isinstance(found, str) else found
+
+    def _wire_bytes(self, exchanges: Sequence[Exchange]) -> tuple[int, int]:
+        """Returns the bytes that a rank receives, and those if wide numbers travel in 16 bits."""
+        narrow = (replace(x, dtype="bfloat16") if x.dtype in _WIDE[:2] else x for x in exchanges)
+        wide_bytes = sum(wire_bytes(x, self._sizes) for x in exchanges)
+        return wide_bytes, sum(wire_bytes(x, self._sizes) for x in narrow)
+
+
+def run_watched(host: StepHost, world: World, name: str, work: Callable[[Control], T]) -> T:
+    """Runs `work(control)` on every rank, under the watchdog. Waits for all ranks."""
+
+    def watched(control: Control) -> T:
+        with world.monitor(job=name, step=0, segment=-1, what="estimate"):
+            return work(control)
+
+    return host.run_on_all_ranks("estimate", watched)
+
+
+def memory_limit(local_size: int) -> int | None:
+    """Returns the bytes of arrays that this rank may hold; None if that is not known. Does not communicate.
+
+    The device's own limit; on CPUs this rank's share of the machine's memory, or of its control group's.
+    """
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit")
+    limits = []
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # no control group, or one without a limit: "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits) // local_size if limits else None

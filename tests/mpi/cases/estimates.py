@@ -1,0 +1,140 @@
+"""`jaxcross.estimate` over MPI: the same on every rank, and what is wrong on one rank is an error on all.
+
+Prints `rank R: estimates done`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxcross
+
+WORLD = jaxcross.initialize(stall_timeout_s=60)
+RANK, P = WORLD.rank, WORLD.size
+X = np.full((4, 3), RANK, np.float32)
+
+
+def make_step(axis="batch", wrong=False):
+    @jaxcross.crossover(axes=axis, donate_argnums=0)
+    def train_step(layers, batch):
+        def loss_fn(layers):
+            hidden = jnp.tanh(batch @ layers["in"])
+            return (jnp.tanh(hidden @ layers["middle"]) ** 2).mean()
+
+        grads = jax.grad(loss_fn)(layers)
+        grads = lax.pmean(grads["in"] if wrong else grads, axis)
+        return (
+            jax.tree.map(lambda w: w - 0.1 * jnp.mean(grads), layers)
+            if wrong
+            else jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
+        )
+
+    return train_step
+
+
+def fresh():
+    return {"in": jnp.ones((3, 200)), "middle": jnp.ones((200, 150)) / 150}
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def the_same_on_every_rank():
+    step, state = make_step(), fresh()
+    found = jaxcross.estimate(step, state, X, link_mbps=1, memory_bytes=10**9)
+    assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
+    # each rank receives 2(P - 1)/P of 4 bytes a parameter; the link holds the exchange for at least so long
+    nbytes = 4 * (3 * 200 + 200 * 150)
+    assert abs(found.cost.wire_bytes - 2 * (P - 1) / P * nbytes) < 8
+    assert found.cost.exchange_s >= 8e-6 * found.cost.wire_bytes
+    assert found.cost.cut is not None
+    assert found.cost.cut.graph.kinds.count("collective") == 2
+    assert found.cost.limit_bytes == 10**9
+    assert not any(x.is_deleted() for x in state.values())
+    trained, alone = step(state, X), make_step()(fresh(), X)
+    assert all((trained[k] == alone[k]).all() for k in trained), "what follows has the same bits"
+
+
+def in_a_job_of_several():
+    def train(job):
+        step, state = make_step(), fresh()
+        if job.name == "a":
+            found.append(jaxcross.estimate(step, state, X, steps=1))
+        for _ in range(3):
+            state = step(state, X)
+        return state
+
+    found, runner = [], jaxcross.Runner(WORLD)
+    jobs = [runner.add(name, train) for name in "ab"]
+    runner.run()
+    assert found[0].cost.where == "job `a`"
+    assert found[0].cost.exchange_s > 0
+    assert (jobs[0].state["in"] == jobs[1].state["in"]).all()
+
+
+def one_rank_that_asks_wrongly():
+    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, k=RANK))
+    wanted = (
+        "ValueError: `k` must be at least 1, got 0."
+        if RANK == 0
+        else "ExchangeError: `train_step` cannot be measured, as rank 0 failed: ValueError: `k` must be at least 1,"
+        " got 0."
+    )
+    assert text == wanted, text
+    text = raised(lambda: jaxcross.estimate(make_step(), fresh(), X, steps=1 + RANK))
+    assert text.startswith("ExchangeError: Ranks 0 and 1 ask for different estimates of `train_step`: {'jobs': 2"), text
+
+
+def other_steps():
+    text = raised(lambda: jaxcross.estimate(make_step(wrong=RANK == 1), fresh(), X))
+    assert text.startswith("ExchangeError: ") and "train_step" in text, text
+
+
+def a_rank_that_fails():
+    def fails(x):
+        if RANK == 1:
+            raise RuntimeError("no disk")
+        return x
+
+    @jaxcross.crossover(axes="batch")
+    def reads(state, batch):
+        read = jax.pure_callback(fails, jax.ShapeDtypeStruct((4, 3), jnp.float32), batch)
+        return state + lax.pmean(read, "batch")
+
+    text = raised(lambda: jaxcross.estimate(reads, X, X))
+    assert text.startswith(
+        "ExchangeError: `reads` cannot be measured, as it fails on copies of its arguments: rank 1"
+    ), text
+
+
+def a_rank_that_exchanges_nothing():
+    step = jaxcross.crossover((lambda s, x: s + x) if RANK else (lambda s, x: s + lax.psum(x, "batch")), axes="batch")
+    text = raised(lambda: jaxcross.estimate(step, X, X))
+    assert text.startswith("CutError" if RANK else "ExchangeError: `<lambda>` cannot be measured, as rank 1 failed"), (
+        text
+    )
+
+
+CASES = (
+    the_same_on_every_rank,
+    in_a_job_of_several,
+    one_rank_that_asks_wrongly,
+    other_steps,
+    a_rank_that_fails,
+    a_rank_that_exchanges_nothing,
+)
+
+if __name__ == "__main__":
+    for case in CASES:
+        case()
+    print(f"rank {RANK}: estimates done", flush=True)

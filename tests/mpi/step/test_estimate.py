@@ -1,0 +1,106 @@
+"""Estimates over MPI: of a step that is given, and of the first one that a script calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+SCRIPT = """
+import argparse, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+import jaxcross
+
+world = jaxcross.initialize()
+folder, jobs = Path(sys.argv[1]), sys.argv[2:]
+
+
+@jaxcross.crossover(axes="batch", donate_argnums=0)
+def train_step(state, batch):
+    return state - jax.lax.pmean(batch, "batch"), {"loss": state.sum()}
+
+
+@jaxcross.crossover(axes="batch")
+def norm(state):
+    return jax.lax.pmax(jnp.abs(state).max(), "batch")
+
+
+def train(job):
+    state = job.restore(jnp.ones((64, 64)))
+    norm(state)
+    for batch in job.batches([jnp.ones((64, 64))] * 5):
+        state, metrics = train_step(state, batch)
+        (folder / f"step-{job.name}").touch()
+        job.log(metrics)
+    return state
+
+
+runner = jaxcross.Runner(
+    world, checkpoints=jaxcross.Checkpoints(folder / "checkpoints", every=1), metrics=folder / "metrics"
+)
+for name in jobs:
+    runner.add(name, train)
+if jobs:
+    runner.run()
+    (folder / "trained").touch()
+"""
+
+
+def estimated(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "jaxcross.cli", "estimate", "-n", "2", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, env=env, check=False)
+
+
+@pytest.fixture
+def environ(quick_compiler: dict[str, str], mpirun: object) -> dict[str, str]:
+    """The environment of a command that starts ranks; skips where no MPI can."""
+    return {**os.environ, **quick_compiler}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_estimates(mpirun: Callable[..., Any], quick_compiler: dict[str, str], ranks: int) -> None:
+    done = mpirun(ranks, "estimates.py", env=quick_compiler).check()
+    assert done.stdout.count("estimates done") == ranks
+
+
+def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path) -> None:
+    """The chosen step of the first job is measured, and nothing of the user's is written."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    words = ("--step", "train_step", "-k", "3", "--json", str(tmp_path / "out.json"), str(script), str(tmp_path))
+    done = estimated(*words, "a", "b", env=environ)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()[-10:]
+    assert shown[0].startswith("`train_step` of job `a` on 2 ranks: 3 steps timed on copies")
+    assert "Job `a`, the first of 2, is measured. The others are not run." in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "script.py"]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["jobs"] == 3
+    assert written["recommendation"] == shown[-1].strip()
+    assert written["cost"]["wire_bytes"] == 64 * 64 * 4
+
+
+def test_a_script_without_a_step_is_an_error(environ: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = estimated(str(script), str(tmp_path), env=environ)
+    assert done.returncode == 1
+    assert "the script came to its end and called no `crossover` step" in done.stderr
+
+
+@pytest.mark.integration
+def test_the_sweep_of_the_examples(environ: dict[str, str]) -> None:
+    pytest.importorskip("sklearn")
+    done = estimated("--link-mbps", "500", str(EXAMPLES / "mnist_sweep.py"), env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "`train_step` of job `lr-0.003` on 2 ranks" in done.stdout
+    assert "test accuracy" not in done.stdout

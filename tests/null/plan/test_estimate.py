@@ -1,0 +1,213 @@
+"""The arithmetic of an estimate, against the kept race and against the simulator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.interleave.policy import RoundRobin
+from jaxcross.interleave.simulator import Simulation, Step
+from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.estimate import contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.step_cost import StepCost
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+WHOLE = StepGraph(kinds=("compute", "collective", "compute"), needs=((), (0,), (1,)), after_commit=frozenset({2}))
+IN_TWO = StepGraph(
+    kinds=("compute", "collective", "compute", "collective", "compute"),
+    needs=((), (0,), (0,), (2,), (1, 3)),
+    after_commit=frozenset({4}),
+)
+GB = 10**9
+CONTENTION = Contention(compute=1.25, exchange=1.1)
+
+
+def profile(graph: StepGraph, *seconds: float) -> Profile:
+    return Profile(name="train_step", graph=graph, seconds=seconds, ranks=2, peak_bytes=4 * GB, boundary_bytes=GB)
+
+
+def cost(c: float = 0.875, m: float = 1.75, **changes: Any) -> StepCost:
+    """ResNet-50 at about 470 Mbit/s, unless told otherwise."""
+    made = StepCost(
+        whole=profile(WHOLE, c - 0.0625 * c, m, 0.0625 * c),
+        steps=3,
+        wire_bytes=102_000_000,
+        narrow_wire_bytes=51_000_000,
+        exchange_temporary_bytes=GB // 2,
+    )
+    return replace(made, **changes)
+
+
+def race_rows(*cases: str) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / "race.json").read_text())["rows"]
+    return [row for row in rows if row["case"] in cases and row["rival"] in ("crossover", "crossover-bf16")]
+
+
+def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
+    """Predicted over measured seconds a job-step, less 1."""
+    found = []
+    for row in rows:
+        factors = contention_at(row["rate_bits_per_s"] / 1e6) if contention else None
+        assert (factors is None) != contention, "the race is within the rates of which the contention is known"
+        predicted = period_s(row["c_s"], row["m_s"], factors) / len(row["c_s"])
+        found.append(predicted / row["steady_s_per_job_step"] - 1)
+    return found
+
+
+def test_equal_jobs_of_the_race_are_within_a_tenth() -> None:
+    """All 21 runs of two or three equal jobs, uncut, in 32 and 16 bits, at 305 to 2059 Mbit/s, in steady state."""
+    rows = race_rows("two", "three")
+    assert len(rows) == 21
+    found = np.abs(errors(rows, contention=True))
+    assert found.max() < 0.09
+    assert found.mean() < 0.05
+
+
+def test_the_bound_alone_is_further_off_and_below() -> None:
+    found = np.array(errors(race_rows("two", "three"), contention=False))
+    assert (found < 0).all()
+    assert 0.1 < -found.mean() < 0.13
+    assert -found.min() > 0.22
+
+
+def test_predicted_speed_is_near_that_of_the_race() -> None:
+    """Times as fast as one job after the other: what an estimate prints, over a whole run with its filling."""
+    rows = json.loads((RESULTS / "race.json").read_text())["rows"]
+    alone = {(r["case"], r["rate_bits_per_s"], r["run"]): r for r in rows if r["rival"] == "sequential"}
+    off = []
+    for row in race_rows("two", "three"):
+        before = alone.get((row["case"], row["rate_bits_per_s"], row["run"]))
+        if before is None or row["rival"] != "crossover":
+            continue
+        made = estimate_of(
+            cost(row["c_s"][0], row["m_s"][0], wire_bytes=int(row["m_s"][0] * row["rate_bits_per_s"] / 8))
+        )
+        expected = made.of(len(row["c_s"])).expected
+        assert expected is not None
+        off.append(expected * row["s_per_job_step"] / before["s_per_job_step"] - 1)
+    assert len(off) == 11
+    assert max(map(abs, off)) < 0.1
+
+
+def test_contention_is_what_was_measured() -> None:
+    """The table holds the kept medians, rounded."""
+    for mbps, contention in TWO_CORES.measured:
+        kept = json.loads((RESULTS / f"exchange_cost_mpich_{mbps:.0f}mbit.json").read_text())
+        exchange = kept["exchange"]
+        assert exchange["beside"]["s"]["median"] / exchange["alone"]["s"]["median"] == pytest.approx(
+            contention.exchange, abs=0.02
+        )
+        compute = kept["computation_s"]
+        assert compute["beside exchanges"]["median"] / compute["alone"]["median"] == pytest.approx(
+            contention.compute, abs=0.02
+        )
+
+
+def test_contention_far_from_measured_rates_is_unknown() -> None:
+    assert contention_at(500) == contention_at(300) == Contention(compute=1.15, exchange=1.05)
+    assert contention_at(100) is None
+    assert contention_at(10_000) is None
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 3, 4])
+@pytest.mark.parametrize(("c", "m"), [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (3.0, 0.1)])
+def test_the_interleaver_comes_to_the_bound(jobs: int, c: float, m: float) -> None:
+    steps, seconds = 16, (c, m, 0.0)
+
+    def script() -> Any:
+        for _ in range(steps):
+            yield Step(WHOLE, seconds)
+
+    simulation = Simulation(
+        [[script() for _ in range(jobs)]],
+        policy=RoundRobin(),
+        exchange_s=lambda job, step, segment: seconds[segment],
+        check=False,
+    )
+    taken_s, bound_s = simulation.run()[0].end_s, steps * period_s([c] * jobs, [m] * jobs)
+    assert bound_s - 1e-9 <= taken_s <= bound_s + c + m, "the lanes are filled and drained once"
+
+
+def test_under_contention_the_shorter_lane_is_always_next_to_the_other() -> None:
+    """Of 1.1 s with an exchange, in which 1.1 / 1.25 s of 2 s are computed, the rest alone."""
+    assert period_s([1.0, 1.0], [0.5, 0.5], CONTENTION) == pytest.approx(1.1 + 2 - 1.1 / 1.25)
+    assert period_s([0.5, 0.5], [1.0, 1.0], CONTENTION) == pytest.approx(1.25 + 2 - 1.25 / 1.1)
+    assert period_s([1.0], [0.5], CONTENTION) == 1.5, "one job alone has nothing next to it"
+
+
+def test_a_cut_job_hides_its_first_exchange() -> None:
+    """It computes 0.5 s, exchanges 2 s in a row, and updates for 0.1 s."""
+    cut = profile(IN_TWO, 0.5, 1.0, 0.4, 1.0, 0.1)
+    assert estimate_of(cost(1.0, 2.0, cut=cut)).cut_alone == pytest.approx(3 / 2.6)
+
+
+def test_a_cut_never_beats_the_busier_lane() -> None:
+    cut = profile(IN_TWO, 0.1, 0.1, 0.1, 0.1, 0.1)
+    assert estimate_of(cost(1.0, 2.0, cut=cut)).cut_alone == pytest.approx(1.5)
+
+
+def test_memory_of_jobs() -> None:
+    """One job at its peak, the others between segments, and one exchange's temporaries."""
+    made = estimate_of(cost(limit_bytes=7 * GB))
+    assert [p.memory_bytes / GB for p in made.gains] == [4.5, 5.5, 6.5, 7.5]
+    assert [p.fits for p in made.gains] == [True, True, True, False]
+    assert made.fitting_jobs == 3
+    assert memory_bytes(cost(), 10) == 13.5 * GB
+    assert estimate_of(cost(limit_bytes=GB)).fitting_jobs == 0
+    assert estimate_of(cost()).fitting_jobs is None
+
+
+def test_sixteen_bits_are_compared_with_full_exchanges() -> None:
+    asked = estimate_of(cost(1.0, 2.0)).of(2)
+    assert (asked.most, asked.most_narrow) == (1.5, 3.0)
+    assert asked.expected_narrow is not None
+    assert 2.5 < asked.expected_narrow < 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "jobs", "start"),
+    [
+        ({}, 2, "Yes, run 2 jobs next to each other: about 1.4"),
+        ({"shares_processor": False}, 2, "Try 2 jobs next to each other: at most 1.50"),
+        ({"m": 0.02}, 2, "No: exchanges take only 2% of a step, 2 jobs run"),
+        ({"c": 0.1, "m": 2.0}, 2, "No: the network is the limit, 2 jobs run about 1.0"),
+        ({"c": 0.004, "m": 0.004}, 2, "Enlarge the batch first: votes and dispatch"),
+        ({"m": 0.0}, 2, "One rank exchanges nothing: m = 0."),
+        ({"limit_bytes": 6 * GB}, 4, "4 jobs do not fit into memory: run 2 next to each other."),
+        ({"limit_bytes": 5 * GB}, 2, "2 jobs do not fit into memory: run one job as it is."),
+        ({"limit_bytes": GB}, 2, "Not even one job fits into memory"),
+        ({}, 1, "Run one job as it is."),
+    ],
+)  # fmt: skip
+def test_recommendations(changes: dict[str, Any], jobs: int, start: str) -> None:
+    assert estimate_of(cost(**changes), jobs).recommendation.startswith(start)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 7])
+@pytest.mark.parametrize("changes", [{}, {"m": 0.0}, {"limit_bytes": 7 * GB, "where": "job `a`", "link_mbps": 500.0}])
+def test_the_text_has_ten_lines(jobs: int, changes: dict[str, Any]) -> None:
+    lines = str(estimate_of(cost(**changes), jobs)).splitlines()
+    assert len(lines) == 10
+    assert max(map(len, lines)) <= 140
+    assert lines[-1].strip() == estimate_of(cost(**changes), jobs).recommendation
+
+
+def test_all_numbers_are_json() -> None:
+    made = estimate_of(cost(cut=profile(IN_TWO, 0.5, 1.0, 0.4, 1.0, 0.1)), 5)
+    read = json.loads(json.dumps(made.as_dict()))
+    assert [p["jobs"] for p in read["gains"]] == [1, 2, 3, 4, 5]
+    assert read["cost"]["exchange_s"] == 1.75
+    assert read["cost"]["cut"]["seconds"] == [0.5, 1.0, 0.4, 1.0, 0.1]
+
+
+def test_less_than_one_job_is_an_error() -> None:
+    with pytest.raises(ValueError, match="`k` must be at least 1, got 0"):
+        estimate_of(cost(), 0)
