@@ -62,7 +62,7 @@ class Checkpoints:
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """The settings that must be the same on every rank."""
         return self.every, self.keep, self.best, self.mode
 
     @property

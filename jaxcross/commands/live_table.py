@@ -46,7 +46,7 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
     """A context in which a log is told that the ranks start, until one has joined: after 5 s, 10 s, 20 s, ..."""
-    from jaxcross.world.start_notice import FIRST_S, is_silent
+    from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
     over, started_s = threading.Event(), time.time()
 
@@ -59,7 +59,7 @@ def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterato
                 print(f"[jaxcross {next_s:.0f} s] {_ranks(ranks)} start", file=sys.stderr, flush=True)
             next_s *= 2
 
-    if not is_silent(environ):
+    if not no_progress_wanted(environ):
         threading.Thread(target=watch, daemon=True).start()
     try:
         yield

@@ -24,7 +24,7 @@ _RAISED = re.compile(r"rank \d+ failed (with|in thread) ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How one run ended.
+    """The end of one run.
 
     Attributes:
         kind: `done`; `stopped` by a signal; `own`: an exception or exit code of the script; `lost`: a rank or a host.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How many times as long the two lanes of a machine take next to each other as alone.
+    """The factors by which the two lanes of a machine take longer next to each other than alone.
 
     Where the processor computes and drives the network, an exchange takes cycles, caches and memory from a computation.
 

@@ -36,7 +36,7 @@ class JobRequest(IntEnum):
 
 
 class AtStart(IntEnum):
-    """How far a job is on its way to its first step. Of several ranks' values the least counts."""
+    """A job's progress towards its first step. Of several ranks' values the least counts."""
 
     EXCUSED = 0  # the other jobs need not wait for it
     COMING = 1

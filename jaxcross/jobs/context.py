@@ -464,7 +464,7 @@ class JobContext:
         return None if self._life.resumption is None else self._life.resumption.every
 
     def observe(self, observer: JobObserver) -> None:
-        """Lets `observer` follow the job from here on; in the job's thread."""
+        """Makes `observer` follow the job from here on; in the job's thread."""
         self.host.observer = self._metrics.observer = observer
 
     def read_back(self) -> None:

@@ -50,7 +50,7 @@ class Best:
 
     @property
     def key(self) -> str:
-        """What the value is the best of: a value of another metric or mode is none to go on from."""
+        """The metric and the mode of the value: one of another metric or mode does not count after a restart."""
         return f"{self.mode} {self.metric}"
 
     def to_text(self) -> str:

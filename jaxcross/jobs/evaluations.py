@@ -1,4 +1,4 @@
-"""What a job does every so many steps: evaluates its state, and decides by the metrics whether to stop early."""
+"""Work that a job does every so many steps: it evaluates its state, and decides whether to stop early."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class JobLifecycle:
             driver.request(record, request)
 
     def excuse_start(self) -> None:
-        """Lets the other jobs begin without this one, at a joint start. Does not wait."""
+        """Allows the other jobs to begin without this one, at a joint start. Does not wait."""
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 

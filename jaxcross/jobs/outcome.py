@@ -67,7 +67,7 @@ def _facts(job: JobContext) -> JobSummary:
         replicas=job.host.replicas.findings.text,
         first_step=job.step - job.host.steps_made,
         unit=job.unit,
-        outline=job.host.registry.outline(),
+        program=job.host.registry.most_run(),
     )
 
 

@@ -434,7 +434,7 @@ class Runner:
             return Session(self.checkpoints, self.world, jobs=names, policy=repr(self.policy))
 
     def _open_metrics(self) -> None:
-        """Lets rank 0 claim the folder of metrics. Waits for all ranks, if there is one.
+        """Has rank 0 claim the folder of metrics. Waits for all ranks, if there is one.
 
         Raises:
             ValueError: On every rank: the folder is in use, or cannot be written.

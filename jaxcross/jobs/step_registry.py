@@ -24,8 +24,8 @@ def step_graph_of(program: Program) -> StepGraph:
 
 
 @dataclass(slots=True)
-class StepOutline:
-    """What a plan needs to know of a program: its segments, its memory, and how many of a job's steps ran it.
+class ProgramRecord:
+    """The facts of a program that a plan needs: its segments, its memory, and how many of a job's steps ran it.
 
     Attributes:
         graph: Its segments.
@@ -51,14 +51,14 @@ class StepRegistry:
         training: The name of the function whose calls are the job's steps: the first step that it called. None before.
     """
 
-    __slots__ = ("_agreed", "_graphs", "_outlines", "_programs", "training")
+    __slots__ = ("_agreed", "_graphs", "_programs", "_records", "training")
 
     def __init__(self) -> None:
         self.training: str | None = None
         self._graphs: dict[int, tuple[Compiled, StepGraph]] = {}
         self._programs: dict[int, Program] = {}
         self._agreed: dict[tuple[int, tuple[int, ...], str], object] = {}
-        self._outlines: dict[int, StepOutline] = {}
+        self._records: dict[int, ProgramRecord] = {}
 
     @property
     def any(self) -> bool:
@@ -97,15 +97,15 @@ class StepRegistry:
         if leads and self.training is None:
             self.training = compiled.program.name
         if leads:
-            outline = self._outlines.get(id(compiled))
-            if outline is None:
-                outline = self._outlines[id(compiled)] = StepOutline.of(compiled, self.graph(compiled))
-            outline.steps += 1
+            record = self._records.get(id(compiled))
+            if record is None:
+                record = self._records[id(compiled)] = ProgramRecord.of(compiled, self.graph(compiled))
+            record.steps += 1
         return leads
 
-    def outline(self) -> dict[str, Any] | None:
-        """Returns the outline of the program that most of the job's steps ran, as plain data; None if it made none."""
-        most = max(self._outlines.values(), key=lambda outline: outline.steps, default=None)
+    def most_run(self) -> dict[str, Any] | None:
+        """Returns the record of the program that most of the job's steps ran, as plain data; None if it made none."""
+        most = max(self._records.values(), key=lambda record: record.steps, default=None)
         if most is None:
             return None
         return {

@@ -1,4 +1,4 @@
-"""How much computations and exchanges slow each other down on a machine, by the rate of its link."""
+"""The contention of computations and exchanges on a machine, by the rate of its link."""
 
 from __future__ import annotations
 

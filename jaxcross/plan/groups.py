@@ -1,4 +1,4 @@
-"""Which jobs share devices: groups whose computation and exchange fill each other's gaps."""
+"""Groups of jobs that share devices, in such a way that whose computation and exchange fill each other's gaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OVER_FULL = 1e6  # seconds for each byte beyond the limit, relative to it: any 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one job asks of the devices and links that it runs on.
+    """The work of one job on the devices and links that it runs on.
 
     Attributes:
         name: The job.
@@ -112,7 +112,7 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
 
 
 class _Table:
-    """The jobs' numbers as arrays; the last entry is an empty seat. Costs are of rows of job numbers."""
+    """The jobs' numbers as arrays; the last entry is an empty place. Costs are of rows of job numbers."""
 
     def __init__(self, loads: Sequence[Load], memory_bytes: int | None) -> None:
         self.jobs = len(loads)
@@ -175,9 +175,9 @@ def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
     """Returns groups of jobs that lie at equal distances from both ends of the order by share of exchange."""
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
-    seats = np.full(count * most, table.jobs)
-    seats[: table.jobs] = order
-    rows = seats.reshape(most, count)
+    places = np.full(count * most, table.jobs)
+    places[: table.jobs] = order
+    rows = places.reshape(most, count)
     rows[1::2] = rows[1::2, ::-1]
     return rows.T.copy()
 

@@ -101,10 +101,10 @@ class Profile:
             raise ValueError(f"the report has no job `{name}`; it has {', '.join(job.name for job in report.jobs)}")
         if len(report.jobs) > 1 and report.policy != Sequential().name:
             raise ValueError(f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or in turn.")
-        if facts.outline is None:
-            raise ValueError(f"the report has no outline of a step of `{name}`")
-        graph = StepGraph.from_data(facts.outline.get("graph"))
-        if facts.outline["steps"] < MOST * facts.steps:
+        if facts.program is None:
+            raise ValueError(f"the report has no program of `{name}`")
+        graph = StepGraph.from_data(facts.program.get("graph"))
+        if facts.program["steps"] < MOST * facts.steps:
             raise ValueError(f"the steps of `{name}` ran several programs: a profile is of one")
         seconds, host_s = _means(report.spans, name, graph)
         return cls(
@@ -115,8 +115,8 @@ class Profile:
             ranks=len(report.ranks),
             link=report.link,
             mbit_per_s=mbit_per_s,
-            peak_bytes=facts.outline["peak_bytes"],
-            boundary_bytes=facts.outline["boundary_bytes"],
+            peak_bytes=facts.program["peak_bytes"],
+            boundary_bytes=facts.program["boundary_bytes"],
         )
 
     @property

@@ -23,7 +23,7 @@ MAX_STEPS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a twin did.
+    """A predicted run.
 
     Attributes:
         rounds: The breakdown of its time, as in a report.

@@ -42,7 +42,7 @@ class JobSummary:
             ...` with the reason; empty for one rank, and for jobs without a state.
         first_step: Steps that earlier runs did, which this one resumed from.
         unit: The unit of examples: `images` or `examples`.
-        outline: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, `peak_bytes` alive
+        program: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, `peak_bytes` alive
             at once in one step and `boundary_bytes` alive between two segments, by XLA's figures. None without steps.
     """
 
@@ -57,7 +57,7 @@ class JobSummary:
     replicas: str = ""
     first_step: int = 0
     unit: str = "examples"
-    outline: Mapping[str, Any] | None = None
+    program: Mapping[str, Any] | None = None
 
     @property
     def last_step(self) -> int:

@@ -106,8 +106,8 @@ def _title(result: SweepResult) -> str:
     counts = {
         status: sum(t.status == status for t in result.trials) for status in ("finished", "pruned", "stopped", "failed")
     }
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"Sweep of {len(result.trials)} trials by {result.metric} ({result.mode}): {told}"
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"Sweep of {len(result.trials)} trials by {result.metric} ({result.mode}): {summary}"
 
 
 def headline(result: SweepResult) -> str:

@@ -29,7 +29,7 @@ from jaxcross.world import malloc, xla_pool
 from jaxcross.world.control_plane import MpiControl
 from jaxcross.world.launch_env import MPI_SETTINGS, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
-from jaxcross.world.start_notice import StartNotice, is_silent
+from jaxcross.world.start_notice import StartNotice, no_progress_wanted
 from jaxcross.world.workers import mark, world_of_worker
 from jaxcross.world.world import World
 
@@ -109,7 +109,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
         )
     _CURRENT.append(joined)
     mark(joined)
-    if rank == 0 and launch is not None and not is_silent(os.environ):
+    if rank == 0 and launch is not None and not no_progress_wanted(os.environ):
         StartNotice(size, joined.flight.work_begun).start()
     return joined
 

@@ -13,7 +13,7 @@ FIRST_S = 5.0
 """Seconds before the first notice; each one after that comes after twice as many."""
 
 
-def is_silent(environ: Mapping[str, str]) -> bool:
+def no_progress_wanted(environ: Mapping[str, str]) -> bool:
     """Whether the user wants to see no progress. Pure."""
     try:
         return float(environ.get("JAXCROSS_PROGRESS", "")) == 0

@@ -1,11 +1,7 @@
-"""One rank as a value: a real interleaver and, around it, what the driver's threads hold in their hands.
+"""One rank as a value: a real interleaver, and the events that the driver's threads have not posted yet.
 
-Each thread is a queue, and a move is: one thread posts the next of its events. Which thread is next is nobody's choice
-in life, and everybody's in a model: `moves` lists them all, `take` does one. Time does not exist. What the other ranks
-do reaches a rank by `leave` alone.
-
-The threads are those of `Driver`: the compute lane, the one that waits for the device, the exchange lane with its
-patience, one a job, one a feed, and whoever stands outside: a person who interrupts, a thread that adds jobs.
+The threads are those of `Driver`. Each is a queue, and a move is: one thread posts its next event. `moves` lists all
+moves, `take` makes one. There is no time. Other ranks reach a rank by `leave` alone.
 """
 
 from __future__ import annotations
@@ -338,7 +334,6 @@ class RankModel:
         self.device.append(m.SegmentFailed(*key, "failed on the device") if how else m.SegmentCompleted(*key))
 
     def _step(self, job: int) -> Step:
-        """The step that the job's thread has called."""
         action = self.scripts[job][self.threads[job].at - 1]
         assert isinstance(action, Step)
         return action

@@ -56,5 +56,5 @@ def test_a_job_without_steps_has_none() -> None:
     with jaxcross.Runner(jaxcross.initialize()) as runner:
         runner.add("a", lambda job: None)
         report = runner.run()
-    with pytest.raises(ValueError, match="no outline"):
+    with pytest.raises(ValueError, match="no program"):
         Profile.of(report, "a")

@@ -151,9 +151,9 @@ def test_a_factor_of_contention_is_at_least_1(factor: float) -> None:
 def _report(profile: Profile, *, steps: int = 8, ran: int | None = None, others: tuple[str, ...] = ()) -> Report:
     """The report of a run of the job, made by the twin."""
     spans = predict([profile], steps=steps, vote_s=0.0).spans
-    outline = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
-    outline |= {"peak_bytes": profile.peak_bytes, "boundary_bytes": profile.boundary_bytes}
-    jobs = [JobSummary(name=profile.name, steps=steps, outline=outline)]
+    program = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
+    program |= {"peak_bytes": profile.peak_bytes, "boundary_bytes": profile.boundary_bytes}
+    jobs = [JobSummary(name=profile.name, steps=steps, program=program)]
     jobs += [JobSummary(name=name, steps=0) for name in others]
     return Report(spans=spans, jobs=tuple(jobs), wall_ns={0: (0, 1)}, policy="round-robin", link="lab")
 

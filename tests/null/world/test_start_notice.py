@@ -12,13 +12,13 @@ from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.process import this_process
 from jaxcross.world import start_notice
-from jaxcross.world.start_notice import StartNotice, is_silent
+from jaxcross.world.start_notice import StartNotice, no_progress_wanted
 
 
 @pytest.mark.parametrize(("value", "silent"), [("", False), ("0", True), ("0.0", True), ("5", False), ("x", False)])
 def test_zero_seconds_silence_the_start(value, silent):
-    assert is_silent({"JAXCROSS_PROGRESS": value}) == silent
-    assert not is_silent({})
+    assert no_progress_wanted({"JAXCROSS_PROGRESS": value}) == silent
+    assert not no_progress_wanted({})
 
 
 def test_a_notice_comes_ever_more_rarely_until_work_begins(capsys, monkeypatch):
