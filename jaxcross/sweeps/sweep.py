@@ -250,7 +250,8 @@ def _run(
             except (JobError, ExchangeError) as error:
                 if runner.report is None or not any(job.status in ("failed", "ejected") for job in runner.jobs):
                     raise
-                _log.warning("A trial failed: %s", error)
+                if world.rank == 0:
+                    _log.warning("A trial failed, the others go on: %s", error)
             # What fails after a trial has come to its end, as a comparison of replicas.
             wrong = wrong or next(
                 (j.error for j in runner.jobs if j.error and j.status not in ("failed", "ejected")), None
