@@ -58,7 +58,10 @@ class Machine:
 
     def run(self, kills=0):
         left = kills
+        moves = 0
         while self.jobs:
+            moves += 1
+            assert moves < 100_000, "trials wait for each other for ever"
             number = self.rng.choice(list(self.jobs))
             if left and self.rng.random() < 0.02:
                 left -= 1
