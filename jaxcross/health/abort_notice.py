@@ -31,7 +31,7 @@ class AbortNotices:
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._notifying, self._notified = threading.Lock(), threading.Event()
-        self._told: tuple[int, str] | None = None  # the sender of a notice that this rank obeys, and its reason
+        self._obeyed: tuple[int, str] | None = None  # the sender of a notice that this rank obeys, and its reason
         self._reports = False  # this rank ends all by itself, and prints its own reason
         self._receipts: list[Any] = []  # MPI reads a message until its request is complete
 
@@ -77,7 +77,7 @@ class AbortNotices:
         # Ranks wait the longer the higher they are, so that the first one does not wait for the others.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
-        while self._told is None:
+        while self._obeyed is None:
             if (notice := self._receive()) is not None:
                 sender, reason, _ = notice
                 alike = reason.removeprefix(f"rank {sender} ").startswith(what)
@@ -93,7 +93,7 @@ class AbortNotices:
                 self._reports = True
                 return False
             threading.Event().wait(0.01)
-        sender, reason = self._told  # by another thread, which has printed its line
+        sender, reason = self._obeyed  # by another thread, which has printed its line
         self._reports = not reason.removeprefix(f"rank {sender} ").startswith(what)
         return not self._reports
 
@@ -110,7 +110,7 @@ class AbortNotices:
         if self._reports or self._notifying.locked():  # this rank ends all, too, and prints its own reason
             self._answer(sender)
             return
-        self._told = sender, reason
+        self._obeyed = sender, reason
         activity = self._flight.record_exit("told", reason)
         print_error(f"jaxcross: rank {self._rank} of {self._size} ends while {activity}, because {reason}")
         self._answer(sender)  # the sender ends all ranks once it has all receipts

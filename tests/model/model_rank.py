@@ -64,7 +64,7 @@ class RankModel:
         self.outside = deque(case.outside[rank] if case.outside else ())
         self.late: m.RunExchange | None = None  # an exchange that has yet to find its inputs broken
         self.arrival: Arrival | None = None
-        self.excusing: set[int] = set(case.slow if case.together else ())  # what the driver's clock is about to post
+        self.excusing = set(case.slow if case.together else ())  # what the driver's clock is about to post
         self._post(m.RunStarted(case.together))
 
     def copy(self) -> RankModel:
@@ -217,12 +217,10 @@ class RankModel:
             match action:
                 case Think():
                     continue
-                case Await(other):
-                    if other in self.spec.finished:
-                        continue
-                    if self.case.together:
-                        self.excusing.add(job)
-                    return None
+                case Await(other) if other in self.spec.finished:
+                    continue
+                case Await():
+                    return self.excusing.update({job} if self.case.together else ())
                 case Prepare(_, stream, count, last):
                     begun = [n for number, n in self.feeds if number == job]
                     feed = self.feeds.setdefault((job, stream), deque())
@@ -303,9 +301,9 @@ class RankModel:
             case m.Finish():
                 self._arrive(("done",))
             case m.JobFinished(job):
-                for number, thread in self.threads.items():
-                    if thread.does == "waits" and self.scripts[number][thread.at - 1] == Await(job):
-                        thread.does = "runs"
+                for n, thread in self.threads.items():
+                    awaits = thread.does == "waits" and self.scripts[n][thread.at - 1] == Await(job)
+                    thread.does = "runs" if awaits else thread.does
             case m.JobPaused() | m.SkipStep() | m.JobAtStart():
                 pass
             case _:
