@@ -99,6 +99,9 @@ class Trials:
             return None  # a restart brought back a job that is over
         try:
             state = self._train(job, **params)
+            if state is not None:
+                job.state = state
+            job.finish_step()  # an evaluation that is due logs, too
         except TrialPruned:
             job.host.latest.adopt_results()
             observer.pruned = True
@@ -204,6 +207,8 @@ class _Observer:
             self._coordinator.advanced(self.number, step)
 
     def logged(self, step: int, metrics: PyTree) -> None:
+        if self.pruned:
+            return  # an evaluation is made once more as the job ends
         # Only names: values are not there yet, and waiting for those of every step would be slow.
         if self._metric not in dict(flat(jax.tree.map(lambda _: 0.0, metrics))):
             return
@@ -258,8 +263,6 @@ class _Observer:
     def finish(self, state: PyTree) -> PyTree:
         """Notes on all ranks that the function has returned. Waits for them, and for the state's values."""
         job, coordinator = self.job, self._coordinator
-        if state is not None:
-            job.state = state
         job.read_back()
         self._write_values()
         value = None if coordinator is None else coordinator.last_value(self.number)

@@ -154,3 +154,25 @@ def test_failing_space_is_an_error_on_every_rank():
             sweep(train_of(world), make_study(), space=space, metric="score", trials=8, world=world)
 
     run_ranks(2, work)
+
+
+def test_trial_is_pruned_by_an_evaluation():
+    """What `job.every` logs counts, and a trial that it prunes does not fail."""
+
+    def work(world):
+        step = make_step(world)
+
+        def train(job, lr):
+            state = job.restore(0.0)
+            job.every(2, lambda state: {"score": float(state)})
+            for batch in job.batches([lr] * 4):
+                job.state = state = step(state, batch)
+            return state
+
+        prune = optuna.pruners.MedianPruner(n_startup_trials=1)
+        grid = {"lr": [0.5, 0.4, 0.3]}
+        return sweep(train, grid, metric="eval/score", prune=prune, concurrent=1, world=world)
+
+    first, _ = run_ranks(2, work)
+    assert [(t.status, t.step) for t in first.trials] == [("finished", 4), ("pruned", 2), ("pruned", 2)]
+    assert {job.how for report in first.reports for job in report.jobs} == {"ended"}
