@@ -115,7 +115,8 @@ def sweep(
         checks.check_numbers(**numbers)
         checks.check_metric(metric, mode)
         _check_options(options)
-        return _checked(train, asked, metric=metric, mode=mode, folder=folder, **numbers)
+        kept = None if world.estimate_request else folder  # an estimate ends at the first step, and writes nothing
+        return _checked(train, asked, metric=metric, mode=mode, folder=kept, **numbers)
 
     settings, known = on_every_rank(world, "checks of the sweep", check)
     checks.check_same(world, {**settings.facts(), "search": known})

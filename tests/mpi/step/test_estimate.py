@@ -105,3 +105,4 @@ def test_the_sweep_of_the_examples(environ: dict[str, str], tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "`train_step` of job `0 lr=" in done.stdout
     assert "test accuracy" not in done.stdout
+    assert not (tmp_path / "sweep").exists()
