@@ -377,7 +377,9 @@ class JobContext:
     def _evaluate(self) -> bool:
         """Makes the evaluations that are due. May wait for all ranks. Returns whether the state is the best so far."""
         improved = self.host.evaluations.run(self.host, self._log_evaluation)
-        if self.host.evaluations.stop_reason and self._ending is None:
+        # While an evaluation is made, the latest loop is its own, and does not end for what an earlier one decided.
+        evaluates = self.host.evaluations.running
+        if self.host.evaluations.stop_reason and self._ending is None and not evaluates:
             self._ending = {loop.stream for loop in self.host.loops if not loop.closed}
         return improved
 

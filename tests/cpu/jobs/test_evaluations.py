@@ -240,3 +240,23 @@ def test_checkpoints_need_the_metric_of_the_best(tmp_path):
 def test_arguments_are_checked_where_they_are_given(call, text):
     with pytest.raises((TypeError, ValueError), match=text):
         call(jaxcross.Job("a", lambda state, batch: (state, {}), 0.0, [1.0]))
+
+
+def test_an_evaluation_after_the_stop_has_its_batches():
+    """Two evaluations of one step: the first ends the training, and the second reads batches of its own."""
+
+    def work(world):
+        seen = []
+
+        def fn(job):
+            job.every(1, lambda state: {"score": 0.0})
+            job.every(1, lambda state: float(len(seen.append(0) or list(job.batches([1.0] * 3)))), name="read")
+            job.stop_early("eval/score", mode="max", patience=2)
+            return trains(job, world)
+
+        runner = Runner(world)
+        job = runner.add("a", fn)
+        runner.run()
+        return job.step, job.status, [values["read"] for _, values in job.history if "read" in values]
+
+    assert run_ranks(2, work) == [(3, "stopped early", [3.0, 3.0, 3.0])] * 2
