@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from jaxcross.report.metric_files import flat
 from jaxcross.sweeps.coordinator import Coordinator
 from jaxcross.sweeps.settings import SweepSettings
 from jaxcross.world import World
+
+_log = logging.getLogger("jaxcross")
 
 
 class TrialPruned(BaseException):
@@ -284,8 +287,14 @@ class _Observer:
         return state
 
     def ended(self, *, asked: bool) -> bool:
+        stopped = self.job.status == "stopped"
+        if stopped:  # the state that is saved next covers what was logged since `job.save`: no restart logs it again
+            try:
+                self._write_values()
+            except JobError as error:  # the other ranks save, so that this one must
+                _log.warning("Values of trial `%s` are missing from the sweep: %s", self.job.name, error)
         self._trials.over(self, asked=asked)
-        return self.job.status == "stopped" and not asked
+        return stopped and not asked
 
 
 def _digest(state: PyTree) -> str:

@@ -1,12 +1,14 @@
 """Sweeps on ranks that are threads: what runs, what fails alone, what is refused before the first step."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 import jaxcross.errors
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError, MissingExtraError
+from jaxcross.interleave.messages import StopRequested
 from jaxcross.jobs.runner import Runner
 from jaxcross.sweeps.sweep import sweep
 from tests.support.fakes import run_ranks
@@ -243,3 +245,31 @@ def test_pruning_without_optuna_names_the_extra(monkeypatch):
             sweep(training(world), {"lr": [1]}, metric="score", world=world, prune=object())
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_values_before_a_stop_are_not_lost(at, tmp_path):
+    """A stop saves states that the script has not: a restart does not repeat what was logged before that."""
+
+    def run_all(folder, stops):
+        def work(world):
+            step = make_step(world)
+
+            def train(job, lr):
+                state = job.restore(0.0)
+                for batch in job.batches([float(lr)] * 6):
+                    job.state = state = step(state, batch)
+                    job.log({"score": state})
+                    if stops and job.step == at and lr == 1 and world.rank == 0:
+                        job._life.driver.post(StopRequested())  # what the main thread does on Ctrl-C
+                return state
+
+            with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+                return sweep(train, {"lr": [1, 2, 3]}, metric="score", world=world, folder=folder)
+
+        return run_ranks(2, work)
+
+    run_all(tmp_path / "stopped", True)
+    again, _ = run_all(tmp_path / "stopped", False)
+    whole, _ = run_all(tmp_path / "whole", False)
+    assert facts(again) == facts(whole)
