@@ -35,6 +35,7 @@ class TrialRecord:
         after: The trial whose place it took, if any.
         returned: Whether its function has returned on all ranks; its state may not be saved yet.
         values: The metric by step, each as it was logged first.
+        latest: The latest of these steps; -1 before the first one.
         status: None while it is not over.
         step: Its last step.
         value: The last value that it logged.
@@ -48,6 +49,7 @@ class TrialRecord:
     after: int | None = None
     returned: bool = False
     values: dict[int, float] = field(default_factory=dict)
+    latest: int = -1
     status: Status | None = None
     step: int = 0
     value: float | None = None
@@ -220,5 +222,6 @@ class TrialLog:
             trial.digest, trial.error = line["digest"], line["error"]
         else:
             trial.values.setdefault(line["step"], line["value"])
+            trial.latest = max(trial.latest, line["step"])  # no search among all: a file may have 100,000 lines
             trial.step = max(trial.step, line["step"])
-            trial.value = trial.values[max(trial.values)]
+            trial.value = trial.values[trial.latest]
