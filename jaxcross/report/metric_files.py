@@ -114,18 +114,28 @@ class MetricFiles(Instrument):
                 except OSError as error:
                     self._give_up(job, error)
 
+    def note(self, *, job: str, kind: str, step: int = -1, value: float | str | None = None) -> None:  # noqa: ARG002
+        """Closes the files of a job that has come to its end: a sweep may have more jobs than a process files."""
+        if kind == "done":
+            with self._lock:
+                self._close_job(job)
+
     def close(self) -> None:
         """Writes what is left, and closes the files."""
         with self._lock:
-            for job in [*self._early]:
-                self.begin(job, 0)  # it has never restored a state
+            for job in {**self._jobs, **self._early}:
+                self._close_job(job)
             self._closed = True
-            for job, files in self._jobs.items():
-                try:
-                    if files is not None:
-                        files.close()
-                except OSError as error:
-                    _log.warning("Metrics of job `%s` may lack their last lines: %s.", job, error)
+
+    def _close_job(self, job: str) -> None:
+        if job in self._early:
+            self.begin(job, 0)  # it has never restored a state
+        try:
+            if (files := self._jobs.get(job)) is not None:
+                self._jobs[job] = None
+                files.close()
+        except OSError as error:
+            _log.warning("Metrics of job `%s` may lack their last lines: %s.", job, error)
 
     def _give_up(self, job: str, error: OSError) -> None:
         self._jobs[job] = None

@@ -174,3 +174,23 @@ def test_a_line_is_read_as_it_was_logged(tmp_path):
     half, nan = values.pop("eval/top")
     assert half == 0.5 and math.isnan(nan)
     assert values == {"loss": math.inf, "step": 3, "word": "x"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted by way of /proc")
+@pytest.mark.parametrize("restores", [True, False])
+def test_files_of_a_job_that_is_over_are_closed(restores: bool, tmp_path: Path) -> None:
+    """A sweep of 600 trials would else need more open files than a process may have."""
+    files = MetricFiles(tmp_path / "m", tmp_path / "checkpoints")
+    files.claim()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for job in "abc":
+        if restores:
+            files.begin(job, 0)
+        files.metrics(job=job, step=1, values={"loss": 0.5})
+        files.metrics(job=job, step=2, values={"accuracy": 0.25})
+        files.note(job=job, kind="done")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    files.close()
+    for job in "abc":
+        assert written(tmp_path / "m", job) == [{"step": 1, "loss": 0.5}, {"step": 2, "accuracy": 0.25}]
+        assert table(tmp_path / "m", job)[1] == {"step": "2", "loss": "", "accuracy": "0.25"}
