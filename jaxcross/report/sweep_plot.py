@@ -80,4 +80,5 @@ def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
     order = [label for label in _LOOKS if label in labels]
     texts = [label if label == "best" else f"{label} ({labels[label]})" for label in order]
     if order:
-        axes.legend([found[label] for label in order], texts, frameon=False, labelcolor=_INK)
+        below = {"loc": "upper right", "bbox_to_anchor": (1, -0.08), "ncols": len(order)}  # lines end anywhere inside
+        axes.legend([found[label] for label in order], texts, frameon=False, labelcolor=_INK, **below)
