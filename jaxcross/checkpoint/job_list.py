@@ -10,8 +10,10 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxcross.checkpoint.part import UnusableError
+from jaxcross.health.process import ProcessId
 
 MAX_BYTES = 2**24
 
@@ -24,11 +26,13 @@ class JobList:
         jobs: All their names.
         added: Names of those that joined during a run.
         submitted: Texts by which rank 0 submitted jobs, by the job's name.
+        process: Rank 0 of the run that has the folder; None if that run has closed it.
     """
 
     jobs: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     submitted: Mapping[str, str]
+    process: ProcessId | None = None
 
 
 def read(file: Path) -> JobList:
@@ -67,4 +71,13 @@ def parse(content: bytes) -> JobList:
         jobs=tuple(dict.fromkeys(names)),
         added=tuple(dict.fromkeys([*added, *submitted])),
         submitted=dict(submitted),
+        process=_process(body.get("process")),
     )
+
+
+def _process(value: Any) -> ProcessId | None:
+    """Returns the process that a file names; None for anything else."""
+    names = {"host": str, "machine": str, "pid": int, "started": int}
+    if not isinstance(value, dict) or {name: type(each) for name, each in value.items()} != names:
+        return None
+    return ProcessId(**value)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from jaxcross.checkpoint.rank_gather import JobLog
 from jaxcross.checkpoint.settings import Checkpoints
 from jaxcross.checkpoint.writer import Writer
 from jaxcross.errors import JobError, clause
+from jaxcross.health.process import process_state, this_process
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
@@ -43,7 +45,7 @@ class Session:
         missing: Jobs of an earlier run that are not over, and of which this run has no function.
 
     Raises:
-        JobError: On every rank: the folder cannot be made or written on one of them.
+        JobError: On every rank: the folder cannot be made or written on one of them, or another run has it.
     """
 
     def __init__(self, settings: Checkpoints, world: World, *, jobs: Sequence[str], policy: str) -> None:
@@ -58,6 +60,7 @@ class Session:
             if world.rank == 0:
                 mine["new"] = not (settings.path / SET_FILE).exists()
                 mine |= self._take_over()
+                self._about["process"] = asdict(this_process())
                 self._write_set()
         except Exception as error:
             mine["error"] = f"{type(error).__name__}: {error}"
@@ -79,6 +82,13 @@ class Session:
         except UnusableError as error:
             _log.warning("`%s` %s: jobs that joined during an earlier run are not known.", file, error)
             before = JobList(submitted={})
+        owner, me = before.process, this_process()
+        # On another host it cannot be seen: a lost host's run must not keep the folder.
+        if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
+            raise ValueError(
+                f"process {owner.pid} on this host is training with it now: wait until it has ended, or name another"
+                " folder"
+            )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
         going = [name for name in before.jobs if status[name] != "ended"]
         lacking = [name for name in going if name not in self._jobs]
@@ -162,6 +172,9 @@ class Session:
         """
         if unused and self._is_new and not (self._added or self._submitted):
             self._writer.submit(self._remove)
+        elif self._world.rank == 0:
+            self._about["process"] = None  # another process may have the folder now
+            self._writer.submit(self._rewrite_set)
         last = self._writer.submit(lambda: None)
         self._writer.wait_for(last, self._world, job="", step=0, missing="what is left to write")
         self._writer.close()

@@ -127,8 +127,10 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
     Raises:
         ValueError: An argument is wrong; says which.
     """
-    if args.ranks < 1 or not program:
-        raise ValueError(f"`jaxcross launch` needs a script and at least one rank, not {args.ranks}.")
+    if args.ranks < 1:
+        raise ValueError(f"`-n` must be at least 1 rank, got {args.ranks}.")
+    if not program:
+        raise ValueError(f"Name the script to start: `jaxcross launch -n {args.ranks} train.py`.")
     if args.max_restarts < 0:
         raise ValueError(f"`--max-restarts` must be at least 0, got {args.max_restarts}.")
     hosts = parse_hosts(args.hosts) if args.hosts is not None else ()
@@ -136,6 +138,9 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
         raise ValueError(
             f"`-n {args.ranks}` must be a multiple of the {len(hosts)} hosts, which share the ranks equally."
         )
+    elsewhere = hosts or args.dry_run  # where other files may be
+    if not elsewhere and not args.module and not Path(program[0]).exists():
+        raise ValueError(f"There is no script `{program[0]}` in `{Path.cwd()}`.")
     return hosts
 
 

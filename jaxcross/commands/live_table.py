@@ -56,7 +56,7 @@ def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterato
             with suppress(OSError, ValueError):  # a file that is being replaced, or a closed log
                 if any(path.stat().st_mtime >= started_s - _CLOCKS_S for path in events.glob("rank-*.jsonl")):
                     return
-                print(f"[jaxcross {next_s:.0f} s] {_ranks(ranks)} start", file=sys.stderr, flush=True)
+                print(f"[jaxcross] {_ranks(ranks)} start, {next_s:.0f} s", file=sys.stderr, flush=True)
             next_s *= 2
 
     if not no_progress_wanted(environ):

@@ -8,5 +8,6 @@ abort              ends every rank when one fails; `abort_notice` sends the reas
 timed_comm         a communicator with a time limit on each call
 process            identity and state of a rank's process
 sigterm            SIGTERM as Ctrl-C; `deferred_signals` keeps signals until the main thread asks
+gc_safe_signals    Ctrl-C and SIGTERM during garbage collection, where Python drops exceptions
 stacks             Python stacks of all threads as text; `tracebacks` trims a user's
 """

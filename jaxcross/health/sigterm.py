@@ -12,6 +12,7 @@ from typing import final
 
 from jaxcross.health.abort import Terminated
 from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.gc_safe_signals import postpone
 
 # A batch system signals every process of a job, and `mpirun` passes on what it gets.
 ONE_STOP_S = 2.0
@@ -82,7 +83,8 @@ class SigtermHandler:
         self._let_through()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        if postpone(number, frame):
+            return
         now_s = time.monotonic()
         self._drain()  # else `overdue`, called later, would take the byte of this signal for another one
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:

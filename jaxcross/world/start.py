@@ -21,6 +21,7 @@ from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
 from jaxcross.health.abort import AbortReason, ExceptionHooks, abort_everywhere
 from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.gc_safe_signals import install_interrupt
 from jaxcross.health.sigterm import SigtermHandler
 from jaxcross.health.watchdog import Watchdog
 from jaxcross.program.compile import ExecutableCache
@@ -79,6 +80,7 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
         return worker
+    install_interrupt()
     launch = read_launch(os.environ)
     mpi = load_mpi()
     if mpi.Is_finalized():

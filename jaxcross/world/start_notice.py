@@ -47,4 +47,4 @@ class StartNotice:
         """Prints one notice."""
         ranks = f"{self._ranks} ranks have" if self._ranks > 1 else "1 rank has"
         with suppress(OSError, ValueError, AttributeError):  # a closed log ends no training
-            print(f"[jaxcross {since_s:.0f} s] {ranks} joined; no job has begun", file=sys.stderr, flush=True)
+            print(f"[jaxcross] {ranks} joined; no job has begun, {since_s:.0f} s", file=sys.stderr, flush=True)

@@ -102,9 +102,17 @@ def test_a_module_and_its_arguments(capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(f"{sys.executable} -m mpi4py -m package.module -n 7\n")
 
 
-def test_nothing_to_run(capsys):
-    assert launch.run(parse("-n", "2")) == 2
-    assert capsys.readouterr().err.startswith("`jaxcross launch` needs a script and at least one rank, not 2.")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-n", "2"), "Name the script to start: `jaxcross launch -n 2 train.py`."),
+        (("-n", "0", "train.py"), "`-n` must be at least 1 rank, got 0."),
+        (("-n", "2", "none.py"), "There is no script `none.py` in `"),
+    ],
+)
+def test_nothing_to_run(capsys, words, message):
+    assert launch.run(parse(*words)) == 2
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_wrong_arguments_start_nothing(capsys, monkeypatch, options, message):
 
 def test_no_mpirun(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: None)
-    assert launch.run(parse("script.py")) == 1
+    assert launch.run(parse(__file__)) == 1
     assert capsys.readouterr().err.startswith("No `mpirun` was found. Remedy: `pip install mpich`")
 
 
@@ -139,7 +147,7 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", lambda *_, **__: (0, False))
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("JAXCROSS_EVENTS", "")
-    assert launch.run(parse("script.py")) == 0
+    assert launch.run(parse(__file__)) == 0
     assert not list(tmp_path.iterdir())
 
 

@@ -33,13 +33,13 @@ def test_a_notice_comes_ever_more_rarely_until_work_begins(capsys, monkeypatch):
     StartNotice(2, Begun())._watch()
     assert waits == [5, 5, 10, 20]
     assert capsys.readouterr().err.splitlines() == [
-        f"[jaxcross {seconds} s] 2 ranks have joined; no job has begun" for seconds in (5, 10, 20)
+        f"[jaxcross] 2 ranks have joined; no job has begun, {seconds} s" for seconds in (5, 10, 20)
     ]
 
 
 def test_one_rank_is_no_plural(capsys, monkeypatch):
     StartNotice(1, threading.Event()).notify(5.0)
-    assert capsys.readouterr().err == "[jaxcross 5 s] 1 rank has joined; no job has begun\n"
+    assert capsys.readouterr().err == "[jaxcross] 1 rank has joined; no job has begun, 5 s\n"
     monkeypatch.setattr("sys.stderr", None)
     StartNotice(1, threading.Event()).notify(5.0)
 
@@ -78,8 +78,8 @@ def lines_of_a_launch(capsys, monkeypatch, events, *, environ=None):
 
 def test_a_log_is_told_that_ranks_start(capsys, monkeypatch, tmp_path):
     assert lines_of_a_launch(capsys, monkeypatch, tmp_path) == [
-        "[jaxcross 5 s] 2 ranks start",
-        "[jaxcross 10 s] 2 ranks start",
+        "[jaxcross] 2 ranks start, 5 s",
+        "[jaxcross] 2 ranks start, 10 s",
     ]
 
 

@@ -1,0 +1,41 @@
+"""Signals whose exception would be lost: Python drops what is raised in a callback of its garbage collector.
+
+JAX installs such a callback, and importing and tracing collect garbage all the time: one Ctrl-C of two would print
+"Exception ignored in _xla_gc_callback" and do nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+
+_AGAIN_S = 0.05
+
+
+def postpone(number: int, frame: FrameType | None) -> bool:
+    """Whether an exception raised in this frame would be lost. If so, sends the signal again a moment later."""
+    lost = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in lost and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+    return True
+
+
+def install_interrupt() -> None:
+    """Makes Ctrl-C reach the main thread also while garbage is collected. A handler of the script stays."""
+    with suppress(ValueError):  # not in the main thread
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if not postpone(number, frame):
+        raise KeyboardInterrupt

@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM end a rank also where Python drops exceptions: in a callback of the garbage collector."""
+
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import gc, os, signal, time
+from jaxcross.health.flight_recorder import FlightRecorder
+from jaxcross.health.gc_safe_signals import install_interrupt
+from jaxcross.health.process import this_process
+from jaxcross.health.sigterm import SigtermHandler
+"""
+
+COLLECT = """
+def callback(phase, info):
+    if phase == "start" and not sent:
+        sent.append(True)
+        os.kill(os.getpid(), number)
+sent = []
+gc.callbacks.append(callback)
+try:
+    gc.collect()
+    print("collected", flush=True)
+    signal.sigtimedwait((), 60)
+    print("lost")
+except KeyboardInterrupt as error:
+    print(type(error).__name__)
+"""
+
+
+def printed(code):
+    """What a process prints, which has no words about exceptions that were ignored."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("install", "number", "error"),
+    [
+        ("install_interrupt()", "SIGINT", "KeyboardInterrupt"),
+        ("SigtermHandler(FlightRecorder([this_process()], 0)).install()", "SIGTERM", "Terminated"),
+    ],
+)
+def test_signal_in_a_collection_is_raised_after_it(install, number, error):
+    assert printed(f"{install}\nnumber = signal.{number}\n{COLLECT}") == f"collected\n{error}\n"
+
+
+def test_signal_elsewhere_is_raised_at_once():
+    assert printed(
+        "install_interrupt()\n"
+        "try: os.kill(os.getpid(), signal.SIGINT); print('late')\n"
+        "except KeyboardInterrupt: print('at once')"
+    ) == "at once\n"  # fmt: skip
+
+
+def test_a_handler_of_the_script_stays():
+    assert printed(
+        "signal.signal(signal.SIGINT, lambda *_: print('mine'))\n"
+        "install_interrupt()\n"
+        "os.kill(os.getpid(), signal.SIGINT)"
+    ) == "mine\n"  # fmt: skip
