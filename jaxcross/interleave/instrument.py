@@ -64,6 +64,10 @@ class Instrument:
     must not raise.
     """
 
+    def writes_to(self) -> str:
+        """Returns the file or folder that only this instrument may write in a run; empty if there is none."""
+        return ""
+
     def span(self, span: Span) -> None:
         """Called when something ended on this rank."""
 

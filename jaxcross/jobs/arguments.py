@@ -45,13 +45,30 @@ def checked_instruments(instruments: Any) -> tuple[Instrument, ...]:
 
     Raises:
         TypeError: One is not an `Instrument`, or they are not an iterable.
+        ValueError: Two would write to one file or folder.
     """
     found = tuple(instruments) if isinstance(instruments, Iterable) else (instruments,)
     wrong = [each for each in found if isinstance(each, type) or not isinstance(each, Instrument)]
     if wrong or not isinstance(instruments, Iterable):
         words = "an iterable of objects of classes derived from `Instrument`, such as `[log]`"
         raise _wrong("`instruments`", words, wrong[0] if wrong else instruments)
+    check_places(found)
     return found
+
+
+def check_places(instruments: Iterable[Instrument]) -> None:
+    """Makes sure that no two instruments write to one file or folder.
+
+    Raises:
+        ValueError: Two do.
+    """
+    writers: dict[str, Instrument] = {}
+    for each in instruments:
+        place = each.writes_to()
+        if place and place in writers:
+            names = f"`{type(writers[place]).__name__}` and `{type(each).__name__}`"
+            raise ValueError(f"Two instruments, {names}, would write to `{place}`. Give each a place of its own.")
+        writers[place] = each
 
 
 def check_count(what: str, value: Any, *, least: float) -> None:

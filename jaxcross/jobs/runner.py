@@ -132,6 +132,7 @@ class Runner:
         if metrics is not None and self.world.rank == 0:
             self._metric_files = MetricFiles(os.fspath(metrics), None if checkpoints is None else checkpoints.path)
             listening = (*listening, self._metric_files)
+            arguments.check_places(listening)
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._progress = ProgressReporter(
             lambda: self.jobs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import itertools
 import json
@@ -45,12 +46,18 @@ class MetricFiles(Instrument):
         self._early: dict[str, list[dict[str, Value]]] = {}  # what jobs logged before they restored a state
         self._lock = threading.RLock()  # the runner closes files that a job's thread may still write
         self._closed = False
+        self._claim: Any = None
+
+    def writes_to(self) -> str:
+        """Returns the folder."""
+        return str(self._folder)
 
     def claim(self) -> None:
         """Makes the folder this run's.
 
         Raises:
-            ValueError: It holds something else: files of the user's, or another run's metrics.
+            ValueError: It holds something else: files of the user's, or another run's metrics; or a run writes to it
+                now.
             OSError: It cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +73,14 @@ class MetricFiles(Instrument):
             raise ValueError(f"`{self._folder}` is to hold metrics, and holds other files. Name an empty folder.")
         else:
             marker.write_text(json.dumps(mine) + "\n")
+        self._claim = marker.open()
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._claim.close()
+            raise ValueError(f"A run writes its metrics to `{self._folder}` now. Name another folder.") from None
+        except OSError as error:
+            _log.debug("Whether another run writes to `%s` cannot be known: %s.", self._folder, error)
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
         """Lets a job's files end with the step that it restored. Puts earlier ones aside if it restored none.
@@ -126,6 +141,8 @@ class MetricFiles(Instrument):
             for job in {**self._jobs, **self._early}:
                 self._close_job(job)
             self._closed = True
+            if self._claim is not None:
+                self._claim.close()
 
     def _close_job(self, job: str) -> None:
         if job in self._early:

@@ -36,6 +36,10 @@ class TensorBoard(Instrument):
         self._writers: dict[str, Any] = {}
         atexit.register(self.close)
 
+    def writes_to(self) -> str:
+        """Returns the folder."""
+        return str(self._folder)
+
     def metrics(self, *, job: str, step: int, values: object) -> None:
         """Adds a point to each curve."""
         if (writer := self._writers.get(job)) is None:

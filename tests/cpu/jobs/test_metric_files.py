@@ -9,6 +9,7 @@ import pytest
 import jaxcross
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.jobs.runner import Runner
+from jaxcross.report import TensorBoard
 from tests.support.checkpoint_jobs import STEPS, init, loop, make_step, train
 from tests.support.fakes import run_ranks
 
@@ -110,3 +111,11 @@ def test_an_instrument_is_told_of_metrics():
 def test_metrics_must_be_a_path():
     with pytest.raises(TypeError, match="`metrics` must be the path of a folder"):
         Runner(jaxcross.initialize(), metrics=3)  # type: ignore[arg-type]
+
+
+def test_two_sinks_on_one_folder_are_an_error(tmp_path):
+    sinks = [TensorBoard(tmp_path / "a"), TensorBoard(tmp_path / "a")]
+    with pytest.raises(ValueError, match="`TensorBoard` and `TensorBoard`, would write to"):
+        Runner(jaxcross.initialize(), instruments=sinks)
+    with pytest.raises(ValueError, match="`TensorBoard` and `MetricFiles`, would write to"):
+        Runner(jaxcross.initialize(), instruments=sinks[:1], metrics=tmp_path / "a")

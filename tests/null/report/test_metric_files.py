@@ -194,3 +194,14 @@ def test_files_of_a_job_that_is_over_are_closed(restores: bool, tmp_path: Path) 
     for job in "abc":
         assert written(tmp_path / "m", job) == [{"step": 1, "loss": 0.5}, {"step": 2, "accuracy": 0.25}]
         assert table(tmp_path / "m", job)[1] == {"step": "2", "loss": "", "accuracy": "0.25"}
+
+
+def test_two_runs_at_once_need_two_folders(tmp_path):
+    """Also where both go on from the same checkpoints."""
+    first, second = (MetricFiles(tmp_path, tmp_path / "checkpoints") for _ in range(2))
+    first.claim()
+    with pytest.raises(ValueError, match="A run writes its metrics to"):
+        second.claim()
+    first.close()
+    second.claim()
+    second.close()
