@@ -226,7 +226,7 @@ def _run(
     def forward(number: int) -> None:
         nonlocal stopped
         if number not in (signal.SIGUSR1, signal.SIGUSR2):  # their meaning is up to the ranks
-            stopped = 128 + number
+            stopped = _BY_SIGNAL + number
             if not processes:
                 early.append(number)
         for process in processes:
@@ -257,8 +257,10 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # Open MPI's own code says only that some rank's was not 0.
-        return (code and detached and stopped) or (code if code >= 0 else 128 - code), stopped > 0
+        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came before the handler.
+        if stopped and code and (detached or code == stopped - _BY_SIGNAL):
+            code = stopped
+        return code if code >= 0 else _BY_SIGNAL - code, stopped > 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self, final
+from typing import IO, TYPE_CHECKING, Self, TextIO, cast, final
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -32,7 +32,7 @@ def terminal(environ: Mapping[str, str]) -> Console | None:
         return None
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(file=cast("IO[str]", _Terminal(sys.stderr)))
     return None if console.is_dumb_terminal or not console.is_terminal else console
 
 
@@ -41,6 +41,33 @@ def _is_terminal(stream: IO[str] | None) -> bool:
         return stream is not None and os.isatty(stream.fileno())
     except (OSError, ValueError):
         return False
+
+
+@final
+class _Terminal:
+    """A terminal that may go, as its window is closed: what it cannot show is dropped.
+
+    Else the threads that read what ranks print would end, and a rank wait in `print` until the run is killed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The launch command for each vendor, without running it."""
 
 import argparse
+import os
 import sys
 from types import SimpleNamespace
 
@@ -164,3 +165,20 @@ def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
     """What the ranks reported themselves is not explained again."""
     records = [SimpleNamespace(words=each) for each in words]
     assert launch._explained(code, records) == explained
+
+
+@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
+@pytest.mark.parametrize(("own", "code"), [(15, 143), (143, 143), (0, 0)])
+def test_a_stopped_run_has_the_code_of_its_signal(vendor, own, code):
+    """MPICH's `mpirun` ends with 15 where SIGTERM comes before the ranks have a handler."""
+    mpirun = f"""
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({own}))
+os.kill(os.getppid(), signal.SIGTERM)
+while True: signal.pause()
+"""
+    assert launch._run([sys.executable, "-c", mpirun], dict(os.environ), vendor) == (code, True)
+
+
+def test_a_code_that_no_signal_explains_stays():
+    assert launch._run([sys.executable, "-c", "raise SystemExit(15)"], dict(os.environ), "mpich") == (15, False)

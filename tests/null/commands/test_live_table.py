@@ -77,3 +77,43 @@ def test_nothing_is_drawn_without_a_terminal_or_against_the_users_will(monkeypat
     monkeypatch.setattr(live_table, "_is_terminal", lambda _: True)
     for value in ("0", "30"):
         assert live_table.terminal({"JAXCROSS_PROGRESS": value}) is None
+
+
+class Window(io.StringIO):
+    """A terminal whose window may be closed."""
+
+    encoding = "utf-8"
+    is_closed = False
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 2
+
+    def write(self, text):
+        if self.is_closed:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+def test_a_closed_window_does_not_hold_the_ranks_up(monkeypatch, tmp_path):
+    """What has no reader is dropped: else the pipe would fill, and a rank would wait in `print` for ever."""
+    window = Window()
+    monkeypatch.setattr(sys, "stderr", window)
+    monkeypatch.setattr(live_table, "_is_terminal", lambda stream: stream is window)
+    monkeypatch.setenv("TERM", "xterm")
+    console = live_table.terminal({})
+    assert console is not None
+    with LaunchTable(console, tmp_path, 2) as table:
+        window.is_closed = True
+        line = [sys.executable, "-c", "for n in range(1 << 14): print('a line of a rank', n)"]
+        with subprocess.Popen(line, stdout=subprocess.PIPE) as process:
+            table.follow(process)
+            try:
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+            for pump in table._pumps:
+                pump.join(60)
+    assert "2 ranks start" in window.getvalue()
