@@ -1,6 +1,7 @@
 """One rank of a sweep with pruning that may be killed: `sweep_killed.py FOLDER TRIALS RESULT [RANK COUNT]`.
 
 Rank RANK ends itself without a word when its trials have logged or saved COUNT times in all. Rank 0 writes RESULT.
+The variable `METRIC` is `loss`, which the loop logs, or `eval/loss` of an evaluation, which stops trials early, too.
 """
 
 import itertools
@@ -20,6 +21,7 @@ import jaxcross
 
 WORLD = jaxcross.initialize(stall_timeout_s=120)
 FOLDER, TRIALS, RESULT, *KILL = sys.argv[1:]
+METRIC = os.environ["METRIC"]
 DOOMED, COUNT = (int(KILL[0]), int(KILL[1])) if KILL else (-1, 0)
 NUMBERS, LOCK = itertools.count(1), threading.Lock()
 
@@ -48,10 +50,26 @@ def reached():
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@jaxcross.crossover(axes="batch")
+def score(state, batch):
+    return jax.lax.pmean(jnp.mean((batch["x"] @ state["w"] - batch["y"]) ** 2), "batch")
+
+
+def evaluate(job, state):
+    reached()
+    scores = [score(state, batch) for batch in job.batches(data(), 3)]
+    reached()
+    return {"loss": sum(scores) / len(scores)}
+
+
 def train(job, lr, steps):
     state = job.restore({"w": jnp.zeros(8), "momentum": jnp.zeros(8), "lr": jnp.float32(lr)})
+    if METRIC == "eval/loss":
+        job.every(4, lambda state: evaluate(job, state))
+        job.stop_early(METRIC, mode="min", patience=2)
     for batch in job.batches(data(), steps):
         state, metrics = step(state, batch)
+        job.state = state
         if job.step % 4 == 0:
             reached()
             job.log(metrics)
@@ -68,7 +86,7 @@ study = optuna.create_study(
 )
 space = {"lr": optuna.distributions.FloatDistribution(1e-3, 0.3, log=True), "steps": [12, 20, 28]}
 result = jaxcross.sweep(
-    train, study, space=space, trials=int(TRIALS), metric="loss", concurrent=3, folder=FOLDER, keep=None
+    train, study, space=space, trials=int(TRIALS), metric=METRIC, concurrent=3, folder=FOLDER, keep=None
 )
 if WORLD.rank == 0:
     facts = [[t.number, t.params, t.status, t.step, t.value, t.digest, t.values] for t in result.trials]

@@ -27,13 +27,27 @@ def compare(mpirun, folder: Path, trials: int, kills: list[tuple[int, int]], env
     return found
 
 
+def lines(path: Path) -> list[dict]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.pop("time") for line in found)
+    return sorted(found, key=str)
+
+
 @pytest.mark.integration
 def test_eight_trials_killed_twice_end_alike(mpirun, tmp_path):
     """Rank 1 dies, then rank 0."""
-    compare(mpirun, tmp_path, 8, [(1, 17), (0, 9)], {})
+    compare(mpirun, tmp_path, 8, [(1, 17), (0, 9)], {"METRIC": "loss"})
+
+
+@pytest.mark.integration
+def test_trials_pruned_by_evaluations_end_alike(mpirun, tmp_path):
+    """Some stop early. Rank 0 dies in an evaluation, whose batches and steps are none of the training's."""
+    compare(mpirun, tmp_path, 8, [(0, 20), (1, 16)], {"METRIC": "eval/loss"})
+    for whole in (tmp_path / "whole" / "metrics").glob("*.jsonl"):
+        assert lines(whole) == lines(tmp_path / "killed" / "metrics" / whole.name)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3))
 def test_many_trials_killed_twice_end_alike(mpirun, tmp_path, seed):
-    compare(mpirun, tmp_path, 64, [(seed % 2, 100 + 37 * seed), ((seed + 1) % 2, 60 + 23 * seed)], {})
+    compare(mpirun, tmp_path, 64, [(seed % 2, 100 + 37 * seed), ((seed + 1) % 2, 60 + 23 * seed)], {"METRIC": "loss"})
