@@ -185,8 +185,10 @@ class JobContext:
         # thread.
         loops = self.host.loops = [loop for loop in self.host.loops if not loop.closed]
         resumption = self._life.resumption
-        start = START if resumption is None else resumption.next_position()
-        if not loops:  # one next to others evaluates, perhaps
+        # An evaluation that is owed from before a restart may come before the loop that goes on.
+        evaluates = self.host.evaluations.running
+        start = START if resumption is None or evaluates else resumption.next_position()
+        if not loops and not evaluates:  # one next to others evaluates, perhaps
             count = number_of_batches(data, steps)
             self.host.planned_steps = None if count is None else self.step + max(0, count - start.n_batches)
         loop = Prefetcher(

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,7 +11,7 @@ from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import JobError
 from jaxcross.jobs.plain_loop import Job, run
 from jaxcross.jobs.runner import Runner
-from tests.support.checkpoint_jobs import batches, init, make_step, same
+from tests.support.checkpoint_jobs import BrokenError, batches, init, make_step, same
 from tests.support.evaluated_jobs import SCORES, STEPS, evaluations, lines, train
 from tests.support.fakes import run_ranks
 
@@ -260,3 +261,35 @@ def test_an_evaluation_after_the_stop_has_its_batches():
         return job.step, job.status, [values["read"] for _, values in job.history if "read" in values]
 
     assert run_ranks(2, work) == [(3, "stopped early", [3.0, 3.0, 3.0])] * 2
+
+
+def test_an_owed_evaluation_takes_no_batches_of_training(tmp_path):
+    """A job that failed in an evaluation makes it again before its loop, where it saves there."""
+
+    def start(folder, fails_at):
+        def work(world):
+            def fn(job):
+                def evaluation(state):
+                    if job.step == fails_at:
+                        raise BrokenError
+                    return float(len(list(job.batches([1.0] * 3))))
+
+                state, step = job.restore(init(world, own=False)), make_step(world)
+                job.every(2, evaluation)
+                job.save(state)
+                for batch in job.batches(batches(world), 8):
+                    job.state = state = step(state, batch)
+
+            runner = Runner(world, checkpoints=Checkpoints(folder))
+            job = runner.add("a", fn)
+            with pytest.raises(JobError, match="BrokenError") if fails_at else nullcontext():
+                runner.run()
+            return job
+
+        return run_ranks(2, work)
+
+    start(tmp_path / "c", 4)
+    for job, whole in zip(start(tmp_path / "c", None), start(tmp_path / "whole", None), strict=True):
+        assert job.step == whole.step == 8
+        same(job.state, whole.state)
+        assert [values["eval"] for _, values in job.history] == [3.0, 3.0, 3.0]
