@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Starts the ranks as `jaxcross launch` does, and returns their exit code; 2 for a command that cannot be meant."""
     try:
         grid = parsed(args.values)
+        _check_numbers(args)
         check_script(args.script, list(grid))
     except ValueError as error:
         print(f"jaxcross sweep: {error}", file=sys.stderr)
@@ -58,6 +59,18 @@ def run(args: argparse.Namespace) -> int:
     task = json.dumps({"grid": grid, "folder": str(args.folder), **options})
     args.module, args.program = ["jaxcross.sweeps.script", str(args.script), task], []
     return launch.run(args)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Makes sure that the numbers are in range, before any rank starts.
+
+    Raises:
+        ValueError: One is too small; says which.
+    """
+    for name, least in (("concurrent", 1), ("trials", 1), ("seed", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"`--{name}` must be at least {least}, got {value}.")
 
 
 def parsed(texts: list[str]) -> dict[str, list[Any]]:

@@ -80,7 +80,8 @@ class AbortNotices:
         while self._obeyed is None:
             if (notice := self._receive()) is not None:
                 sender, reason, _ = notice
-                alike = reason.removeprefix(f"rank {sender} ").startswith(what)
+                # A check that one rank fails raises "On rank N: ..." on the others.
+                alike = reason.removeprefix(f"rank {sender} ").startswith(what.replace(f"On rank {sender}: ", "", 1))
                 if alike:
                     activity = self._flight.record_exit(own.kind, own.text)
                     print_error(

@@ -14,7 +14,7 @@ from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.jobs.context import JobContext
-from jaxcross.report.progress import FILE, JobProgress, Pace, RunProgress, doing_text, metric_text
+from jaxcross.report.progress import FILE, JobProgress, Pace, RunProgress, doing_text, metric_of
 from jaxcross.report.progress_text import run_lines
 
 VARIABLE = "JAXCROSS_PROGRESS"
@@ -151,7 +151,7 @@ class ProgressReporter:
             steps_per_s=self._paces.setdefault(job.name, Pace()).look(now_s, made),
             doing=shortened("paused" if job.paused else doing, 60),
             doing_s=0.0 if activity is None or job.paused else max(0.0, now_s - activity.since_s),
-            metric=metric_text(job.history[-1][1]) if job.history else "",
+            metric=metric_of(job.history),
             status=job.status or "",
         )
 

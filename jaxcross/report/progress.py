@@ -7,7 +7,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _MOST_BYTES = 4 << 20
 _MOST_JOBS = 10_000
 _LONGEST_TEXT = 200
 _PACE_S = 10.0
+_LATEST = 8  # evaluations may come after the step that logged the loss
 _WORDS = {
     "compile": "compiling",
     "compute": "computing",
@@ -117,6 +118,12 @@ class Pace:
         # A step that takes twice as long as they do counts as one that is not over: a stall lowers the rate.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
+
+
+def metric_of(history: Sequence[tuple[int, object]]) -> str:
+    """Returns what a job logged last: its `loss`, also if an evaluation came after it, or else the first number."""
+    texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
+    return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 
 
 def metric_text(values: object) -> str:

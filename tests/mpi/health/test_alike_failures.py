@@ -15,6 +15,8 @@ def bad(job):
 world.control.allgather_text("")  # all ranks are here
 if sys.argv[1] == "script":
     helper()
+if sys.argv[1] == "check":  # fails on rank 0, which the others report
+    raise ValueError("On rank 0: " * (world.rank > 0) + "a bad argument")
 if sys.argv[1] == "unlike":
     raise ValueError(f"an example of rank {world.rank}")
 checkpoints = jaxcross.Checkpoints(sys.argv[2]) if len(sys.argv) > 2 else None
@@ -24,9 +26,16 @@ runner.run()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.integration)])
-def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks):
-    done = mpirun(ranks, SCRIPT, "script")
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, "script"),
+        pytest.param(4, "script", marks=pytest.mark.integration),
+        pytest.param(3, "check", marks=pytest.mark.integration),
+    ],
+)
+def test_a_script_that_fails_alike_everywhere_says_so_once(mpirun, ranks, case):
+    done = mpirun(ranks, SCRIPT, case)
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert f"jaxcross: rank 0 of {ranks} failed:\n" in done.stderr

@@ -69,6 +69,9 @@ def run(tmp_path, monkeypatch, text, *words):
         (SCRIPT, ["--set", "lr=1", "--set", "depth=2"], "has no parameter `depth`. Its parameters are: `lr`, `width`,"),
         (SCRIPT, ["--set", "width=1"], "needs `lr`, which has no default"),
         (SCRIPT, ["--set", "lr"], "must be a name, an equals sign"),
+        (SCRIPT, ["--set", "lr=1", "--concurrent", "0"], "`--concurrent` must be at least 1, got 0."),
+        (SCRIPT, ["--set", "lr=1", "--trials", "0"], "`--trials` must be at least 1, got 0."),
+        (SCRIPT, ["--set", "lr=1", "--seed", "-1"], "`--seed` must be at least 0, got -1."),
     ],
 )
 def test_commands_that_cannot_be_meant_start_nothing(tmp_path, monkeypatch, capsys, text, words, error):

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jaxcross.report.progress import FILE, JobProgress, Pace, RunProgress, doing_text, metric_text, read_progress
+from jaxcross.report.progress import (
+    FILE,
+    JobProgress,
+    Pace,
+    RunProgress,
+    doing_text,
+    metric_of,
+    metric_text,
+    read_progress,
+)
 from jaxcross.report.progress_text import duration, job_line, run_lines, run_table, state_text
 
 RUN = RunProgress(
@@ -113,6 +122,13 @@ def test_one_metric_is_shown():
     assert metric_text({"accuracy": 0.5, "loss": 0.25}) == "loss 0.250"
     assert metric_text({"eval": {"accuracy": 0.5}, "name": "x"}) == "eval/accuracy 0.500"
     assert metric_text({}) == metric_text(None) == metric_text({"name": "x", "many": [1.0, 2.0]}) == ""
+
+
+def test_an_evaluation_does_not_replace_the_loss():
+    history = [(1, {"loss": 0.5}), (2, {"loss": 0.25}), (2, {"eval": {"accuracy": 0.5}})]
+    assert metric_of(history) == "loss 0.250"
+    assert metric_of(history[2:]) == "eval/accuracy 0.500"
+    assert metric_of([]) == ""
 
 
 def test_words_for_what_a_job_does():
