@@ -221,8 +221,9 @@ class _JobFiles:
 
 
 def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
-    """Whether a line has what an evaluation of this name returned."""
-    return any(key.partition("/")[0] == evaluation for key in line)
+    """Whether a line has what an evaluation of this name returned, and nothing else."""
+    names = {key.partition("/")[0] for key in line if key not in ("step", "time")}
+    return bool(evaluation) and names == {evaluation}
 
 
 @contextmanager

@@ -205,3 +205,23 @@ def test_two_runs_at_once_need_two_folders(tmp_path):
     first.close()
     second.claim()
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "stays"),
+    [
+        ({"eval": {"loss": 0.5}}, False),
+        ({"eval": 0.5}, False),
+        ({"loss": 1.0, "eval/best": 0.5}, True),
+        ({"/loss": 1.0}, True),
+        ({"evaluation": 0.5}, True),
+    ],
+    ids=["its own", "a number", "of the loop, too", "a slash", "another name"],
+)
+def test_only_lines_of_the_evaluation_go(values: object, stays: bool, tmp_path: Path) -> None:
+    logged(tmp_path / "m", values, goes_on=tmp_path / "c", begin=0)
+    files = MetricFiles(tmp_path / "m", tmp_path / "c")
+    files.claim()
+    assert len(files.begin("a", 1)) == 1
+    assert len(files.begin("a", 1, without="eval")) == stays
+    files.close()
