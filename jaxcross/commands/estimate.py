@@ -45,10 +45,13 @@ def run(args: argparse.Namespace) -> int:
         code = launch.run(args, {"JAXCROSS_ESTIMATE": request_of(args, written)})
         if code or args.dry_run or written.exists():
             return code
-    which = "`crossover` step" if args.step is None else f"step `{args.step}`"
+    which, hint = "`crossover` step", "Is its train step decorated with `jaxcross.crossover`?"
+    if args.step is not None:
+        which = f"`crossover` step `{args.step}`"
+        hint = "A step has its function's name; without `--step` the first is timed."
     print(
-        f"jaxcross estimate: the script came to its end and called no {which}. Is its train step decorated with"
-        " `jaxcross.crossover`? Steps of a `ParameterServer` cannot be estimated.",
+        f"jaxcross estimate: the script came to its end and called no {which}. {hint}"
+        " Steps of a `ParameterServer` cannot be estimated.",
         file=sys.stderr,
     )
     return 1
