@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +12,7 @@ from jaxcross.errors import JobError
 from jaxcross.jobs.context import JobContext
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.report import JobSummary, Recorder, Report
+from jaxcross.report.units import as_float
 from jaxcross.world import World
 from jaxcross.world.control_plane import gather
 
@@ -53,7 +53,7 @@ def _facts(job: JobContext) -> JobSummary:
     metrics: dict[str, float] = {}
     for _, values in job.history:
         if isinstance(values, dict):
-            metrics.update({key: _float(v) for key, v in _numbers(values)})
+            metrics.update({key: as_float(v) for key, v in _numbers(values)})
     loss = metrics.pop("loss", None)
     return JobSummary(
         name=job.name,
@@ -77,13 +77,6 @@ def _numbers(values: dict[Any, Any]) -> Iterator[tuple[str, int | float]]:
             yield str(key), value
         elif isinstance(value, dict):
             yield from ((f"{key}/{inner}", number) for inner, number in _numbers(value))
-
-
-def _float(number: float) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # a Python integer may be longer than any float
-        return math.inf if number > 0 else -math.inf
 
 
 def left_out(world: World, jobs: Sequence[JobContext], names: Sequence[str]) -> JobError | None:

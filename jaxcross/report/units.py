@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
@@ -12,7 +14,15 @@ def number(value: float | None) -> str:
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 0
         return f"{value:.{digits}f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
-    return f"{value:.2e}"
+    return f"{as_float(value):.2e}"
+
+
+def as_float(value: float) -> float:
+    """Returns a number as a float: a whole number of Python may be longer than any."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def seconds(value: float | None) -> str:

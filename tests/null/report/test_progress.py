@@ -121,6 +121,7 @@ def test_a_slow_job_has_a_pace_too():
 def test_one_metric_is_shown():
     assert metric_text({"accuracy": 0.5, "loss": 0.25}) == "loss 0.250"
     assert metric_text({"eval": {"accuracy": 0.5}, "name": "x"}) == "eval/accuracy 0.500"
+    assert metric_text({"n": 10**400}) == "n inf" and metric_text({"n": -(10**400)}) == "n -inf"
     assert metric_text({}) == metric_text(None) == metric_text({"name": "x", "many": [1.0, 2.0]}) == ""
 
 
