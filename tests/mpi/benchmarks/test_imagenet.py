@@ -61,7 +61,7 @@ def test_by_itself(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
 def test_by_mpirun_with_a_data_set(mpirun: Callable[..., Any], tmp_path: Path, quick_compiler: dict[str, str]) -> None:
     synthesise(tmp_path / "data", images=64, classes=4, width=64, height=48)
     options: dict[str, Any] = {
-        "--data-dir": tmp_path / "data", "--json": tmp_path / "out.json", "--steps": 3, "--accuracy": 1.1,
+        "--data-dir": tmp_path / "data", "--json": tmp_path / "out.json", "--steps": 6, "--accuracy": 1.1,
         "--accuracy-steps": 4, "--evaluate-every": 2, "--link": "emulate:500mbit",
     }  # fmt: skip
     words = ["--smoke", *(str(word) for pair in options.items() for word in pair)]
