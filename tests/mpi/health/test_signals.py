@@ -104,7 +104,8 @@ def test_launcher_forwards_a_stop_and_cleans_up(tmp_path):
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
         assert process.wait(60) == 143, output
-    assert output.splitlines().count("saved") == 2, "Open MPI's own patience ends after a second"
+    said = output.replace("Nothing was saved", "")  # the words of two ranks may be on one line
+    assert said.count("saved") == 2, "Open MPI's own patience ends after a second"
     assert "post-mortem" not in output
     records = read(tmp_path / "events")
     assert [record.words for record in records] == ["terminated"] * 2
