@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
-from jaxcross.interleave.policy import Sequential
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
@@ -99,7 +98,7 @@ class Profile:
         facts = next((job for job in report.jobs if job.name == name), None)
         if facts is None:
             raise ValueError(f"the report has no job `{name}`; it has {', '.join(job.name for job in report.jobs)}")
-        if len(report.jobs) > 1 and report.policy != Sequential().name:
+        if len(report.jobs) > 1 and not report.rounds.in_turn:
             raise ValueError(f"`{name}` ran next to other jobs: a profile is of a job alone. Run it alone, or in turn.")
         if facts.program is None:
             raise ValueError(f"the report has no program of `{name}`")

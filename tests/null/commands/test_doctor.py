@@ -70,15 +70,12 @@ def test_each_wrong_thing_has_a_remedy(findings, name, fatal, remedy):
 
 
 NOTHING_LOADS = {"error": "RuntimeError: cannot load MPI library\nlibmpi.so: cannot open shared object file"}
-HALF_AN_MPI = Findings(
+HALF_AN_MPI = replace(
+    HEALTHY,
     probe={"mpi": NOTHING_LOADS, "mpi4jax": NOTHING_LOADS, "jax": HEALTHY.probe["jax"]},
     exchange={"error": "exit code 1: libmpi.so: cannot open shared object file"},
     mpirun=("/opt/mpich/bin/mpirun", "unknown"),
     libraries="/opt/mpich/lib",
-    cores=2,
-    machine_cores=2,
-    pool=2,
-    no_namespaces=None,
 )
 
 
