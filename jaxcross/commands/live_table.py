@@ -72,7 +72,7 @@ class _Terminal:
 
 @contextmanager
 def start_lines(events: Path, ranks: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """A context in which a log is told that the ranks start, until one has joined: after 5 s, 10 s, 20 s, ..."""
+    """A context that writes into a log that the ranks start, until one has joined: after 5 s, 10 s, 20 s, ..."""
     from jaxcross.world.start_notice import FIRST_S, no_progress_wanted
 
     over, started_s = threading.Event(), time.time()

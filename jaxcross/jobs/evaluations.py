@@ -126,7 +126,7 @@ class Evaluations:
         """Makes sure that all ranks evaluate alike. Waits for the ranks, once.
 
         Raises:
-            JobError: On every rank: they do not, or a metric that is to decide is none of the job's.
+            JobError: On every rank: they do not, or the job does not log a metric that is to decide.
         """
         if self._begun:
             return

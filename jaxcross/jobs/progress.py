@@ -114,7 +114,7 @@ class ProgressReporter:
         if self._rank != 0:
             return
         self._over.set()
-        self._thread.join(_LOOK_S)  # it may hang in a write to a log that nobody reads: that must not hold the run up
+        self._thread.join(_LOOK_S)  # a write to a full pipe may never return: that must not hold the run up
         if not self._thread.is_alive():
             self.look(time.monotonic(), over=True)
 

@@ -76,7 +76,7 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
 
     A group's round takes max(sum c, sum m, max(c + m)), the bound that reports use. Up to 8 jobs of equally many ranks
     every grouping is compared. More are sorted by their share of exchange and folded, so that those that compute meet
-    those that exchange, and pairs of groups are then divided anew until that no longer helps.
+    those that exchange, and pairs of groups are then divided again until that no longer helps.
 
     Args:
         loads: The jobs; names must differ.
@@ -183,7 +183,7 @@ def _folded(table: _Table, count: int, most: int) -> npt.NDArray[np.intp]:
 
 
 def _improve(table: _Table, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Divides the jobs of pairs of groups anew, pair by pair, while that makes rounds shorter."""
+    """Divides the jobs of pairs of groups again, pair by pair, while that makes rounds shorter."""
     count, most = rows.shape
     if count < 2:
         return rows

@@ -13,7 +13,7 @@ from jaxcross.sweeps.schedule import Decision, Parameters, Schedule, Search, Sta
 from jaxcross.sweeps.search import name_of
 
 _log = logging.getLogger("jaxcross")
-_LOOK_S = 0.1  # how often who waits looks whether the run was stopped
+_LOOK_S = 0.1  # from one look to the next whether the run was stopped, while a trial waits
 Make = Callable[[Mapping[int, Parameters]], Search]
 Submit = Callable[[Started, str], None]
 

@@ -13,7 +13,7 @@ from jaxcross.sweeps.schedule import Parameters, Status
 from jaxcross.sweeps.search import checked, name_of
 
 MARK = "jaxcross_sweep"  # the attribute of the trials that a sweep has added to a study of the user's
-_NAME = "sweep"  # Hyperband shares out trials by the study's name, which Optuna makes up anew for each process
+_NAME = "sweep"  # Hyperband shares out trials by the study's name, which Optuna makes up for each process
 
 
 def check_pruner(prune: Any) -> None:
@@ -171,7 +171,7 @@ def distributions(space: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna from announcing a study in memory, which is none of the user's."""
+    """Keeps Optuna from announcing a study in memory, which the user did not make."""
     import optuna
 
     level = optuna.logging.get_verbosity()

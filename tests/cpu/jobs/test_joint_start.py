@@ -1,4 +1,4 @@
-"""The joint start of a run, on ranks that are threads: who waits for whom, and that nobody waits for ever."""
+"""The joint start of a run, on ranks that are threads: which job waits for which, and that no job waits for ever."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""What a log is told before any job begins: that the ranks start, and that they have joined."""
+"""The lines of a log before any job begins: that the ranks start, and that they have joined."""
 
 import os
 import threading
