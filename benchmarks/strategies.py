@@ -20,6 +20,7 @@ from jaxcross.wire.bytes import wire_bytes
 AXIS = "batch"
 NODES = ("node", "local")
 EVERY = 8  # local steps from one exchange of parameters to the next
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)  # of arXiv 2311.08105
 
 
 def one_axis(ranks: int) -> dict[str, int]:
@@ -94,6 +95,11 @@ def _one_bit(s: Setting, eps: float = 1e-4) -> optax.GradientTransformation:
     )
 
 
+def _first(tree: Any) -> Any:
+    """What the first rank holds, of ranks along the first axis."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
 STRATEGIES = (
     Strategy(name="mean", make=_before(lambda: exchange.mean(AXIS))),
     Strategy(name="mean, bfloat16", make=_before(lambda: exchange.mean(AXIS, wire_dtype=jnp.bfloat16))),
@@ -109,11 +115,13 @@ STRATEGIES = (
     Strategy(name="shared norms", make=lambda s: optax.chain(exchange.mean(AXIS), s.norms)),
     Strategy(name=f"local_sgd, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.local_sgd(s.optimizer, AXIS, every=EVERY)),
+    Strategy(name=f"diloco, every {EVERY}", cycle=EVERY, model=lambda params, state: _first(state.anchor),
+             make=lambda s: exchange.diloco(s.optimizer, OUTER, AXIS, every=EVERY)),
     Strategy(name=f"federated_average, half, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.federated_average(s.optimizer, AXIS, every=EVERY, participation=0.5)),
     Strategy(name=f"elastic_average, every {EVERY}", cycle=EVERY,
              make=lambda s: exchange.elastic_average(s.optimizer, AXIS, every=EVERY, alpha=0.9 / s.ranks),
-             model=lambda params, state: jax.tree.map(lambda x: x[0], state.centre)),
+             model=lambda params, state: _first(state.centre)),
     Strategy(name="gossip, ring", make=lambda s: exchange.gossip(s.optimizer, AXIS, "ring")),
     Strategy(name="gossip, exponential", make=lambda s: exchange.gossip(s.optimizer, AXIS, "exponential")),
     Strategy(name="sharded_optimizer", make=lambda s: exchange.sharded_optimizer(s.optimizer, AXIS, ranks=s.ranks)),

@@ -56,6 +56,8 @@ FAMILY = (
            "many layers, many ranks", "one small all-gather", "2010.10458"),
     Member("`local_sgd(every=H)`", "local_sgd, every 8", "2(P-1)/P n / H", "every H steps, to rounding",
            "a larger batch is welcome anyway", "ranks drift apart between", "1805.09767"),
+    Member("`diloco(every=H)`", "diloco, every 8", "2(P-1)/P n / H", "every H steps, to rounding",
+           "H is to be large, 50 and more", "an anchor and the outer state, each as large as the model", "2311.08105"),
     Member("`federated_average`", "federated_average, half, every 8", "2(P-1)/P n / H", "every H steps, to rounding",
            "ranks hold unequal data", "as above, sampling noise", "1602.05629"),
     Member("`elastic_average`", "elastic_average, every 8", "2(P-1)/P n / H", "no",

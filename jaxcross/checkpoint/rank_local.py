@@ -12,6 +12,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from jaxcross.exchange.accumulate import AccumulateState
+from jaxcross.exchange.diloco import DiLoCoState
 from jaxcross.exchange.elastic_average import ElasticAverageState
 from jaxcross.exchange.federated_average import FederatedAverageState
 from jaxcross.exchange.gossip import GossipState
@@ -38,6 +39,7 @@ _OWN: _Fields = {
 # States of strategies under which each rank has a model of its own, and the fields that go with that model.
 _MODELS: _Fields = {
     LocalSGDState: frozenset({"inner"}),
+    DiLoCoState: frozenset({"inner"}),
     FederatedAverageState: frozenset({"inner"}),
     ElasticAverageState: frozenset({"inner"}),
     GossipState: frozenset({"inner"}),
@@ -53,7 +55,7 @@ _APART: tuple[_Fields, ...] = (
 )  # fmt: skip
 
 # Fields that may have no leaves.
-_MAY_BE_EMPTY = frozenset({"inner", "inner_opt_state", "acc_grads", "skip_state", "total"})
+_MAY_BE_EMPTY = frozenset({"inner", "outer", "inner_opt_state", "acc_grads", "skip_state", "total"})
 
 _STATISTICS = "batch_stats"
 """The name that Flax gives to the statistics of normalisation layers."""

@@ -11,6 +11,8 @@ help them:
 collectives     sums, rings and trees of hops over one axis
 select          the k largest elements without sorting; `sparse`: (value, index) messages of a fixed size
 bits            signs as bits; `blocks` and `flat`: trees as even parts, or as one vector
+rounds          local steps, and the merge at a round's end
+finish          the model of a job that ended within a round
 per_rank        state that differs between ranks, declared by its type
 exchange_once   an error where a leaf would be exchanged twice
 elementwise     whether an optimizer works element by element
@@ -19,8 +21,10 @@ validation      checks of arguments
 
 from jaxcross.exchange.accumulate import accumulate
 from jaxcross.exchange.adasum import adasum
+from jaxcross.exchange.diloco import diloco
 from jaxcross.exchange.elastic_average import elastic_average
 from jaxcross.exchange.federated_average import federated_average
+from jaxcross.exchange.finish import finish
 from jaxcross.exchange.gossip import gossip
 from jaxcross.exchange.gtop_k import gtop_k
 from jaxcross.exchange.local_sgd import local_sgd
@@ -39,8 +43,10 @@ __all__ = [
     "adasum",
     "asynchronous",
     "bounded_stale",
+    "diloco",
     "elastic_average",
     "federated_average",
+    "finish",
     "gossip",
     "gtop_k",
     "lamb",

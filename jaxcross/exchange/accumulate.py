@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxcross._pytree import PyTree
-from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, whole_number
+from jaxcross.exchange.validation import accumulation_dtype, optimizer_in, typed_like, whole_number
 
 
 class AccumulateState(NamedTuple):
@@ -78,7 +78,7 @@ def accumulate(
         def step() -> tuple[optax.Updates, PyTree, optax.OptState]:
             mean = jax.tree.map(lambda t, g: (t / every).astype(jnp.result_type(g)), total, updates)
             stepped, inner_state = inner.update(mean, state.inner, params, **extra)
-            return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(_typed, inner_state, state.inner)
+            return stepped, jax.tree.map(jnp.zeros_like, total), jax.tree.map(typed_like, inner_state, state.inner)
 
         def wait() -> tuple[optax.Updates, PyTree, optax.OptState]:
             stepped, *_ = jax.eval_shape(step)  # an optimizer may return updates of another type than its gradients'
@@ -96,8 +96,3 @@ def _zeros_of(update: jax.ShapeDtypeStruct) -> jax.Array:
     zeros = jnp.zeros(update.shape, update.dtype)
     kind = update.manual_axis_type
     return jax.lax.pcast(zeros, tuple(kind.varying), to="varying") if kind is not None and kind.varying else zeros
-
-
-def _typed(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """A leaf of a state in the type that it had: the other branch returns that one."""
-    return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))

@@ -10,7 +10,8 @@ import optax
 
 from jaxcross.exchange.collectives import AxisName, axis_names
 from jaxcross.exchange.exchange_once import exchange_once
-from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, updates_towards, whole_number
+from jaxcross.exchange.rounds import end_round, next_in_round
+from jaxcross.exchange.validation import mean_of, optimizer_in, require_params, whole_number
 
 
 class LocalSGDState(NamedTuple):
@@ -28,7 +29,7 @@ def local_sgd(
     Parameters differ between ranks from an exchange to the next, and after it by one rounding (they are the same bits
     where `every` is 1 and all ranks started from the same). The optimizer's state is this rank's own, never averaged:
     save it, and the parameters, per rank. Deterministic. With `every=1` it is synchronous training for SGD with and
-    without momentum, but not for Adam.
+    without momentum, but not for Adam. It is `diloco` with `optax.sgd(1.0)` outside, without the memory for an anchor.
 
     ```python
     tx = jaxcross.exchange.local_sgd(optax.sgd(0.1, momentum=0.9), "batch", every=8)
@@ -63,11 +64,8 @@ def local_sgd(
         params = require_params(params, "`local_sgd`")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
 
-        def exchange() -> optax.Updates:
-            return updates_towards(updates, params, mean_of(optax.apply_updates(params, updates), names))
-
-        since = (state.since + 1) % every
-        updates = exchange() if every == 1 else jax.lax.cond(since == 0, exchange, lambda: updates)
+        since = next_in_round(state.since, every)
+        updates, _ = end_round(since, every, lambda mine, nothing: (mean_of(mine, names), nothing), updates, params, ())
         return updates, LocalSGDState(since, inner_state)
 
     return exchange_once("local_sgd", names, optax.GradientTransformationExtraArgs(init, update))  # pyright: ignore[reportArgumentType]

@@ -124,14 +124,14 @@ def updates_towards(updates: optax.Updates, params: optax.Params, targets: optax
     """Returns updates that lead from `params` to `targets`, to rounding; integer leaves keep theirs."""
 
     def one(u: jax.Array, p: jax.Array, target: jax.Array) -> jax.Array:
-        return (target - p).astype(u.dtype) if _moves(p) else u
+        return (target - p).astype(u.dtype) if is_float(p) else u
 
     return jax.tree.map(one, updates, params, targets)
 
 
 def add_moves(updates: optax.Updates, moves: optax.Params) -> optax.Updates:
     """Returns updates that lead further by `moves`, a tree like the parameters; only floating-point leaves change."""
-    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if _moves(m) else u, updates, moves)
+    return jax.tree.map(lambda u, m: (u + m).astype(u.dtype) if is_float(m) else u, updates, moves)
 
 
 def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
@@ -144,7 +144,7 @@ def ravel_floats(tree: PyTree, *, multiple: int = 1) -> tuple[list[jax.Array], C
     groups = [
         members
         for members in group_by_dtype(leaves).values()
-        if _moves(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
+        if is_float(leaves[members[0]]) and any(jnp.size(leaves[i]) for i in members)
     ]
     layouts = [flat.layout([leaves[i] for i in members], multiple=multiple) for members in groups]
     vectors = [lay.ravel([leaves[i] for i in members]) for lay, members in zip(layouts, groups, strict=True)]
@@ -174,13 +174,19 @@ def group_by_dtype(leaves: Sequence[Any]) -> dict[Any, list[int]]:
 
 def mean_of(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Averages each floating-point leaf over `axis_name`; others stay as they are."""
-    return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if _moves(x) else x, tree)
+    return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name) if is_float(x) else x, tree)
 
 
 def sum_of(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Sums each floating-point leaf over `axis_name`; others stay as they are."""
-    return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if _moves(x) else x, tree)
+    return jax.tree.map(lambda x: jax.lax.psum(x, axis_name) if is_float(x) else x, tree)
 
 
-def _moves(x: jax.typing.ArrayLike) -> bool:
+def is_float(x: jax.typing.ArrayLike) -> bool:
+    """Whether a leaf moves in training: it is floating-point or complex."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def typed_like(new: jax.typing.ArrayLike, old: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """Returns a leaf of a state in the type that it had: the other branch returns that one."""
+    return new if jnp.result_type(new) == jnp.result_type(old) else jnp.asarray(new, jnp.result_type(old))

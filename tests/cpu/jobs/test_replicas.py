@@ -29,6 +29,8 @@ from tests.support.fakes import FakeControl, run_ranks
 PARAMS = {"w": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
 ALL = ["['bias']", "['w']"]
 
+MOMENTUM = optax.sgd(0.7, momentum=0.9)
+
 # What is common of the parameters, and of the strategy's state the names of the fields that are.
 STRATEGIES = {
     "top_k": (lambda: exchange.top_k(0.1, "b"), ALL, {"step"}),
@@ -39,6 +41,7 @@ STRATEGIES = {
     "bounded_stale": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=2), [], {"step"}),
     "bounded_stale of 0": (lambda: exchange.bounded_stale(optax.adam(0.1), "b", bound=0), ALL, {"step", "inner"}),
     "local_sgd": (lambda: exchange.local_sgd(optax.adam(0.1), "b", every=4), [], {"since"}),
+    "diloco": (lambda: exchange.diloco(optax.adam(0.1), MOMENTUM, "b", every=4), [], {"since", "anchor", "outer"}),
     "federated": (lambda: exchange.federated_average(optax.adam(0.1), "b", every=4), [], {"since", "round"}),
     "elastic": (lambda: exchange.elastic_average(optax.sgd(0.1), "b", every=4, alpha=0.1), [], {"since", "centre"}),
     "gossip": (lambda: exchange.gossip(optax.adam(0.1), "b"), [], {"round"}),
