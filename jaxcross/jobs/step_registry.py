@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.plan.memory import JobMemory
 from jaxcross.program.execution import Compiled
 from jaxcross.program.ir import Program
 
@@ -23,25 +24,32 @@ def step_graph_of(program: Program) -> StepGraph:
     )
 
 
+def memory_of(compiled: Compiled) -> JobMemory:
+    """Returns the memory of a job that runs these executables, by XLA's figures."""
+    return JobMemory(
+        peak_bytes=compiled.peak_live_bytes(),
+        boundary_bytes=compiled.boundary_live_bytes(),
+        exchange_temporary_bytes=compiled.exchange_temporary_bytes(),
+    )
+
+
 @dataclass(slots=True)
 class ProgramRecord:
     """The facts of a program that a plan needs: its segments, its memory, and how many of a job's steps ran it.
 
     Attributes:
         graph: Its segments.
-        peak_bytes: The most bytes alive at once in a step.
-        boundary_bytes: The most bytes alive between two segments.
+        memory: Its memory on this rank.
         steps: Steps that ran it.
     """
 
     graph: StepGraph
-    peak_bytes: int
-    boundary_bytes: int
+    memory: JobMemory
     steps: int = 0
 
     @classmethod
     def of(cls, compiled: Compiled, graph: StepGraph) -> Self:
-        return cls(graph, compiled.peak_live_bytes(), compiled.boundary_live_bytes())
+        return cls(graph, memory_of(compiled))
 
 
 class StepRegistry:
@@ -111,8 +119,7 @@ class StepRegistry:
         return {
             "graph": most.graph.as_data(),
             "steps": most.steps,
-            "peak_bytes": most.peak_bytes,
-            "boundary_bytes": most.boundary_bytes,
+            "memory": asdict(most.memory),
         }
 
     def leads(self, compiled: Compiled) -> bool:

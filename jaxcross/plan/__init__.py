@@ -3,6 +3,7 @@
     profile       what one step of a job takes, segment by segment, alone
     contention    how much computations and exchanges slow each other down on a machine
     twin          a run predicted from these: the real interleaver on a virtual clock
+    memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
     compression   the least compression with which the exchanges of all jobs hide behind computation
     estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.groups import Grouping, Load, group
+from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 
@@ -28,6 +30,7 @@ __all__ = [
     "Gain",
     "Grouping",
     "JobCost",
+    "JobMemory",
     "Load",
     "MachineContention",
     "Prediction",

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.memory import JobMemory, needed_bytes
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.step_cost import StepCost
 from jaxcross.plan.twin import predict
@@ -159,15 +160,16 @@ def _alone_s(profile: Profile) -> float:
 
 
 def memory_bytes(cost: StepCost, jobs: int) -> int:
-    """Returns the bytes of arrays on a rank: one job at its peak, the others between two segments, and an exchange."""
-    return (cost.whole.peak_bytes or 0) + (jobs - 1) * (cost.whole.boundary_bytes or 0) + cost.exchange_temporary_bytes
+    """Returns the bytes of arrays on a rank that so many equal jobs need."""
+    return needed_bytes([cost.whole.memory or JobMemory()] * jobs)
 
 
 def _fitting_jobs(cost: StepCost) -> int | None:
     if cost.limit_bytes is None:
         return None
     left = cost.limit_bytes - memory_bytes(cost, 1)
-    return 0 if left < 0 else 1 + left // max(cost.whole.boundary_bytes or 0, 1)
+    each = memory_bytes(cost, 2) - memory_bytes(cost, 1)
+    return 0 if left < 0 else 1 + left // max(each, 1)
 
 
 def _ratio(before_s: float, after_s: float) -> float:

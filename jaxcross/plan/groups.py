@@ -6,10 +6,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from jaxcross.plan.memory import JobMemory, needed_by_groups, needed_bytes
 
 Numbers = npt.NDArray[np.float64]
 
@@ -31,8 +33,7 @@ class Load:
         exchange_s: Seconds of the link a step.
         ranks: Its ranks. Only jobs with equally many can share devices.
         steps: Steps that it makes a round, next to one of a job with 1: its weight.
-        peak_bytes: Device memory at the fullest moment of a step.
-        boundary_bytes: Device memory in use while another job's segment runs.
+        memory: Its memory on a rank.
 
     Raises:
         ValueError: A number is negative or not finite, there are no ranks, or `steps` is not positive.
@@ -43,11 +44,10 @@ class Load:
     exchange_s: float
     ranks: int = 1
     steps: float = 1.0
-    peak_bytes: int = 0
-    boundary_bytes: int = 0
+    memory: JobMemory = field(default_factory=JobMemory)
 
     def __post_init__(self) -> None:
-        numbers = (self.compute_s, self.exchange_s, self.steps, self.peak_bytes, self.boundary_bytes)
+        numbers = (self.compute_s, self.exchange_s, self.steps)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1 or not self.steps:
             raise ValueError(
                 f"the numbers of job `{self.name}` must be finite and not negative, `ranks` and `steps` positive"
@@ -91,9 +91,9 @@ def group(loads: Sequence[Load], *, most: int = 4, memory_bytes: int | None = No
     if most < 1:
         raise ValueError(f"a group has at least 1 job, got `most={most}`")
     for load in loads:
-        if memory_bytes is not None and load.peak_bytes > memory_bytes:
+        if memory_bytes is not None and (alone := needed_bytes([load.memory])) > memory_bytes:
             raise ValueError(
-                f"job `{load.name}` needs {load.peak_bytes} bytes alone, and a rank has {memory_bytes}: give it more "
+                f"job `{load.name}` needs {alone} bytes alone, and a rank has {memory_bytes}: give it more "
                 "ranks, a smaller batch or a device with more memory"
             )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
@@ -118,9 +118,8 @@ class _Table:
         self.jobs = len(loads)
         self.compute = np.array([load.compute_s * load.steps for load in loads] + [0.0])
         self.exchange = np.array([load.exchange_s * load.steps for load in loads] + [0.0])
-        self._peak = np.array([load.peak_bytes for load in loads] + [0.0])
-        self._boundary = np.array([load.boundary_bytes for load in loads] + [0.0])
-        self._memory = memory_bytes
+        self._memory = np.array([astuple(memory) for memory in (*(load.memory for load in loads), JobMemory())]).T
+        self._limit = memory_bytes
 
     def seconds(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the bound of each group, which is a row of the last axis."""
@@ -129,12 +128,9 @@ class _Table:
 
     def excess(self, rows: npt.NDArray[np.intp]) -> Numbers:
         """Returns the share of the memory by which each group is over-full."""
-        if self._memory is None:
+        if self._limit is None:
             return np.zeros(rows.shape[:-1])
-        held = self._boundary[rows]
-        # One job is at its fullest while the others hold what they keep between two segments.
-        needed = (self._peak[rows] - held).max(-1) + held.sum(-1)
-        return np.maximum(0.0, needed / self._memory - 1)
+        return np.maximum(0.0, needed_by_groups(self._memory[:, rows]) / self._limit - 1)
 
     def costs(self, rows: npt.NDArray[np.intp]) -> Numbers:
         return self.seconds(rows) + _OVER_FULL * self.excess(rows) * (1 + self.seconds(rows))

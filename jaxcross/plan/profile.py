@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -15,6 +15,7 @@ from typing import Any, Self
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.step_graph import StepGraph
+from jaxcross.plan.memory import JobMemory
 from jaxcross.report.summary import RunData
 from jaxcross.report.timeline import in_lane_order, shortest_exchanges
 
@@ -39,8 +40,7 @@ class Profile:
         ranks: The ranks that it was measured on.
         link: The link between them, in words.
         mbit_per_s: The rate of that link; None if unknown.
-        peak_bytes: Device memory at the fullest moment of a step, arguments included; None if unknown.
-        boundary_bytes: The most device memory that stays in use between two segments; None if unknown.
+        memory: The memory of the job on a rank; None if unknown.
 
     Raises:
         ValueError: The numbers do not fit the graph, or are negative or not finite.
@@ -53,15 +53,14 @@ class Profile:
     ranks: int = 1
     link: str = ""
     mbit_per_s: float | None = None
-    peak_bytes: int | None = None
-    boundary_bytes: int | None = None
+    memory: JobMemory | None = None
 
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.graph.kinds):
             raise ValueError(f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times")
         if not self.seconds:
             raise ValueError(f"`{self.name}` has no segments")
-        numbers = [*self.seconds, self.host_s, self.mbit_per_s or 0, self.peak_bytes or 0, self.boundary_bytes or 0]
+        numbers = [*self.seconds, self.host_s, self.mbit_per_s or 0]
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.ranks < 1:
             raise ValueError(f"the numbers of `{self.name}` must be finite and not negative")
 
@@ -114,8 +113,7 @@ class Profile:
             ranks=len(report.ranks),
             link=report.link,
             mbit_per_s=mbit_per_s,
-            peak_bytes=facts.program["peak_bytes"],
-            boundary_bytes=facts.program["boundary_bytes"],
+            memory=JobMemory.from_data(facts.program["memory"]),
         )
 
     @property
@@ -148,8 +146,7 @@ class Profile:
             "ranks": self.ranks,
             "link": self.link,
             "mbit_per_s": self.mbit_per_s,
-            "peak_bytes": self.peak_bytes,
-            "boundary_bytes": self.boundary_bytes,
+            "memory": None if self.memory is None else asdict(self.memory),
         }
 
     @classmethod
@@ -188,8 +185,7 @@ class Profile:
             ranks=_of_type(data, "ranks", int),
             link=_of_type(data, "link", str),
             mbit_per_s=_of_type(data, "mbit_per_s", int, float, type(None)),
-            peak_bytes=_of_type(data, "peak_bytes", int, type(None)),
-            boundary_bytes=_of_type(data, "boundary_bytes", int, type(None)),
+            memory=None if data.get("memory") is None else JobMemory.from_data(data["memory"]),
         )
 
 

@@ -20,7 +20,6 @@ class StepCost:
         wire_bytes: Bytes that a rank receives in a step.
         narrow_wire_bytes: The same if what travels in 32 or 64 bits travels in 16.
         link_mbps: Rate of the link that was asked for, in Mbit/s; None if exchanges take what was measured.
-        exchange_temporary_bytes: Most bytes of temporaries of one exchange segment.
         limit_bytes: Bytes that a rank may use; None if that is not known.
         shares_processor: Whether the processor that computes also drives the network.
     """
@@ -32,7 +31,6 @@ class StepCost:
     wire_bytes: int
     narrow_wire_bytes: int
     link_mbps: float | None = None
-    exchange_temporary_bytes: int = 0
     limit_bytes: int | None = None
     shares_processor: bool = True
 

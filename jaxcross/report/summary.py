@@ -42,8 +42,8 @@ class JobSummary:
             ...` with the reason; empty for one rank, and for jobs without a state.
         first_step: Steps that earlier runs did, which this one resumed from.
         unit: The unit of examples: `images` or `examples`.
-        program: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, `peak_bytes` alive
-            at once in one step and `boundary_bytes` alive between two segments, by XLA's figures. None without steps.
+        program: The program that most of the steps ran: `graph` (its segments), `steps` that ran it, and its `memory`
+            on rank 0 by XLA's figures (`jaxcross.plan.JobMemory`). None without steps.
     """
 
     name: str

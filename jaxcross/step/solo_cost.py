@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, final
 
@@ -14,7 +11,8 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jaxcross.errors import CutError, ExchangeError
-from jaxcross.jobs.step_registry import step_graph_of
+from jaxcross.jobs.step_registry import memory_of, step_graph_of
+from jaxcross.plan.memory import JobMemory, limit_bytes
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.step_cost import StepCost
 from jaxcross.program import stages
@@ -139,20 +137,18 @@ class SoloCost:
         if isinstance(whole, str):
             raise ExchangeError(f"`{program.name}` cannot be measured, as it fails on copies of its arguments: {whole}")
         wide, narrow = self._wire_bytes(program.exchanges)
-        own = (compiled.peak_live_bytes(), compiled.boundary_live_bytes(), compiled.exchange_temporary_bytes())
-        limit = self._settings.memory_bytes or memory_limit(self._world.local_size)
-        ranks = self._together(lambda control: gather(control, [own, limit]))
-        peak, boundary, temporary = (max(sizes) for sizes in zip(*(sizes for sizes, _ in ranks), strict=True))
+        limit = self._settings.memory_bytes or limit_bytes(jax.local_devices()[0], self._world.local_size)
+        ranks = self._together(lambda control: gather(control, [asdict(memory_of(compiled)), limit]))
+        memory = JobMemory.largest([JobMemory.from_data(own) for own, _ in ranks])
         limits = [limit for _, limit in ranks if limit is not None]
         return StepCost(
-            whole=replace(whole, peak_bytes=peak, boundary_bytes=boundary),
+            whole=replace(whole, memory=memory),
             cut=self._cut_profile(program, whole),
             where=where,
             steps=self._settings.steps,
             wire_bytes=wide,
             narrow_wire_bytes=narrow,
             link_mbps=self._settings.link_mbps,
-            exchange_temporary_bytes=temporary,
             limit_bytes=min(limits, default=None),
             shares_processor=jax.default_backend() == "cpu",
         )
@@ -231,20 +227,3 @@ def run_watched(host: StepHost, world: World, name: str, work: Callable[[Control
             return work(control)
 
     return host.run_on_all_ranks("estimate", watched)
-
-
-def memory_limit(local_size: int) -> int | None:
-    """Returns the bytes of arrays that this rank may hold; None if that is not known. Does not communicate.
-
-    The device's own limit; on CPUs this rank's share of the machine's memory, or of its control group's.
-    """
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return stats.get("bytes_limit")
-    limits = []
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError):  # no control group, or one without a limit: "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits) // local_size if limits else None

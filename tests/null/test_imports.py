@@ -44,6 +44,7 @@ NO_JAX = {
     "interleave",
     "plan.contention",
     "plan.groups",
+    "plan.memory",
     "plan.profile",
     "plan.twin",
     "report",

@@ -243,6 +243,9 @@ class FakeCompiled:
     def boundary_live_bytes(self) -> int:
         return self.peak_live_bytes()
 
+    def exchange_temporary_bytes(self) -> int:
+        return 0
+
 
 class FakeExecution:
     """One step in flight of a `FakeCompiled`."""

@@ -39,8 +39,8 @@ def test_a_run_alone_has_a_profile(tmp_path: Path) -> None:
     assert profile.graph.kinds == tuple(segment.kind for segment in program.segments)
     assert profile.graph.needs == program.needs()
     assert profile.exchange_s > 0 and profile.compute_s > 0
-    assert profile.boundary_bytes is not None and profile.peak_bytes is not None
-    assert 2 * N * N * 4 <= profile.boundary_bytes <= profile.peak_bytes
+    assert profile.memory is not None
+    assert 2 * N * N * 4 <= profile.memory.boundary_bytes <= profile.memory.peak_bytes
     assert predict([profile], steps=6).rounds.jobs[0].facts.steps == 6
 
 

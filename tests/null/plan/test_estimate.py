@@ -16,6 +16,7 @@ from jaxcross.interleave.simulator import Simulation, Step
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.estimate import contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.step_cost import StepCost
 
@@ -27,11 +28,12 @@ IN_TWO = StepGraph(
     after_commit=frozenset({4}),
 )
 GB = 10**9
+MEMORY = JobMemory(peak_bytes=4 * GB, boundary_bytes=GB, exchange_temporary_bytes=GB // 2)
 CONTENTION = Contention(compute=1.25, exchange=1.1)
 
 
 def profile(graph: StepGraph, *seconds: float) -> Profile:
-    return Profile(name="train_step", graph=graph, seconds=seconds, ranks=2, peak_bytes=4 * GB, boundary_bytes=GB)
+    return Profile(name="train_step", graph=graph, seconds=seconds, ranks=2, memory=MEMORY)
 
 
 def cost(c: float = 0.875, m: float = 1.75, **changes: Any) -> StepCost:
@@ -41,7 +43,6 @@ def cost(c: float = 0.875, m: float = 1.75, **changes: Any) -> StepCost:
         steps=3,
         wire_bytes=102_000_000,
         narrow_wire_bytes=51_000_000,
-        exchange_temporary_bytes=GB // 2,
     )
     return replace(made, **changes)
 

@@ -9,6 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcross.plan.groups import Grouping, Load, group
+from jaxcross.plan.memory import JobMemory
+
+LARGE = Load(
+    name="large",
+    compute_s=1,
+    exchange_s=1,
+    memory=JobMemory(peak_bytes=9, boundary_bytes=2, exchange_temporary_bytes=1),
+)
 
 
 def _seconds(members: tuple[Load, ...]) -> float:
@@ -18,8 +26,10 @@ def _seconds(members: tuple[Load, ...]) -> float:
 
 
 def _needed(members: tuple[Load, ...]) -> int:
-    held = sum(load.boundary_bytes for load in members)
-    return max(held - load.boundary_bytes + load.peak_bytes for load in members)
+    memory = [load.memory for load in members]
+    held = sum(own.boundary_bytes for own in memory)
+    fullest = max(held - own.boundary_bytes + own.peak_bytes for own in memory)
+    return fullest + max(own.exchange_temporary_bytes for own in memory)
 
 
 def _partitions(loads: list[Load], most: int) -> Iterator[list[tuple[Load, ...]]]:
@@ -44,8 +54,11 @@ def _loads(seed: int, count: int, ranks: tuple[int, ...] = (1,)) -> list[Load]:
             exchange_s=float(exchange[i]),
             ranks=int(random.choice(ranks)),
             steps=float(random.choice([0.5, 1, 2])),
-            peak_bytes=int(random.integers(10, 40)),
-            boundary_bytes=int(random.integers(1, 10)),
+            memory=JobMemory(
+                peak_bytes=int(random.integers(10, 40)),
+                boundary_bytes=int(random.integers(1, 10)),
+                exchange_temporary_bytes=i % 2,
+            ),
         )
         for i in range(count)
     ]
@@ -114,7 +127,7 @@ def test_jobs_that_only_compute_stay_alone() -> None:
         ([], {}, "at least one job"),
         ([Load(name="a", compute_s=1, exchange_s=1)] * 2, {}, "a name each"),
         ([Load(name="a", compute_s=1, exchange_s=1)], {"most": 0}, "`most=0`"),
-        ([Load(name="a", compute_s=1, exchange_s=1, peak_bytes=9)], {"memory_bytes": 8}, "job `a` needs 9 bytes alone"),
+        ([LARGE], {"memory_bytes": 9}, "job `large` needs 10 bytes alone"),
     ],
 )
 def test_what_cannot_be_grouped_is_an_error(loads: list[Load], options: dict[str, int], message: str) -> None:

@@ -1,6 +1,7 @@
 """Profiles and contention as data: what is written is read back, anything else is refused."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.plan.contention import TWO_CORES, MachineContention
+from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.profile import MAX_FILE_BYTES, Profile
 from jaxcross.plan.twin import predict
 from jaxcross.report import JobSummary, Report
@@ -26,7 +28,7 @@ PROFILE = Profile(
     ranks=4,
     link="lab",
     mbit_per_s=500,
-    peak_bytes=9,
+    memory=JobMemory(peak_bytes=9, boundary_bytes=8, exchange_temporary_bytes=1),
 )
 
 
@@ -48,7 +50,9 @@ def test_compute_and_exchange_are_sums() -> None:
         ({"ranks": True}, "`ranks` is True"),
         ({"ranks": 0}, "must be finite"),
         ({"host_s": -1.0}, "must be finite"),
-        ({"peak_bytes": 10**400}, "larger than any number"),
+        ({"memory": {"peak_bytes": 9}}, "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes"),
+        ({"memory": [9, 8, 1]}, "the memory of a job has"),
+        ({"ranks": 10**400}, "larger than any number"),
         ({"host_s": float("nan")}, "must be finite"),
         ({"name": None}, "`name` is None"),
         ({"link": ...}, "`link` is missing"),
@@ -152,7 +156,7 @@ def _report(profile: Profile, *, steps: int = 8, ran: int | None = None, others:
     """The report of a run of the job, made by the twin."""
     spans = predict([profile], steps=steps, vote_s=0.0).spans
     program = {"graph": profile.graph.as_data(), "steps": steps if ran is None else ran}
-    program |= {"peak_bytes": profile.peak_bytes, "boundary_bytes": profile.boundary_bytes}
+    program["memory"] = asdict(profile.memory or JobMemory())
     jobs = [JobSummary(name=profile.name, steps=steps, program=program)]
     jobs += [JobSummary(name=name, steps=0) for name in others]
     return Report(spans=spans, jobs=tuple(jobs), wall_ns={0: (0, 1)}, policy="round-robin", link="lab")
@@ -165,12 +169,13 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
         after_commit=frozenset({4}),
         nbytes=(0, 8, 0, 8, 0),
     )
-    made = Profile(name="a", graph=graph, seconds=(0.1, 0.2, 0.3, 0.4, 0.05), host_s=0.02, link="lab", peak_bytes=7)
+    memory = JobMemory(peak_bytes=7)
+    made = Profile(name="a", graph=graph, seconds=(0.1, 0.2, 0.3, 0.4, 0.05), host_s=0.02, link="lab", memory=memory)
     report = Report.load(_report(made).to_json(tmp_path / "report.json"))
     found = Profile.of(report, "a")
     assert found.seconds == pytest.approx(made.seconds, abs=1e-6)
     assert found.host_s == pytest.approx(made.host_s, abs=1e-6)
-    assert (found.graph, found.peak_bytes, found.link) == (made.graph, 7, "lab")
+    assert (found.graph, found.memory, found.link) == (made.graph, memory, "lab")
 
 
 @pytest.mark.parametrize(
