@@ -5,6 +5,7 @@
     twin          a run predicted from these: the real interleaver on a virtual clock
     memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
+    plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table` prints it)
     compression   the least compression with which the exchanges of all jobs hide behind computation
     estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.groups import Grouping, Load, group
 from jaxcross.plan.memory import JobMemory
+from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
 
@@ -33,6 +35,9 @@ __all__ = [
     "JobMemory",
     "Load",
     "MachineContention",
+    "Plan",
+    "PlannedGroup",
+    "PlannedJob",
     "Prediction",
     "Profile",
     "StepCost",

@@ -1,0 +1,68 @@
+"""The table of a plan."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxcross.plan.plan import Plan, PlannedGroup
+from jaxcross.program.ir import human_bytes
+from jaxcross.report.units import seconds
+
+MOST_GROUPS = 50
+"""Groups that the table shows; the file has all."""
+
+
+def render(plan: Plan) -> Group:
+    """Title, one row a job with its group's facts on the first, and what to know about the numbers."""
+    table = Table()
+    table.add_column("group", justify="right")
+    table.add_column("ranks", justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("turns")
+    table.add_column("job", overflow="fold")
+    for name in ("pieces", "share", "step alone", "step here", "speed"):
+        table.add_column(name, justify="right")
+    for number, group in enumerate(plan.groups[:MOST_GROUPS]):
+        for row in _rows(number, group):
+            table.add_row(*row)
+        table.add_section()
+    return Group(Text(_title(plan), style="bold"), table, Text("\n".join(_footnotes(plan))))
+
+
+def _rows(number: int, group: PlannedGroup) -> list[list[Text]]:
+    several = len(group.jobs) > 1
+    memory = "-" if group.memory_bytes is None else human_bytes(group.memory_bytes)
+    facts = [str(number), str(group.ranks), memory, group.turns if several else "alone"]
+    rows = []
+    for job in group.jobs:
+        pieces = "whole" if job.pieces == 1 else f"{'~' * job.estimated}{job.pieces}"
+        share = f"{job.share:.2f}" if group.turns == "weighted" else "-"
+        row = [*facts, job.name, pieces, share, seconds(job.alone_s), seconds(job.step_s), f"{job.speed:.2f}"]
+        rows.append([Text(cell) for cell in row])
+        facts = [""] * len(facts)
+    return rows
+
+
+def _title(plan: Plan) -> str:
+    jobs = sum(len(group.jobs) for group in plan.groups)
+    limit = "" if plan.memory_bytes is None else f", {human_bytes(plan.memory_bytes)} of memory on each"
+    return f"{_count(jobs, 'job')} in {_count(len(plan.groups), 'group')} on {_count(plan.ranks, 'rank')}{limit}"
+
+
+def _footnotes(plan: Plan) -> list[str]:
+    lines = [
+        f"On the same ranks the groups make {plan.progress:.2f} times as many steps as one job after the other.",
+        "Speed: share of the job's own speed alone. Memory: of a rank, at its fullest.",
+    ]
+    if any(job.estimated for group in plan.groups for job in group.jobs):
+        lines.append("~: pieces estimated from the whole step; a profile of the cut step makes the prediction better.")
+    if len(plan.groups) > MOST_GROUPS:
+        lines.append(f"And {len(plan.groups) - MOST_GROUPS} more groups, which the file has.")
+    lines += [f"Group {n}: {group.why}." for n, group in enumerate(plan.groups[:MOST_GROUPS]) if group.why]
+    return [*lines, *plan.notes]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
