@@ -23,16 +23,21 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         import_module(f"jaxcross.commands.{name}").add_parser(commands)
+        commands.choices[name].set_defaults(parser=commands.choices[name])
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status, 130 after Ctrl-C."""
-    options = parser().parse_args(arguments)
+    command = "jaxcross"
     try:
+        options, unknown = parser().parse_known_args(arguments)
+        command += f" {options.command}"
+        if unknown:  # the command's own usage, where argparse would print that of `jaxcross`
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return import_module(f"jaxcross.commands.{options.command}").run(options)
     except KeyboardInterrupt:
-        print(f"jaxcross {options.command}: interrupted", file=sys.stderr)
+        print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -1,8 +1,8 @@
 """The subcommands of `jaxcross`, one a file: `add_parser(subparsers)` and `run(args)`.
 
 demo          two jobs, one after the other and in crossover
-launch        starts ranks on this machine or on `hosts`; `supervise` is the parent of each; `restart` decides whether a
-              run that ended is started again, and `relaunch` does it
+launch        starts ranks on this machine or on `hosts`; `supervise` is the parent of each `rank`; `restart` decides
+              whether a run that ended is started again, and `relaunch` does it; `run_end` says how a run ended
 estimate      predicts from the first step of a script what several jobs gain
 top           shows a run from another terminal; `live_table` draws it there and under `launch`
 doctor        checks the installation; `post_mortem` tells how a run ended

@@ -20,22 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcross.commands import run_end
 from jaxcross.commands.hosts import parse_hosts
 from jaxcross.commands.relaunch import Ended, RunFiles, latest_run, run_until_over
 
 if TYPE_CHECKING:
     from jaxcross.commands.live_table import LaunchTable
-    from jaxcross.report.event_files import RankRecord
 
 SUPERVISE = Path(__file__).with_name("supervise.py")
+RANK = "jaxcross.commands.rank"
 HOLD_S = 40
 """Seconds that a dead rank's supervisor stays: other ranks need 3 s to report it missing, 30 s from another host."""
 
-_STOPPED = (130, 143)
+_INTERRUPTED = 130
 _BY_SIGNAL = 128
 _LOOK_S = 5.0
-_STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
-"""Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds `launch` to the command line."""
     parser = subparsers.add_parser("launch", help="start a script on several MPI ranks", description=__doc__)
     add_options(parser)
+    add_restart_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py and its arguments")
     parser.set_defaults(run=run)
@@ -66,6 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where ranks write down what they do (default: removed if all is well)",
     )
     parser.add_argument("--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)")
+    parser.set_defaults(max_restarts=0)
+
+
+def add_restart_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what a command takes that starts a run again."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace, variables: Mapping[str, str] | None = None) ->
     try:
         ended = run_until_over(args, hosts, run_once)
     except KeyboardInterrupt:  # between two runs
-        return _STOPPED[0]
+        return _INTERRUPTED
     if folder is None and (ended.code == 0 or ended.explained) and not args.dry_run:
         shutil.rmtree(events, ignore_errors=True)
     return ended.code
@@ -156,6 +161,7 @@ def _run_once(
 ) -> Ended:
     """Prints the command for these hosts, runs it, and explains its end. `hosts` may be fewer than were named."""
     from jaxcross.commands import live_table
+    from jaxcross.report.table import screen_width
     from jaxcross.world import xla_pool
 
     notes = {"JAXCROSS_EVENTS": str(events), **variables}
@@ -177,28 +183,24 @@ def _run_once(
         return Ended(code=0)
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
+    if (columns := screen_width(os.environ)) and "COLUMNS" not in environ:
+        environ["COLUMNS"] = str(columns)  # the ranks write to a pipe, and their tables are to fit
     console = None if variables else live_table.terminal(os.environ)
     if console is None:
         with live_table.start_lines(events, ranks, os.environ):
-            code, stopped = _run(line, environ, mpirun.vendor, files=files)
+            code, stops = _run(line, environ, mpirun.vendor, files=files)
     else:
         environ["JAXCROSS_PROGRESS"] = "0"
         with live_table.LaunchTable(console, events, ranks) as table:
-            code, stopped = _run(line, environ, mpirun.vendor, table, files=files)
+            code, stops = _run(line, environ, mpirun.vendor, table, files=files)
     records = files.read() if code else []
-    explained = _explained(code, records)
+    text = run_end.stop_text(code, stops, records)
+    if text:
+        print(f"jaxcross launch: {text}.", file=sys.stderr, flush=True)
+    explained = bool(text) or run_end.is_explained(code, records)
     if not explained:
-        _explain(records, events)
-    return Ended(code=code, stopped=stopped, records=records, explained=explained)
-
-
-def _explained(code: int, records: Sequence[RankRecord]) -> bool:
-    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one raised."""
-    if code == 0 or code in _STOPPED:
-        return all(record.words in _STOPPED_RECORDS for record in records)
-    return (
-        code < _BY_SIGNAL and bool(records) and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
-    )
+        run_end.explain(records, events)
+    return Ended(code=code, stopped=stops > 0, records=records, explained=explained)
 
 
 def _run(
@@ -208,10 +210,10 @@ def _run(
     table: LaunchTable | None = None,
     *,
     files: RunFiles | None = None,
-) -> tuple[int, bool]:
+) -> tuple[int, int]:
     """Runs `mpirun`, forwards signals to the ranks, and returns its exit code, 128 + n after signal n.
 
-    Also returns whether a signal came that stops the ranks. On several hosts it kills an `mpirun` that is stuck.
+    Also returns how many signals came that stop the ranks. On several hosts it kills an `mpirun` that is stuck.
 
     Open MPI's `mpirun` would end the ranks a second after any signal, in the middle of a checkpoint. So it gets a
     session of its own, which the terminal's signals do not reach, and the ranks, its children, get them from here, or
@@ -221,12 +223,11 @@ def _run(
     remote = files if files is not None and files.hosts else None
     processes: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # signals that arrived before the start of `mpirun`
-    stopped = 0
+    stops: list[int] = []
 
     def forward(number: int) -> None:
-        nonlocal stopped
         if number not in (signal.SIGUSR1, signal.SIGUSR2):  # their meaning is up to the ranks
-            stopped = _BY_SIGNAL + number
+            stops.append(number)
             if not processes:
                 early.append(number)
         for process in processes:
@@ -257,10 +258,11 @@ def _run(
         for number in early:
             processes[0].send_signal(number)
         code = _wait(processes[0], remote)
-        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came before the handler.
-        if stopped and code and (detached or code == stopped - _BY_SIGNAL):
-            code = stopped
-        return code if code >= 0 else _BY_SIGNAL - code, stopped > 0
+        # Open MPI's own code says only that some rank's was not 0, MPICH's is 15 where SIGTERM came before the handler,
+        # and 255 where a second Ctrl-C had it kill the ranks.
+        if stops and code and (detached or code == stops[0] or len(stops) > 1):
+            code = _BY_SIGNAL + stops[0]
+        return code if code >= 0 else _BY_SIGNAL - code, len(stops)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -290,21 +292,9 @@ def related(pid: int, *, group: bool = False) -> list[int]:
     return [other for other in found if other != pid]
 
 
-def _explain(records: Sequence[RankRecord], events: Path) -> None:
-    """Prints the post-mortem, and where the files are."""
-    from jaxcross.commands.post_mortem import show
-
-    if not records:
-        with suppress(OSError):
-            events.rmdir()  # if it is empty
-        return
-    show(records, sys.stderr)
-    print(f"Again: jaxcross doctor --post-mortem {shlex.quote(str(events))}", file=sys.stderr, flush=True)
-
-
 def python_program(program: Sequence[str]) -> list[str]:
     """The rank's own command: through mpi4py's runner, so that `sys.exit(1)` on one rank is the whole run's code."""
-    return [sys.executable, "-m", "mpi4py", *program]
+    return [sys.executable, "-m", RANK, *program]
 
 
 def supervised(program: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_RANK = "jaxcross.commands.rank"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
@@ -91,7 +92,9 @@ def _become(command: Sequence[str], parent: int) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        # Ctrl-C would end an interpreter that is starting with a traceback of its own imports: `rank` unblocks it.
+        held = {signal.SIGINT} if _RANK in command else set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - held)
         os.execvp(command[0], list(command))
     except OSError as error:
         print(f"jaxcross launch: `{command[0]}` cannot be started: {error}", file=sys.stderr, flush=True)

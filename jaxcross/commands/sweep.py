@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--folder", type=Path, default=Path("sweep"), help="where the sweep is kept (default: %(default)s)"
     )
     launch.add_options(parser)
+    launch.add_restart_options(parser)
     parser.set_defaults(run=run)
 
 

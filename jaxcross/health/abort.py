@@ -68,8 +68,10 @@ def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = 
 
 
 def end_processes(code: int) -> NoReturn:
-    """Ends all ranks through MPI without a message."""
+    """Ends all ranks through MPI without a message; before MPI was loaded, this one, and `mpirun` ends the others."""
     code = code or 1
+    if "mpi4py.MPI" not in sys.modules:
+        os._exit(code)
     from mpi4py import MPI
 
     try:

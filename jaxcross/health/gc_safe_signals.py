@@ -1,7 +1,8 @@
-"""Signals whose exception would be lost: Python drops what is raised in a callback of its garbage collector.
+"""Signals whose exception would be lost: in a callback of the garbage collector, and while an extension is loaded.
 
-JAX installs such a callback, and importing and tracing collect garbage all the time: one Ctrl-C of two would print
-"Exception ignored in _xla_gc_callback" and do nothing else.
+Python drops what is raised in such a callback. JAX installs one, and importing and tracing collect garbage all the
+time: one Ctrl-C of two would print "Exception ignored in _xla_gc_callback" and do nothing else. An extension module
+whose initialization imports others takes the exception for a failed import, or crashes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
 _AGAIN_S = 0.05
@@ -19,6 +21,7 @@ _AGAIN_S = 0.05
 def postpone(number: int, frame: FrameType | None) -> bool:
     """Whether an exception raised in this frame would be lost. If so, sends the signal again a moment later."""
     lost = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    lost |= {ExtensionFileLoader.create_module.__code__, ExtensionFileLoader.exec_module.__code__}
     while frame is not None and frame.f_code not in lost and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     if frame is None:
@@ -29,11 +32,16 @@ def postpone(number: int, frame: FrameType | None) -> bool:
     return True
 
 
-def install_interrupt() -> None:
-    """Makes Ctrl-C reach the main thread also while garbage is collected. A handler of the script stays."""
+def install_interrupt() -> bool:
+    """Makes Ctrl-C reach the main thread where Python would lose it, and returns whether it did.
+
+    A handler of the script stays, and so does one that is installed already.
+    """
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
+            return True
+    return False
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -147,7 +147,7 @@ class Comparison:
             steps, _, *rest = totals(breakdown)
             row = [steps, *rest, seconds(breakdown.period_s), seconds(breakdown.bound_s), factor]
             table.add_row("", f"all {len(breakdown.jobs)}", *row, style="bold", end_section=True)
-        return "\n".join([printed(Group(title, table), width=WIDTH + 20), *self._notes()])
+        return printed(Group(title, table, Text("\n".join(self._notes()))), WIDTH + 20)
 
     def _notes(self) -> list[str]:
         what = "as below" if self._other_work else a_round(self.first)

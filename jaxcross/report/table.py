@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -14,18 +17,47 @@ from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, RunData, TimeBr
 from jaxcross.report.units import number, seconds, share
 
 WIDTH = 110
+"""Most characters of a line, also where there is no terminal."""
 
 
 def plain(report: RunData) -> str:
-    """The table as text without colour, the same in a terminal, a file and a log."""
+    """The table as text without colour."""
     return printed(render(report))
 
 
-def printed(renderable: Group | Table, width: int = WIDTH) -> str:
-    """Text without colour."""
+def printed(group: Group, most: int = WIDTH) -> str:
+    """Returns text without colour, as wide as it needs, up to `most` characters and to the terminal.
+
+    Where a table is wider than that, it goes without lines, and only its texts are broken.
+    """
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False).print(renderable)
+    width = min(most, screen_width(os.environ) or most)
+    console = Console(file=out, width=width, color_system=None, force_terminal=False)
+    unlimited = console.options.update(width=1000)
+    for each in group.renderables:
+        if isinstance(each, Table) and Measurement.get(console, unlimited, each).maximum > width:
+            _narrow(each)
+    console.print(group)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _narrow(table: Table) -> None:
+    table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.justify == "right", "fold"
+
+
+def screen_width(environ: Mapping[str, str]) -> int:
+    """Returns the columns of the terminal, or those that `COLUMNS` in the environment gives; 0 for a file.
+
+    `jaxcross launch` sets the variable for its ranks, which write to a pipe.
+    """
+    if (text := environ.get("COLUMNS", "")).isdecimal():
+        return int(text)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # no terminal; a stream that is closed, or none
+        return 0
 
 
 def render(report: RunData) -> Group:

@@ -19,7 +19,14 @@ from jaxcross import _jax_compat as compat
 from jaxcross._arguments import is_whole
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import process
-from jaxcross.health.abort import AbortReason, ExceptionHooks, abort_everywhere
+from jaxcross.health.abort import (
+    INTERRUPTED,
+    AbortReason,
+    ExceptionHooks,
+    abort_everywhere,
+    end_processes,
+    print_error,
+)
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.gc_safe_signals import install_interrupt
 from jaxcross.health.sigterm import SigtermHandler
@@ -28,7 +35,7 @@ from jaxcross.program.compile import ExecutableCache
 from jaxcross.wire.mpi_wire import MpiWire
 from jaxcross.world import malloc, xla_pool
 from jaxcross.world.control_plane import MpiControl
-from jaxcross.world.launch_env import MPI_SETTINGS, check_launch, read_launch, vendor_of
+from jaxcross.world.launch_env import MPI_SETTINGS, Launch, check_launch, read_launch, vendor_of
 from jaxcross.world.neighbours import Neighbours
 from jaxcross.world.start_notice import StartNotice, no_progress_wanted
 from jaxcross.world.workers import mark, world_of_worker
@@ -80,8 +87,20 @@ def initialize(*, stall_timeout_s: float = 300.0, heartbeat_timeout_s: float = 3
     if (worker := world_of_worker(os.environ, _make_world)) is not None:
         _CURRENT.append(worker)
         return worker
-    install_interrupt()
     launch = read_launch(os.environ)
+    own_handler = install_interrupt()  # else this is a rank of `jaxcross launch`, whose words these are
+    try:
+        return _start(launch, stall_timeout_s, heartbeat_timeout_s, lanes)
+    except KeyboardInterrupt:
+        if launch is None:
+            raise
+        if own_handler:
+            print_error("jaxcross: stopped before the start.")
+        end_processes(INTERRUPTED)
+
+
+def _start(launch: Launch | None, stall_timeout_s: float, heartbeat_timeout_s: float, lanes: int) -> World:
+    """Starts MPI, joins the other ranks and returns the world. Waits for every rank."""
     mpi = load_mpi()
     if mpi.Is_finalized():
         raise ExchangeError(

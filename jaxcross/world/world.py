@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxcross.errors import clause, first_line
-from jaxcross.health.abort import AbortReason, abort_everywhere
+from jaxcross.health.abort import INTERRUPTED, TERMINATED, AbortReason, abort_everywhere
 from jaxcross.health.activity import missing_ranks
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.watchdog import Monitor, WaitingFor, Watchdog
@@ -197,9 +197,10 @@ class World:
     def abort(self, message: str, *, code: int = 1) -> NoReturn:
         """Print `message` with this rank and end all ranks. Does not return."""
         first, size = clause(first_line(message)), self._base.Get_size()  # raises in a worker: it ends no rank
+        kind = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(code, "failed")
         abort_everywhere(
             f"jaxcross: rank {self.rank} aborts all {size} ranks: {message}",
-            AbortReason(text=f"rank {self.rank} aborts all ranks: {first}", code=code),
+            AbortReason(text=f"rank {self.rank} aborts all ranks: {first}", kind=kind, code=code),
             self._watchdog.notify,
         )
 

@@ -50,6 +50,33 @@ def test_signal_in_a_collection_is_raised_after_it(install, number, error):
     assert printed(f"{install}\nnumber = signal.{number}\n{COLLECT}") == f"collected\n{error}\n"
 
 
+IMPORT = """
+import sys
+class Finder:  # sends the signal when an extension that is being loaded imports something
+    def find_spec(self, name, *rest):
+        frame = sys._getframe()
+        while frame is not None and not frame.f_code.co_qualname.startswith("ExtensionFileLoader."):
+            frame = frame.f_back
+        if frame is not None and not sent:
+            sent.append(name)
+            os.kill(os.getpid(), signal.SIGINT)
+            sent.append("goes on")
+sent = []
+install_interrupt()
+sys.meta_path.insert(0, Finder())
+try:
+    import numpy.random
+    signal.sigtimedwait((), 60)
+except KeyboardInterrupt:
+    print("interrupted after", len(sent))
+"""
+
+
+def test_signal_while_an_extension_loads_is_raised_later():
+    """NumPy's generators are extensions that import others. One that is interrupted there may crash."""
+    assert printed(IMPORT) == "interrupted after 2\n"
+
+
 def test_signal_elsewhere_is_raised_at_once():
     assert printed(
         "install_interrupt()\n"

@@ -32,6 +32,23 @@ def test_no_command_is_a_usage_error(capsys):
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err
 
 
+def test_a_misspelt_option_shows_the_commands_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["launch", "--evnts", "x", "train.py"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: jaxcross launch ")
+    assert shown.endswith("jaxcross launch: error: unrecognized arguments: --evnts\n")
+
+
+def test_an_estimate_offers_no_restarts(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["estimate", "--help"])
+    shown = capsys.readouterr().out
+    assert "--hosts" in shown and not any(
+        word in shown for word in ("--max-restarts", "--same-ranks", "--host-timeout")
+    )
+
+
 def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt

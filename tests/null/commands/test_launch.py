@@ -9,6 +9,7 @@ import pytest
 
 from jaxcross.commands import launch
 from jaxcross.commands.launch import Mpirun, mpirun_command, printed, python_program, supervised, vendor_of_mpirun
+from jaxcross.commands.run_end import is_explained, stop_text
 from jaxcross.world import malloc
 from jaxcross.world.launch_env import MPI_SETTINGS
 
@@ -72,7 +73,7 @@ def test_a_pool_of_one_core_still_has_two_threads():
 
 
 def test_ranks_run_through_mpi4py():
-    assert python_program(["a.py", "1"]) == [sys.executable, "-m", "mpi4py", "a.py", "1"]
+    assert python_program(["a.py", "1"]) == [sys.executable, "-m", "jaxcross.commands.rank", "a.py", "1"]
 
 
 def test_the_line_can_be_pasted():
@@ -100,7 +101,7 @@ def test_the_command_line():
 def test_a_module_and_its_arguments(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     assert launch.run(parse("-n", "2", "--dry-run", "-m", "package.module", "-n", "7")) == 0
-    assert capsys.readouterr().out.endswith(f"{sys.executable} -m mpi4py -m package.module -n 7\n")
+    assert capsys.readouterr().out.endswith(f"{sys.executable} -m jaxcross.commands.rank -m package.module -n 7\n")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_no_mpirun(capsys, monkeypatch):
 def test_dry_run_prints_the_real_line(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
     assert launch.run(parse("-n", "2", "--dry-run", "script.py")) == 0
-    rank = " ".join(supervised([sys.executable, "-m", "mpi4py", "script.py"]))
+    rank = " ".join(supervised([sys.executable, "-m", "jaxcross.commands.rank", "script.py"]))
     assert f"/venv/bin/mpirun -n 2 {rank}" in capsys.readouterr().out
 
 
@@ -164,7 +165,18 @@ def test_an_empty_folder_of_events_is_none(tmp_path, monkeypatch):
 def test_what_ranks_already_reported_is_not_repeated(code, words, explained):
     """What the ranks reported themselves is not explained again."""
     records = [SimpleNamespace(words=each) for each in words]
-    assert launch._explained(code, records) == explained
+    assert is_explained(code, records) == explained
+
+
+@pytest.mark.parametrize(
+    ("code", "stops", "ranks", "text"),
+    [
+        (130, 1, 0, "stopped before the start"), (143, 1, 0, "stopped before the start"), (130, 1, 2, ""),
+        (130, 2, 2, "stopped at once by a second signal"), (1, 1, 0, ""), (0, 1, 2, ""),
+    ],
+)  # fmt: skip
+def test_the_launcher_says_what_ranks_cannot(code, stops, ranks, text):
+    assert stop_text(code, stops, [SimpleNamespace(words="")] * ranks) == text
 
 
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
@@ -178,6 +190,19 @@ os.kill(os.getppid(), signal.SIGTERM)
 while True: signal.pause()
 """
     assert launch._run([sys.executable, "-c", mpirun], dict(os.environ), vendor) == (code, True)
+
+
+def test_a_second_signal_leaves_the_code_of_the_first():
+    """MPICH's `mpirun` kills the ranks at the second Ctrl-C, and ends with 255."""
+    mpirun = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+for _ in range(2):
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.sigwait([signal.SIGTERM])
+sys.exit(255)
+"""
+    assert launch._run([sys.executable, "-c", mpirun], dict(os.environ), "mpich") == (143, 2)
 
 
 def test_a_code_that_no_signal_explains_stays():

@@ -97,6 +97,15 @@ def test_signals_reach_the_child_once(start, number):
     assert (code, out) == (0, f"[{int(number)}]\n")
 
 
+@pytest.mark.parametrize(("module", "held"), [("jaxcross.commands.rank", "[2]"), ("mpi4py", "[]")])
+def test_ctrl_c_waits_until_a_rank_can_take_it(module, held):
+    """A rank unblocks it, another program cannot know that it has to."""
+    code = "import signal; print([int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])])"
+    line = [sys.executable, "-I", "-S", str(SUPERVISE), "0", sys.executable, "-I", "-c", code, module]
+    done = subprocess.run(line, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{held}\n"
+
+
 def test_its_child_does_not_outlive_it(start):
     process = start(1000, "import signal; print(flush=True); signal.pause()")
     process.stdout.readline()

@@ -1,0 +1,54 @@
+"""How a run of `jaxcross launch` ended: whether its ranks have said it, and the words for what they have not."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxcross.report.event_files import RankRecord
+
+_STOPPED = (130, 143)
+_BY_SIGNAL = 128
+_STOPPED_RECORDS = ("interrupted", "terminated", "told", "left")
+"""Last records of ranks that were stopped; any other record together with such an exit code is a crash."""
+
+
+def stop_text(code: int, stops: int, records: Sequence[RankRecord]) -> str:
+    """Returns how a run was stopped where its ranks cannot have said it; "" for all others. Pure.
+
+    Args:
+        code: The exit code.
+        stops: Number of signals to stop that the launcher received.
+        records: The ranks' event files: none before all ranks have joined.
+    """
+    if code not in _STOPPED:
+        return ""
+    if not records:
+        return "stopped before the start"
+    return "stopped at once by a second signal" if stops > 1 else ""
+
+
+def is_explained(code: int, records: Sequence[RankRecord]) -> bool:
+    """Whether the ranks' own output says how the run ended: they came through, were stopped, or one raised. Pure."""
+    if code == 0 or code in _STOPPED:
+        return all(record.words in _STOPPED_RECORDS for record in records)
+    return (
+        code < _BY_SIGNAL and bool(records) and all(record.words in (*_STOPPED_RECORDS, "failed") for record in records)
+    )
+
+
+def explain(records: Sequence[RankRecord], events: Path) -> None:
+    """Prints the post-mortem, and where the files are."""
+    from jaxcross.commands.post_mortem import show
+
+    if not records:
+        with suppress(OSError):
+            events.rmdir()  # if it is empty
+        return
+    show(records, sys.stderr)
+    print(f"Again: jaxcross doctor --post-mortem {shlex.quote(str(events))}", file=sys.stderr, flush=True)
