@@ -2,6 +2,7 @@
 
     crossover        a train step -> the same step over MPI, cut into compute and collective segments
     Runner           several jobs, taking turns on this rank's device
+    fuse             tiny jobs of one step become one program, where that is measured to be faster
     sweep            many trials of one training function, a few at a time
     Checkpoints      exact resume: a run that was killed goes on as if it had not been
     exchange         gradient exchanges as optax transformations
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
     from jaxcross import exchange, plan, tensor
     from jaxcross.checkpoint import Checkpoints, load
     from jaxcross.interleave.policy import RoundRobin, Sequential, Weighted
-    from jaxcross.jobs.plain_loop import Job, run
+    from jaxcross.jobs.plain_job import Job
+    from jaxcross.jobs.plain_loop import run
     from jaxcross.jobs.replicas import CheckReplicas
     from jaxcross.jobs.runner import Runner
     from jaxcross.server import ParameterServer
     from jaxcross.step.crossover import crossover
     from jaxcross.step.estimate import estimate
+    from jaxcross.step.fuse import fuse
     from jaxcross.sweeps.sweep import sweep
     from jaxcross.world import World, current_world, initialize
 
@@ -57,6 +60,7 @@ __all__ = [
     "current_world",
     "estimate",
     "exchange",
+    "fuse",
     "initialize",
     "load",
     "plan",
@@ -68,7 +72,7 @@ __all__ = [
 _HOMES = {
     "CheckReplicas": "jobs.replicas",
     "Checkpoints": "checkpoint",
-    "Job": "jobs.plain_loop",
+    "Job": "jobs.plain_job",
     "ParameterServer": "server",
     "RoundRobin": "interleave.policy",
     "Runner": "jobs.runner",
@@ -78,6 +82,7 @@ _HOMES = {
     "crossover": "step.crossover",
     "current_world": "world",
     "estimate": "step.estimate",
+    "fuse": "step.fuse",
     "initialize": "world",
     "load": "checkpoint",
     "run": "jobs.plain_loop",

@@ -70,6 +70,11 @@ class JobHost:
         self.observer: JobObserver | None = None
 
     @property
+    def world(self) -> World:
+        """All ranks."""
+        return self._world
+
+    @property
     def is_only_job(self) -> bool:
         """Whether it has been its runner's only job, so that nothing runs next to it; as of the latest
         `run_on_all_ranks`, hence the same on all ranks.

@@ -125,7 +125,11 @@ def compare_replicas(world: World, jobs: Sequence[JobContext]) -> None:
 def raise_errors(jobs: Sequence[JobContext], missing: JobError | None) -> None:
     """Raises the first job's error, if any failed or was left out (`missing`), with notes on further ones."""
     errors = [job.error for job in jobs if job.error is not None and job.status not in ("ejected", "left out")]
-    errors += [missing] if missing is not None else []
+    raise_first([*errors, *([missing] if missing is not None else [])])
+
+
+def raise_first(errors: Sequence[Exception]) -> None:
+    """Raises the first error, if there is one, with notes on further ones."""
     if not errors:
         return
     for other in errors[1:MAX_ERRORS_SHOWN]:

@@ -1,124 +1,27 @@
-"""`Job` and `run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state, batch)`."""
+"""`run`: what `Runner` does, for jobs that are the plain loop `state, metrics = step(state, batch)`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
-from jaxcross.jobs.arguments import check_early_stopping, check_every, check_loop
-from jaxcross.jobs.context import JobContext
-from jaxcross.jobs.early_stopping import Mode
+from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.outcome import raise_first
+from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.replicas import CheckReplicas
 from jaxcross.jobs.runner import Runner
 from jaxcross.report import Report
 from jaxcross.runtime.emulated_link import Link
-from jaxcross.runtime.job_record import Initial, NonFinite, check_choice
 from jaxcross.runtime.joint_start import Start
 from jaxcross.world import World
 
 
-class Job:
-    """One job of `jaxcross.run`: the plain loop `state, metrics = step(state, batch)`.
-
-    Attributes:
-        name: Unique among the jobs.
-        state: The latest state; final after the run. Same on all ranks for data-parallel steps.
-        step: Steps done.
-        history: `(step, metrics)` of each step that was read back, as in `JobContext`; complete after the run.
-
-    Args:
-        name: Unique among the jobs.
-        step: A `crossover` step that returns `(state, metrics)`.
-        state: The initial state, equal on all ranks unless `initial` says otherwise.
-        batches: This rank's batches.
-        steps: Ends after so many steps, or with the shortest rank's data.
-        nonfinite: What becomes of a step whose exchanged values are not all finite: `ignore`, `raise`, `skip` or
-            `eject`; see `JobContext.nonfinite`.
-        initial: `check` compares the ranks' initial states, `broadcast` takes rank 0's, `local` allows each its own
-            values, as dropout keys; see `JobContext.restore`. The same on every rank.
-
-    Raises:
-        TypeError: An argument is of another type.
-        ValueError: `name` is empty, `steps` is below 0, or `nonfinite` or `initial` is another word.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        step: Callable[[Any, Any], Any],
-        state: Any,
-        batches: Iterable[Any],
-        *,
-        steps: int | None = None,
-        nonfinite: NonFinite = "ignore",
-        initial: Initial = "check",
-    ) -> None:
-        check_loop(name, step, batches, steps)
-        check_choice(nonfinite, NonFinite, f"`nonfinite` of job `{name}`")
-        check_choice(initial, Initial, f"`initial` of job `{name}`")
-        self.name, self.state, self.step = name, state, 0
-        self.history: list[tuple[int, Any]] = []
-        self._function, self._batches, self._steps = step, batches, steps
-        self._nonfinite: NonFinite = nonfinite
-        self._initial: Initial = initial
-        self._settings: list[Callable[[JobContext], None]] = []
-
-    def every(self, n: int, fn: Callable[[Any], Any], *, rank: int | None = None, name: str = "eval") -> None:
-        """Evaluates the job every `n` steps of the run: see `JobContext.every`. Call it before the run.
-
-        Raises:
-            TypeError, ValueError: An argument is of another type, or out of range.
-        """
-        check_every(self.name, n, fn, rank, name)
-        self._settings.append(lambda job: job.every(n, fn, rank=rank, name=name))
-
-    def stop_early(
-        self,
-        metric: str,
-        *,
-        mode: Mode,
-        patience: int | None = None,
-        patience_steps: int | None = None,
-        min_delta: float = 0.0,
-    ) -> None:
-        """Ends the job once a metric of `every` no longer gets better: see `JobContext.stop_early`. For before the run.
-
-        Raises:
-            TypeError, ValueError: An argument is of another type, or out of range.
-        """
-        check_early_stopping(self.name, metric, mode, patience, patience_steps, min_delta)
-        limits = {"patience": patience, "patience_steps": patience_steps}
-        self._settings.append(lambda job: job.stop_early(metric, mode=mode, min_delta=min_delta, **limits))
-
-    def _run(self, job: JobContext) -> Any:
-        job.nonfinite, self.history = self._nonfinite, job.history
-        self.state, every = job.restore(self.state, mode=self._initial), job.save_every
-        self.step = job.step
-        for apply in self._settings:
-            apply(job)
-        for batch in job.batches(self._batches, self._steps):
-            result = self._function(self.state, batch)
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(
-                    f"`step` of job `{self.name}` must return a pair `(state, metrics)`, got a"
-                    f" {f'tuple of {len(result)}' if isinstance(result, tuple) else f'`{type(result).__name__}`'}."
-                    " Metrics may be an empty dict."
-                )
-            self.state, metrics = result
-            job.state, self.step = self.state, self.step + 1
-            job.log(metrics)
-            if every is not None and self.step % every == 0:
-                job.save(self.state)
-        return self.state
-
-
 def run(
-    jobs: Sequence[Job],
+    jobs: Sequence[Job | FusedJob],
     *,
     policy: Policy | None = None,
     world: World | None = None,
@@ -136,22 +39,22 @@ def run(
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`, or an argument is of another type.
-        ValueError: Two jobs take batches from one iterator.
+        ValueError: Two jobs take batches from one iterator, or there are `checkpoints` and jobs that `fuse` has fused.
         Exception: As `Runner` and `Runner.run` do.
 
     Example:
         >>> report = jaxcross.run([jaxcross.Job("a", step, state, batches, steps=100)])
     """
     found = list(jobs) if isinstance(jobs, Iterable) else []
-    if not isinstance(jobs, Iterable) or not all(isinstance(job, Job) for job in found):
+    if not isinstance(jobs, Iterable) or not all(isinstance(job, Job | FusedJob) for job in found):
         raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
-    seen: dict[int, str] = {}
-    for job in found:
-        if isinstance(job._batches, Iterator) and (other := seen.setdefault(id(job._batches), job.name)) != job.name:
-            raise ValueError(
-                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each batch would go to one of"
-                " them, to whichever asks first. Give each job its own."
-            )
+    fused = [job for job in found if isinstance(job, FusedJob)]
+    check_batches_apart(each for job in found for each in (job.members if isinstance(job, FusedJob) else (job,)))
+    if fused and checkpoints is not None:
+        raise ValueError(
+            f"`checkpoints` cannot keep the fused job `{fused[0].name}`: its jobs could not be restored one by one. Run"
+            " the jobs without `jaxcross.fuse`, or without `checkpoints`."
+        )
     with Runner(
         world,
         policy,
@@ -165,6 +68,11 @@ def run(
         check_replicas=check_replicas,
         progress=progress,
     ) as runner:
-        for job in found:
-            runner.add(job.name, job._run)
-        return runner.run()
+        contexts = {job: runner.add(job.name, job._run) for job in found}
+        try:
+            report = runner.run()
+        finally:
+            for job in fused:
+                job._finish(contexts[job])
+        raise_first([error for job in fused for error in job.errors])
+        return report

@@ -189,7 +189,7 @@ class Prefetcher(Iterator[Any]):
             while not self.closed:
                 self._free.acquire()
             if self._steps is None or self._taken < self._steps:
-                self._abandon(source)
+                close_unread(source)
         except BaseException as error:
             error.add_note("raised by the data given to job.batches")
             with self._lock:
@@ -200,13 +200,14 @@ class Prefetcher(Iterator[Any]):
             if waiting:
                 self._driver.job_raised(self._job, error, f"after batch {count}")
 
-    def _abandon(self, source: Iterator[Any]) -> None:
-        """Closes an iterator that the loop left before its end, with the files and threads that it holds."""
-        if isinstance(source, Closable):
-            try:
-                source.close()
-            except Exception:  # the job does not need it any more, and may be over
-                _log.exception("`close()` of the data given to job.batches raised")
+
+def close_unread(source: Iterator[Any]) -> None:
+    """Closes an iterator that its loop left before its end, with the files and threads that it holds."""
+    if isinstance(source, Closable):
+        try:
+            source.close()
+        except Exception:  # the job does not need it any more, and may be over
+            _log.exception("`close()` of the data given to job.batches raised")
 
 
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:

@@ -171,6 +171,7 @@ class Step(Generic[P, R]):
         self._roots = SingleFlightCache()  # (structure, types) of the arguments -> Variant
         self._last: _Call | None = None
         self._noticed = False  # that it was compiled again
+        self.may_change = False  # whether other arguments are expected, and need no notice
         self._standalone: Standalone | None = None  # the host outside a runner, once it was needed
         self._agreed: Variant | None = None  # what all ranks ran last, outside a runner
         self._signature: int | None = None  # of its exchanges
@@ -239,13 +240,16 @@ class Step(Generic[P, R]):
 
     def pure_step(self) -> Step[..., PyTree]:
         """Returns the step over NNX graphs and states; made once, so that it is compiled once."""
-        pure = self.__dict__.get("_pure")
-        if pure is None:
-            function = nnx.pure_function(self)
-            made = Step(function, self.axes, self.cut, self.bucket_bytes, self.donate, self.static)
+        return self.derived("_pure", lambda: nnx.pure_function(self))
+
+    def derived(self, name: str, make_function: Callable[[], Callable[..., PyTree]]) -> Step[..., PyTree]:
+        """Returns the step of another function with the settings of this one; made once for each name."""
+        known = self.__dict__.get(name)
+        if known is None:
+            made = Step(make_function(), self.axes, self.cut, self.bucket_bytes, self.donate, self.static)
             # Jobs share steps. `setdefault` is one operation of the interpreter: the first thread's step stays.
-            pure = self.__dict__.setdefault("_pure", made)
-        return pure
+            known = self.__dict__.setdefault(name, made)
+        return known
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -370,7 +374,7 @@ class Step(Generic[P, R]):
         self, last: _Call, cache_key: _CacheKey, arg_types: list[ArgType], args: PyTree, kwargs: PyTree
     ) -> None:
         """Logs the first time why the step is compiled again."""
-        if self._noticed:
+        if self._noticed or self.may_change:
             return
         self._noticed = True
         old_key, old_types, _ = last

@@ -1,0 +1,169 @@
+"""`FusedJob`: several plain loops as one job of a run, whose step trains all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias, final
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import ExchangeError, JobError
+from jaxcross.interleave.instrument import SpanKind
+from jaxcross.jobs.context import JobContext
+from jaxcross.jobs.evaluations import Evaluations
+from jaxcross.jobs.examples import count_examples
+from jaxcross.jobs.host import JobHost
+from jaxcross.jobs.latest_state import LatestState
+from jaxcross.jobs.plain_job import Job
+from jaxcross.jobs.side_by_side import SideBySide, Source
+from jaxcross.runtime.failure_text import explain
+from jaxcross.runtime.step_host import T
+from jaxcross.world.control_plane import Control, gather
+
+States: TypeAlias = tuple[PyTree, ...]
+FusedStep: TypeAlias = Callable[[States, tuple[PyTree, ...]], tuple[States, tuple[PyTree, ...]]]
+"""A step of any number of jobs: a state and a batch of each to a state and the metrics of each."""
+
+_LONGEST_NAME = 40  # characters that a table has room for
+
+
+@final
+class FusedJob:
+    """Several `Job`s that `jaxcross.run` trains as one, made by `jaxcross.fuse`. Each has its own results in the end.
+
+    A job whose data end, that stops early, or whose data raise leaves between two steps, on all ranks the same; the
+    others go on without it. What raises in a step or in an evaluation ends all of them.
+
+    Attributes:
+        name: The name in reports, made of the jobs' names.
+        members: The jobs.
+        errors: Errors of members that failed alone; complete after the run, the same on every rank.
+    """
+
+    def __init__(self, members: Sequence[Job], step: FusedStep) -> None:
+        names = [job.name for job in members]
+        joined = "+".join(names)
+        self.name = joined if len(joined) <= _LONGEST_NAME else f"{names[0]} and {len(names) - 1} more"
+        self.members = tuple(members)
+        self.errors: list[JobError | ExchangeError] = []
+        self._step = step
+        self._live: list[_Member] = []
+
+    def _run(self, job: JobContext) -> States:
+        """Trains all members to their ends. The function of a runner's job."""
+        self._live = [_Member(member, job.host) for member in self.members]
+        states = job.restore(tuple(each.job.state for each in self._live), mode=self.members[0]._initial)
+        for member, state in zip(self._live, states, strict=True):
+            member.begin(state)
+        counted = 0.0
+        while self._live:
+            first = job.step
+            per_step = self._train(job)
+            counted += (job.step - first) * per_step
+            if job.step and counted:
+                job.examples_per_step = counted / job.step
+        return tuple(member.state for member in self.members)
+
+    def _train(self, job: JobContext) -> float:
+        """Trains until some members leave, and lets them go. Waits for all ranks. Returns the examples of a step."""
+        live, examples = self._live, 0.0
+        batches = SideBySide([member.source for member in live])
+        states = job.state = tuple(member.job.state for member in live)
+        stopped: set[str] = set()
+        loop = job.batches(batches)
+        for batch in loop:
+            batches.delivered()
+            examples = examples or sum(count_examples(each, job.host.world.size)[0] or 0.0 for each in batch)
+            states, metrics = self._step(states, batch)
+            job.state = states
+            job.log({member.name: values for member, values in zip(live, metrics, strict=True)})
+            for member, state in zip(live, states, strict=True):
+                member.advance(state)
+            stopped = {member.name for member in live if member.stops_early(job)}
+            if stopped:
+                break
+        loop.close()  # the thread of a loop that was left ends only then
+        self._live = self._staying(job, batches, stopped)
+        return examples
+
+    def _staying(self, job: JobContext, batches: SideBySide, stopped: set[str]) -> list[_Member]:
+        """Returns the members that go on, the same on every rank. Waits for all ranks."""
+        live, mine = self._live, batches.ends()
+        ranks = job.run_on_all_ranks("jobs that leave", lambda control: gather(control, mine))
+        staying = []
+        for member, texts in zip(live, zip(*ranks, strict=True), strict=True):
+            if any(texts):
+                error = explain(member.name, member.step, [f"failed\n{text}" if text else "" for text in texts])
+                error.__cause__ = member.source.error
+                self.errors.append(error)
+            if member.name not in stopped and all(text is None for text in texts):
+                staying.append(member)
+            else:
+                member.source.close()
+        return staying
+
+    def _finish(self, job: JobContext) -> None:
+        """Gives each member its results, after the run, however that ended."""
+        state = job.state
+        if self._live and isinstance(state, tuple) and len(state) == len(self._live):  # not one that ended by itself
+            for member, own in zip(self._live, state, strict=True):
+                member.job.state, member.job.step = own, job.step
+        for member in self._live:
+            member.source.close()
+        self._live = []
+        for step, values in job.history:
+            for member in self.members:
+                if member.name in values:
+                    member.history.append((step, values[member.name]))
+
+
+@final
+class _Member:
+    """One job of a fused one. Implements `jaxcross.jobs.evaluations.Host`.
+
+    Attributes:
+        job: The job, which gets the results.
+        source: Its batches.
+        latest: Its latest state, for its evaluations.
+    """
+
+    def __init__(self, job: Job, host: JobHost) -> None:
+        self.job, self._host = job, host
+        self.name, self.step = job.name, 0
+        self.source = Source(job._batches, job._steps)
+        self.latest = LatestState()
+        self._evaluations = Evaluations(job.name, rank=host.world.rank, ranks=host.world.size)
+
+    def begin(self, state: PyTree) -> None:
+        """Sets the state to begin with. Waits for all ranks if the job evaluates."""
+        self._set(state)
+        for apply in self.job._settings:
+            apply(self._evaluations)
+        self._evaluations.begin(self)
+
+    def advance(self, state: PyTree) -> None:
+        """Sets the state after one more step."""
+        self.step += 1
+        self._set(state)
+
+    def _set(self, state: PyTree) -> None:
+        self.job.state, self.job.step = state, self.step
+        self.latest.set(state, self.step)
+
+    def stops_early(self, job: JobContext) -> bool:
+        """Makes the evaluations that are due, and returns whether the job ends here. May wait for all ranks."""
+        if not self._evaluations.any:
+            return False
+        running = job.host.evaluations  # what an evaluation calls is no step of the fused job
+        running.running = True
+        try:
+            self._evaluations.run(self, lambda name, values: job.log({self.name: {name: values}}))
+        finally:
+            running.running = False
+        return bool(self._evaluations.stop_reason)
+
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
+        return self._host.run_on_all_ranks(f"{self.name}: {label}", work)
+
+    def measure(self, kind: SpanKind, label: str = "") -> AbstractContextManager[None]:
+        return self._host.measure(kind, f"{self.name}: {label}")

@@ -1,0 +1,117 @@
+"""The batches of several jobs, taken together until the first of them ends. What was taken ahead is given back."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+from jaxcross.jobs.prefetch import close_unread, to_device
+from jaxcross.runtime.failure_text import describe
+
+_END = object()
+
+
+@final
+class Source:
+    """One job's batches, on the device. Used by one thread at a time.
+
+    Args:
+        data: The batches.
+        steps: Ends after so many, if given.
+
+    Attributes:
+        error: What `data` raised, if anything: it has no more batches then.
+    """
+
+    def __init__(self, data: Iterable[Any], steps: int | None) -> None:
+        self._data: Iterable[Any] | None = data
+        self._iterator: Iterator[Any] | None = None
+        self._left = steps
+        self._given_back: deque[Any] = deque()
+        self.error: BaseException | None = None
+
+    def take(self) -> Any:
+        """Returns the next batch, or a mark that there is none. Waits for the user's iterator."""
+        if self._given_back:
+            return self._given_back.popleft()
+        if self._left == 0 or self._data is None:
+            return _END
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._data)
+            batch = to_device(next(self._iterator))
+        except StopIteration:
+            self._data = None
+            return _END
+        except Exception as error:  # the failure of this job alone
+            error.add_note("raised by the data of the job")
+            self._data, self.error = None, error
+            return _END
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+    def give_back(self, batch: Any) -> None:
+        """Makes a batch the next one, unless it is the mark."""
+        if batch is not _END:
+            self._given_back.appendleft(batch)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no further batch. Waits for the user's iterator."""
+        self.give_back(batch := self.take())
+        return batch is _END
+
+    def close(self) -> None:
+        """Closes the user's iterator, unless it came to its end."""
+        self._given_back.clear()
+        if self._data is not None and self._iterator is not None:
+            close_unread(self._iterator)
+        self._data = None
+
+
+@final
+class SideBySide(Iterator[tuple[Any, ...]]):
+    """A batch of each source at a time, until one has none. For `JobContext.batches`, whose thread takes ahead."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = tuple(sources)
+        self._undelivered: deque[tuple[Any, ...]] = deque()
+        self._left = threading.Event()  # by the thread that takes ahead
+
+    def __next__(self) -> tuple[Any, ...]:
+        batches = tuple(source.take() for source in self._sources)  # of all, so that those that end together are found
+        if any(batch is _END for batch in batches):
+            self._give_back(batches)
+            raise StopIteration
+        self._undelivered.append(batches)
+        return batches
+
+    def delivered(self) -> None:
+        """Notes that the loop has received the earliest of its batches."""
+        self._undelivered.popleft()
+
+    def close(self) -> None:
+        """Notes that the thread has taken its last batch; it calls this at its end."""
+        self._left.set()
+
+    def ends(self) -> list[str | None]:
+        """Returns, for each source, None if it has a further batch, else its error as a text, empty if it has none.
+
+        Called once, after the loop. Waits for the loop's thread, and gives back what that took and nobody received.
+        """
+        self._left.wait()
+        while self._undelivered:
+            self._give_back(self._undelivered.pop())
+        return [self._end_of(source) for source in self._sources]
+
+    def _give_back(self, batches: tuple[Any, ...]) -> None:
+        for source, batch in zip(self._sources, batches, strict=True):
+            source.give_back(batch)
+
+    def _end_of(self, source: Source) -> str | None:
+        if not source.ended:
+            return None
+        return "" if source.error is None else describe(source.error)

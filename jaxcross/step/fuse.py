@@ -1,0 +1,266 @@
+"""`jaxcross.fuse`: tiny jobs of one step -> fewer jobs, each of which trains several of them by one program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, Literal, final
+
+from jaxcross._pytree import PyTree
+from jaxcross.errors import CutError, ExchangeError, JobError, clause, shortened
+from jaxcross.jobs.context import current_job
+from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.plain_job import Job, check_batches_apart
+from jaxcross.jobs.prefetch import close_unread
+from jaxcross.program import stages
+from jaxcross.runtime.failure_text import describe
+from jaxcross.runtime.job_record import check_choice
+from jaxcross.step import nnx
+from jaxcross.step.crossover import Step
+from jaxcross.step.fused_cost import Trial, measure, seconds
+from jaxcross.world import World, current_world
+from jaxcross.world.control_plane import gather
+
+When = Literal["faster", "always"]
+MAX_STEP_S = 0.005
+"""Seconds of a step alone, computation and exchange, above which jobs are not fused by measurement."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion(Sequence[Job | FusedJob]):
+    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same on every rank.
+
+    Attributes:
+        jobs: The jobs; a fused one is where the first of its members was.
+        reasons: A line for each set of jobs of one step: why it is fused, or not.
+    """
+
+    jobs: tuple[Job | FusedJob, ...]
+    reasons: tuple[str, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.jobs[index]
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
+
+
+def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:
+    """Makes one job of several tiny ones that have the same step, where that is measured to be faster.
+
+    A fused job has one program, with a body for each member: their exchanges share buffers and messages, and all
+    together cost the votes and hand-overs of one job. Each member ends in the state that it reaches alone, bit for bit
+    (see the page on tiny jobs for what was compared). Members may have other shapes, other data, and other lengths.
+    One whose data end, that stops early, or whose data raise leaves alone; then the program is compiled again for
+    the rest. What raises in the step or in an evaluation ends all members.
+
+    Jobs of one step become one fused job if the step is decorated by `crossover` with `cut="whole"`, exchanges by
+    named axes, and takes no NNX objects, and if the jobs have `nonfinite="ignore"` and the same `initial`.
+
+    Measuring happens on copies of the states with the first batch of each job: the step alone, then all of them in
+    turns with and without fusing. No job is fused whose step takes more than 5 ms alone (c + m). Compiling takes most
+    of that time; executables stay for the run. Waits for all ranks, each of which must call it with the same jobs.
+
+    Args:
+        jobs: The jobs, with names of their own.
+        when: `faster` measures; `always` fuses what can be fused, and raises where jobs of a step cannot.
+        world: From `jaxcross.initialize()`; the one that was initialized if None.
+
+    Returns:
+        The jobs for `jaxcross.run`.
+
+    Raises:
+        TypeError: `jobs` are not all of the class `Job`.
+        ValueError: `when` is another word, two jobs have one name, or `when="always"` and a job cannot be fused.
+        JobError: On every rank: the ranks have different jobs, or the first batch of one raises. Or: in a job.
+
+    Example:
+        >>> jobs = [jaxcross.Job(f"lr-{lr}", train_step, make_state(lr), data(), steps=500) for lr in rates]
+        >>> report = jaxcross.run(jaxcross.fuse(jobs))
+    """
+    found = list(jobs) if isinstance(jobs, Iterable) else []
+    if not isinstance(jobs, Iterable) or not all(isinstance(job, Job) for job in found):
+        raise TypeError(f"`jobs` must be a list of `jaxcross.Job`s, got {shortened(repr(jobs), 100)}.")
+    check_choice(when, When, "`when`")
+    names = [job.name for job in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job.")
+    check_batches_apart(found)
+    world = world if world is not None else current_world()
+    if world.estimate_request:  # the script's first step is measured, by itself
+        return Fusion(jobs=tuple(found), reasons=())
+    if current_job() is not None:
+        raise JobError("`jaxcross.fuse` was called in a job, where it cannot measure. Call it before the run.")
+    candidates = _candidates(found, when, world)
+    fused: dict[str, FusedJob] = {}
+    dropped: set[str] = set()
+    reasons = [each.why_not for each in candidates if each.why_not]
+    if when == "always" and reasons:
+        raise ValueError(
+            f"These jobs cannot be fused: {'; '.join(reasons)}. Let `when` be `faster`, or leave them out."
+        )
+    for members in _sets(candidates):
+        step, jobs_of_step = members[0].fused_step(), [each.trial.job for each in members]
+        fuses, reason = _decide([each.trial for each in members], step, when, world)
+        reasons.append(reason)
+        if fuses:
+            fused[jobs_of_step[0].name] = FusedJob(jobs_of_step, step)
+            dropped |= {job.name for job in jobs_of_step[1:]}
+    left = (fused.get(job.name, job) for job in found if job.name not in dropped)
+    return Fusion(jobs=tuple(left), reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidate]:
+    """Looks at all jobs, on every rank alike. Waits for all ranks.
+
+    Raises:
+        JobError: On every rank: the ranks have different jobs, or a job's data raise on one.
+    """
+    facts, failure = [when, [job.name for job in jobs]], None
+    found: list[_Candidate] = []
+    try:
+        found = [_Candidate.of(job) for job in jobs]
+    except Exception as error:  # of the data; raised on every rank
+        failure = error
+    mine = [facts, None if failure is None else describe(failure), [each.why_not for each in found]]
+    with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
+        ranks = gather(world.control, mine)
+    for rank, (theirs, error_text, _) in enumerate(ranks):
+        if theirs != ranks[0][0]:
+            raise JobError(
+                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}. Call `jaxcross.fuse` with the"
+                " same jobs in the same order on every rank."
+            )
+        if error_text is not None:
+            raise JobError(f"The first batch of a job raised on rank {rank}: {error_text}.") from failure
+    reasons = [next(filter(None, texts), "") for texts in zip(*(texts for _, _, texts in ranks), strict=True)]
+    return [replace(each, why_not=reason) for each, reason in zip(found, reasons, strict=True)]
+
+
+def _sets(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
+    """Returns the jobs that can be fused with others, by step, in the order in which they came."""
+    sets: dict[object, list[_Candidate]] = {}
+    for each in candidates:
+        if not each.why_not:
+            sets.setdefault((id(each.trial.job._function), each.trial.job._initial), []).append(each)
+    return [members for members in sets.values() if len(members) > 1]
+
+
+def _decide(trials: Sequence[Trial], step: Step[..., Any], when: When, world: World) -> tuple[bool, str]:
+    """Returns whether to fuse these jobs, and why. Waits for all ranks."""
+    who = f"{len(trials)} jobs of `{step.__name__}`, `{trials[0].job.name}` to `{trials[-1].job.name}`"
+    if when == "always":
+        return True, f"{who}: fused, as asked"
+    try:
+        cost = measure(trials, step, limit_s=MAX_STEP_S, world=world)
+    except (CutError, ExchangeError) as error:  # the run itself will say more
+        return False, f"{who}: not fused, as they cannot be measured: {clause(str(error))}"
+    alone = f"one step alone takes {seconds(cost.step_s)}"
+    if cost.fused_s is None or cost.in_turns_s is None:
+        return False, f"{who}: not fused, {alone}, more than {seconds(MAX_STEP_S)}"
+    times = f"a step of each takes {seconds(cost.fused_s)} fused, {seconds(cost.in_turns_s)} in turns; {alone}"
+    fuses = cost.fused_s < cost.in_turns_s
+    return fuses, f"{who}: {'fused' if fuses else 'not fused'}, {times}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A job that may be fused: the reason why not, if there is one, and what to measure it with."""
+
+    trial: Trial
+    why_not: str
+
+    @classmethod
+    def of(cls, job: Job) -> _Candidate:
+        """Looks at a job and its first batch. Waits for its data; does not communicate."""
+        step = job._function
+        if not isinstance(step, Step):
+            return cls(trial=Trial(job=job, batch=None), why_not=f"the step of `{job.name}` is not a `crossover` step")
+        why_not = ""
+        if step.cut != "whole":
+            why_not = f'`{step.__name__}` has `cut={step.cut!r}`, and only `cut="whole"` keeps the bits'
+        elif step.static:
+            why_not = f"`{step.__name__}` has static arguments"
+        elif job._nonfinite != "ignore":
+            why_not = f'`{job.name}` has `nonfinite="{job._nonfinite}"`, and others would skip or end with it'
+        if why_not:
+            return cls(trial=Trial(job=job, batch=None), why_not=why_not)
+        batches = _first_of(job)
+        if not batches:
+            return cls(trial=Trial(job=job, batch=None), why_not=f"`{job.name}` has no batch")
+        return cls(trial=Trial(job=job, batch=batches[0]), why_not=_why_not_traced(step, job, batches[0]))
+
+    def fused_step(self) -> Step[..., Any]:
+        step = self.trial.job._function
+        assert isinstance(step, Step)
+        return fused_step(step)
+
+
+def fused_step(step: Step[..., Any]) -> Step[..., Any]:
+    """Returns the step that trains any number of jobs: `fused(states, batches) -> (states, metrics)`, all tuples.
+
+    Made once for each step, so that it is compiled once for all jobs that are fused alike.
+    """
+    function = step.step
+
+    def fused(states: tuple[PyTree, ...], batches: tuple[PyTree, ...]) -> tuple[tuple[PyTree, ...], tuple[PyTree, ...]]:
+        results = [function(state, batch) for state, batch in zip(states, batches, strict=True)]
+        for result in results:
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(
+                    f"`{step.__name__}` must return a pair `(state, metrics)`. Metrics may be an empty dict."
+                )
+        return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
+
+    fused.__name__ = step.__name__  # by which a job knows its steps
+    made = step.derived("_fused", lambda: fused)
+    made.may_change = True  # with each job that leaves
+    return made
+
+
+def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
+    if nnx.holds_objects((job.state, batch), {}):
+        return f"`{step.__name__}` takes NNX objects, which it would change in place"
+    try:
+        traced = step.trace(job.state, batch)
+    except CutError as error:
+        return f"`{step.__name__}` cannot be traced: {clause(str(error))}"
+    if traced.undecided is not None:
+        return f"`{step.__name__}` exchanges in a conditional that the host decides"
+    program = stages.cut(traced)
+    if program.is_unit:
+        return f"`{step.__name__}` calls mpi4jax"
+    return "" if program.has_exchanges else f"`{step.__name__}` exchanges nothing"
+
+
+def _first_of(job: Job) -> list[Any]:
+    """Returns the first batch in a list, empty if there is none, and leaves it to the job."""
+    if job._steps == 0:
+        return []
+    data, iterator = job._batches, iter(job._batches)
+    first = list(islice(iterator, 1))
+    if isinstance(data, Iterator):
+        job._batches = _Unread(first, data)
+    else:
+        close_unread(iterator)
+    return first
+
+
+@final
+class _Unread(Iterator[Any]):
+    """An iterator whose first batches were looked at."""
+
+    def __init__(self, first: Sequence[Any], rest: Iterator[Any]) -> None:
+        self._batches, self._rest = chain(first, rest), rest
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Closes the user's iterator."""
+        close_unread(self._rest)

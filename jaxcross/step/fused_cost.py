@@ -1,0 +1,124 @@
+"""Measures what several jobs of one step cost in turns and fused, on copies of their states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from statistics import median
+from typing import Any
+
+from jaxcross._pytree import PyTree
+from jaxcross.jobs.fused import FusedJob, FusedStep
+from jaxcross.jobs.latest_state import form, own_copy
+from jaxcross.jobs.plain_job import Job
+from jaxcross.jobs.plain_loop import run
+from jaxcross.step.crossover import Step
+from jaxcross.step.measured_together import Subject, measure_on_all_ranks
+from jaxcross.step.solo_cost import Settings
+from jaxcross.world import World
+from jaxcross.world.control_plane import gather
+
+_WARM_UP_STEPS = 5
+_STEPS = 20  # timed of each run
+_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A job to measure, with its first batch."""
+
+    job: Job
+    batch: PyTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedCost:
+    """The same on every rank, of the slowest rank.
+
+    Attributes:
+        step_s: Seconds of the longest step alone, computation and exchange (c + m).
+        in_turns_s: Seconds in which each job makes a step, in crossover; None if not measured.
+        fused_s: The same, fused.
+    """
+
+    step_s: float
+    in_turns_s: float | None = None
+    fused_s: float | None = None
+
+
+def measure(trials: Sequence[Trial], fused: Step[..., Any], *, limit_s: float, world: World) -> FusedCost:
+    """Measures the step alone and, unless that takes more than `limit_s`, all jobs in turns and fused. Waits for all.
+
+    Raises:
+        CutError, ExchangeError: As `measure_on_all_ranks` does.
+        JobError: On every rank: a step fails.
+    """
+    step_s = max(_alone_s(trials[n], world) for n in _unlike(trials, world))
+    if step_s > limit_s:
+        return FusedCost(step_s=step_s)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_TURNS):  # by turns, so that a disturbance meets both
+        for fuses, found in times.items():
+            found.append(_step_of_each_s(trials, fused if fuses else None, world))
+    return FusedCost(step_s=step_s, in_turns_s=median(times[False]), fused_s=median(times[True]))
+
+
+def _unlike(trials: Sequence[Trial], world: World) -> list[int]:
+    """Returns a job of each shape, the same on every rank. Waits for all ranks."""
+    first: dict[str, int] = {}
+    for n, trial in enumerate(trials):
+        first.setdefault(repr((form(trial.job.state), form(trial.batch))), n)
+    with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
+        ranks = gather(world.control, [*first.values()])
+    return sorted({n for numbers in ranks for n in numbers})
+
+
+def _alone_s(trial: Trial, world: World) -> float:
+    step = trial.job._function
+    assert isinstance(step, Step)
+
+    def subject() -> Subject:
+        traced, leaves = step.bind(trial.job.state, trial.batch)
+        return Subject(traced=traced, leaves=leaves, bucket_bytes=step.bucket_bytes, settings=Settings())
+
+    cost = measure_on_all_ranks(subject, step.__name__, world=world, job=None).cost
+    return cost.compute_s + cost.exchange_s
+
+
+def _step_of_each_s(trials: Sequence[Trial], fused: FusedStep | None, world: World) -> float:
+    """Returns the seconds in which each job makes a step, of the slowest rank. Waits for all ranks."""
+    stamps: list[list[float]] = []
+    jobs = [
+        Job(
+            trial.job.name,
+            trial.job._function if fused else _timed(trial.job._function, stamps),
+            own_copy(trial.job.state),
+            repeat(trial.batch),
+            steps=_WARM_UP_STEPS + _STEPS,
+            initial="local",
+        )
+        for trial in trials
+    ]
+    run([FusedJob(jobs, _timed(fused, stamps))] if fused else jobs, world=world, progress=False)
+    begin, end = (max(each[n] for each in stamps) for n in (_WARM_UP_STEPS, -1))
+    with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
+        return max(gather(world.control, (end - begin) / (_STEPS - 1)))
+
+
+def _timed(step: Callable[..., Any], stamps: list[list[float]]) -> Callable[..., Any]:
+    """Returns the step, which notes when it is called."""
+    mine: list[float] = []
+    stamps.append(mine)
+
+    def call(*args: Any) -> Any:
+        mine.append(time.perf_counter())
+        return step(*args)
+
+    return call
+
+
+def seconds(value: float) -> str:
+    """Returns a short time for people."""
+    return f"{1000 * value:.3g} ms"
