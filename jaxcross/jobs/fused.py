@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias, final
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 from jaxcross._pytree import PyTree
 from jaxcross.errors import ExchangeError, JobError
@@ -115,6 +116,29 @@ class FusedJob:
             for member in self.members:
                 if member.name in values:
                     member.history.append((step, values[member.name]))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion(Sequence[Job | FusedJob]):
+    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same on every rank.
+
+    Attributes:
+        jobs: The jobs; a fused one is where the first of its members was.
+        reasons: A line for each set of jobs of one step: why it is fused, or not.
+    """
+
+    jobs: tuple[Job | FusedJob, ...]
+    reasons: tuple[str, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.jobs[index]
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
 
 
 @final

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import shortened
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.interleave.policy import Policy
-from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.outcome import raise_first
 from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.replicas import CheckReplicas
@@ -75,4 +76,4 @@ def run(
             for job in fused:
                 job._finish(contexts[job])
         raise_first([error for job in fused for error in job.errors])
-        return report
+        return replace(report, fusion=jobs.reasons) if isinstance(jobs, Fusion) else report

@@ -36,6 +36,7 @@ class Report:
         placement: The device on which segments ran.
         link: The link between the ranks; an emulated link says so here, and therefore in every output.
         dropped: Number of spans that were not kept because there were too many.
+        fusion: Which jobs `jaxcross.fuse` has fused, or not, and why.
         rounds: The breakdown of the time (T, bound, losses), computed from the above.
     """
 
@@ -46,6 +47,7 @@ class Report:
     placement: str = ""
     link: str = ""
     dropped: int = 0
+    fusion: tuple[str, ...] = ()
     rounds: TimeBreakdown = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +158,7 @@ class Report:
             "examples_per_s": rounds.examples_per_s,
             "lost_s": dict(rounds.lost_s),
             "dropped_spans": self.dropped,
+            "fusion": [*self.fusion],
             "jobs": [
                 {
                     "name": job.facts.name,
@@ -219,6 +222,7 @@ class Report:
                 placement=summary["placement"],
                 link=summary["link"],
                 dropped=summary["dropped_spans"],
+                fusion=tuple(map(str, summary.get("fusion", ()))),
             )
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(

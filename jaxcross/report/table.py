@@ -171,6 +171,7 @@ def _footnotes(report: RunData) -> list[str]:
         for job in rounds.jobs
         if job.other_calls and job.bytes_per_other_call > job.bytes_per_step
     ]
+    lines += [f"{reason}." for reason in report.fusion]
     if report.dropped:
         lines.append(f"{report.dropped} early spans were not kept.")
     return lines

@@ -12,6 +12,7 @@ advice           warnings about steps that are legal but rarely meant
 cut_tuner        `cut="auto"` of a step alone: tries cuts and keeps the fastest; `cut_budget` says for how long
 timed_trial      one step on copies of its arguments, as a whole or by segment
 estimate         `jaxcross.estimate`; `script_estimate` does it for the first step that a script calls
+fuse             `jaxcross.fuse`: which tiny jobs become one program; `fused_cost` measures both ways
 measured_together  a measurement that all ranks begin together, or none
 solo_cost        the seconds and bytes of one step alone
 skip_nonfinite   `nonfinite="skip"`: a step that leaves its state as it was

@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 from jaxcross._pytree import PyTree
 from jaxcross.errors import CutError, ExchangeError, JobError, clause, shortened
 from jaxcross.jobs.context import current_job
-from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.plain_job import Job, check_batches_apart
 from jaxcross.jobs.prefetch import close_unread
 from jaxcross.program import stages
@@ -25,29 +25,6 @@ from jaxcross.world.control_plane import gather
 When = Literal["faster", "always"]
 MAX_STEP_S = 0.005
 """Seconds of a step alone, computation and exchange, above which jobs are not fused by measurement."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fusion(Sequence[Job | FusedJob]):
-    """The jobs to give to `jaxcross.run`, some of them fused. `print` says which, and why. The same on every rank.
-
-    Attributes:
-        jobs: The jobs; a fused one is where the first of its members was.
-        reasons: A line for each set of jobs of one step: why it is fused, or not.
-    """
-
-    jobs: tuple[Job | FusedJob, ...]
-    reasons: tuple[str, ...]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.jobs[index]
-
-    def __len__(self) -> int:
-        return len(self.jobs)
-
-    def __str__(self) -> str:
-        return "\n".join(self.reasons)
 
 
 def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = None) -> Fusion:

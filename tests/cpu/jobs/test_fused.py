@@ -1,0 +1,214 @@
+"""Fused jobs on ranks that are threads: who leaves where, what becomes of the others, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxcross.checkpoint import Checkpoints
+from jaxcross.errors import JobError
+from jaxcross.jobs.fused import FusedJob
+from jaxcross.jobs.plain_loop import Job, run
+from jaxcross.jobs.side_by_side import SideBySide, Source
+from tests.support.fakes import run_ranks
+from tests.support.runner_jobs import make_step, solo
+
+
+def fused_step(world: Any) -> Any:
+    """A step of any number of jobs whose states and batches are numbers."""
+    step = make_step(world)
+
+    def fused(states: Any, batches: Any) -> Any:
+        states = tuple(step(np.array(states), np.array(batches)))
+        return states, tuple({"loss": float(state)} for state in states)
+
+    return fused
+
+
+def no_step(state: Any, batch: Any) -> Any:
+    raise AssertionError("a fused job has a step of its own")
+
+
+def make_jobs(*data: Any, **options: Any) -> list[Job]:
+    names = "abcdef"[: len(data)]
+    return [
+        Job(name, no_step, float(n), each, **options) for n, (name, each) in enumerate(zip(names, data, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(4, 2, 4), (1, 2, 3), (3, 3, 3), (0, 2, 2), (2, 0, 0)])
+def test_members_end_with_their_own_data(lengths: tuple[int, ...]) -> None:
+    """Each ends in the state that it reaches alone, however many leave at a time."""
+
+    def work(world: Any) -> Any:
+        jobs = make_jobs(*([float(10 * n + i) for i in range(length)] for n, length in enumerate(lengths)))
+        report = run([FusedJob(jobs, fused_step(world))], world=world)
+        assert report.jobs[0].steps == max(lengths)
+        return [(job.state, job.step, job.history) for job in jobs]
+
+    for found in run_ranks(2, work):
+        for n, (length, (state, step, history)) in enumerate(zip(lengths, found, strict=True)):
+            states = [solo([[float(10 * n + i) for i in range(end)]] * 2, float(n)) for end in range(length + 1)]
+            assert (state, step) == (states[-1], length)
+            assert history == [(i, {"loss": states[i]}) for i in range(1, length + 1)]
+
+
+def test_the_shortest_data_of_any_rank_end_a_member() -> None:
+    """What other ranks took ahead is given back: no batch is lost or used twice."""
+
+    def work(world: Any) -> Any:
+        buffer = np.zeros(1)
+
+        def one_buffer() -> Any:
+            for i in range(6):
+                buffer[:] = i
+                yield buffer
+
+        short = [np.array([float(i)]) for i in range(2 + 3 * world.rank)]
+        step = make_step(world, shape=(1,))
+
+        def fused(states: Any, batches: Any) -> Any:
+            return tuple(step(np.array(states), np.array([np.asarray(b)[0] for b in batches]))), tuple(
+                {} for _ in states
+            )
+
+        jobs = make_jobs(one_buffer(), short)
+        run([FusedJob(jobs, fused)], world=world)
+        return [(job.state, job.step) for job in jobs]
+
+    whole, short = solo([[float(i) for i in range(6)]] * 2), solo([[0.0, 1.0]] * 2, 1.0)
+    assert run_ranks(2, work) == [[(whole, 6), (short, 2)]] * 2
+
+
+def test_steps_end_a_member() -> None:
+    def work(world: Any) -> Any:
+        jobs = [Job("a", no_step, 0.0, [1.0] * 9, steps=2), Job("b", no_step, 0.0, [1.0] * 3)]
+        run([FusedJob(jobs, fused_step(world))], world=world)
+        return [job.step for job in jobs]
+
+    assert run_ranks(2, work) == [[2, 3]] * 2
+
+
+def test_data_that_raise_end_their_member_alone() -> None:
+    def work(world: Any) -> Any:
+        def broken() -> Any:
+            yield 1.0
+            if world.rank == 1:
+                raise OSError("no such shard")
+            yield 2.0
+
+        jobs = make_jobs([1.0, 2.0, 3.0], broken(), [1.0, 2.0])
+        fused = FusedJob(jobs, fused_step(world))
+        with pytest.raises(JobError, match=r"^Job `b` failed on rank 1 OSError: no such shard.*after step 1"):
+            run([fused], world=world)
+        return [(job.state, job.step) for job in jobs]
+
+    data = [1.0, 2.0, 3.0]
+    expected = [(solo([data[:n]] * 2, float(k)), n) for k, n in enumerate((3, 1, 2))]
+    assert run_ranks(2, work) == [expected] * 2
+
+
+def test_one_stops_early_and_the_others_go_on() -> None:
+    def work(world: Any) -> Any:
+        jobs = make_jobs([1.0] * 5, [1.0] * 5)
+        jobs[0].every(2, lambda state: {"score": 1.0}, rank=0)
+        jobs[0].stop_early("eval/score", mode="max", patience=1)
+        jobs[1].every(3, lambda state: float(state))
+        run([FusedJob(jobs, fused_step(world))], world=world)
+        return [[job.step, [each for each in job.history if "eval" in each[1]]] for job in jobs]
+
+    third = solo([[1.0] * 3] * 2, 1.0)
+    one, other = [(2, {"eval": {"score": 1.0}}), (4, {"eval": {"score": 1.0}})], [(3, {"eval": third})]
+    assert run_ranks(2, work) == [[[4, one], [5, other]]] * 2
+
+
+def test_an_evaluation_that_raises_ends_all() -> None:
+    """Each keeps the state of the last step that all ranks committed."""
+
+    def work(world: Any) -> Any:
+        def fails(state: Any) -> Any:
+            raise ArithmeticError("no score")
+
+        jobs = make_jobs([1.0] * 3, [1.0] * 3)
+        jobs[1].every(2, fails)
+        with pytest.raises(JobError, match=r"^Job `a\+b` failed on rank.* no score"):
+            run([FusedJob(jobs, fused_step(world))], world=world)
+        return [(float(job.state), job.step) for job in jobs]
+
+    assert run_ranks(2, work) == [[(solo([[1.0] * 2] * 2, float(n)), 2) for n in range(2)]] * 2
+
+
+def test_a_step_that_raises_ends_all() -> None:
+    """Other jobs of the run go on."""
+
+    def work(world: Any) -> Any:
+        step = fused_step(world)
+
+        def fails(states: Any, batches: Any) -> Any:
+            if batches[0] == 3.0 and world.rank == 1:
+                raise ArithmeticError("no step")
+            return step(states, batches)
+
+        single = make_step(world, "single")
+        other = Job("z", lambda state, batch: (single(state, batch), {}), 0.0, [1.0] * 4)
+        jobs = make_jobs([1.0, 2.0, 3.0], [1.0] * 9)
+        with pytest.raises(JobError, match=r"^Job `a\+b` failed on rank 1"):
+            run([FusedJob(jobs, fails), other], world=world)
+        assert other.state == solo([[1.0] * 4] * 2)
+        return [(float(job.state), job.step) for job in jobs]
+
+    expected = [(solo([[1.0, 2.0]] * 2), 2), (solo([[1.0] * 2] * 2, 1.0), 2)]
+    assert run_ranks(2, work) == [expected] * 2
+
+
+def test_checkpoints_are_refused(tmp_path: Any) -> None:
+    def work(world: Any) -> None:
+        jobs = make_jobs([1.0], [1.0])
+        with pytest.raises(ValueError, match=r"^`checkpoints` cannot keep the fused job `a\+b`"):
+            run([FusedJob(jobs, fused_step(world))], world=world, checkpoints=Checkpoints(tmp_path))
+
+    run_ranks(1, work)
+
+
+def test_a_member_has_batches_of_its_own() -> None:
+    """Also next to a job that is not fused."""
+
+    def work(world: Any) -> None:
+        shared = iter([1.0])
+        jobs = make_jobs([1.0], shared)
+        with pytest.raises(ValueError, match=r"^`batches` of jobs `b` and `z` are one iterator"):
+            run([FusedJob(jobs, fused_step(world)), Job("z", no_step, 0.0, shared)], world=world)
+
+    run_ranks(1, work)
+
+
+def test_many_names_make_a_short_one() -> None:
+    jobs = [Job(f"learning-rate-{n}", no_step, 0.0, []) for n in range(8)]
+    assert FusedJob(jobs, no_step).name == "learning-rate-0 and 7 more"
+
+
+def test_what_nobody_received_is_given_back() -> None:
+    """The data of a member that leaves early are closed."""
+    closed = []
+
+    def data() -> Any:
+        try:
+            yield from range(5)
+        finally:
+            closed.append(True)
+
+    sources = [Source(data(), None), Source(range(3), None)]
+    taken = SideBySide(sources)
+    assert [next(taken), next(taken), next(taken)] == [(0, 0), (1, 1), (2, 2)]
+    taken.delivered()
+    taken.close()
+    assert taken.ends() == [None, None]
+    rest = SideBySide(sources)
+    assert list(rest) == [(1, 1), (2, 2)]
+    rest.delivered()
+    rest.delivered()
+    rest.close()
+    assert rest.ends() == [None, ""]
+    assert sources[0].take() == 3
+    sources[0].close()
+    assert closed == [True] and sources[0].ended

@@ -1,0 +1,203 @@
+"""Every rank: jobs that are fused, against the same jobs alone. Prints one line a case."""
+
+import itertools
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from runner_steps import RATES, WORLD, data, init, make_step, same
+
+import jaxcross
+from jaxcross import exchange
+from jaxcross.errors import JobError
+
+K, STEPS = 3, 4
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(24)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(10)(nn.relu(nn.Dense(24)(x)))
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3))(x)), (2, 2), (2, 2))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+class Attention(nn.Module):
+    """Reads the rows of an image as tokens."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x[..., 0])
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+NETS = {"dense": Dense(), "conv": Conv(), "attention": Attention()}
+EXCHANGES = {
+    "mean": lambda: exchange.mean("batch"),
+    "top-k": lambda: exchange.top_k("batch", density=0.1),
+    "powersgd": lambda: exchange.power_sgd("batch", rank=2),
+}
+
+
+def images(job, n=STEPS):
+    rng = np.random.default_rng(100 * job + WORLD.rank)
+    for _ in range(n):
+        x = rng.normal(size=(8, 16, 16, 1)).astype(np.float32)
+        yield {"x": x, "y": rng.integers(0, 10, 8).astype(np.int32)}
+
+
+def network(net, make_exchange):
+    tx = optax.chain(make_exchange(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=0.9))
+
+    @jaxcross.crossover(axes="batch", donate_argnums=0)
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(params):
+            found = net.apply(params, batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(found, batch["y"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": value}
+
+    def state(job):
+        params = net.init(jax.random.key(job), jnp.zeros((1, 16, 16, 1)))
+        exchanged, sgd = tx.init(params)
+        sgd.hyperparams["learning_rate"] = jnp.float32(0.02 * (job + 1))
+        return params, (exchanged, sgd)
+
+    return step, state
+
+
+def every_network_and_exchange_keeps_its_bits():
+    for (name, net), (what, make_exchange) in itertools.product(NETS.items(), EXCHANGES.items()):
+        step, state = network(net, make_exchange)
+        # An exchange that keeps errors has other values on every rank.
+        jobs = [jaxcross.Job(f"{name}-{n}", step, state(n), images(n), initial="local") for n in range(K)]
+        jaxcross.run(jaxcross.fuse(jobs, when="always"))
+        for n, job in enumerate(jobs):
+            expected = state(n)
+            for batch in images(n):
+                expected, _ = step(expected, batch)
+            differs = sum(int(np.sum(np.asarray(x) != np.asarray(y))) for x, y in zip(
+                jax.tree.leaves(job.state), jax.tree.leaves(expected), strict=True))  # fmt: skip
+            assert differs == 0, f"{name} {what} job {n}: {differs} elements"
+            assert job.step == STEPS == len(job.history)
+
+
+def jobs(step, lengths=(6, 3, 6)):
+    rates = [*RATES.values()]
+    return [jaxcross.Job(f"j{n}", step, init(rates[n]), data(length, n)) for n, length in enumerate(lengths)]
+
+
+def expected(step, n, length):
+    state = init([*RATES.values()][n])
+    for batch in data(length, n):
+        state, _ = step(state, batch)
+    return state
+
+
+def one_ends_first():
+    """Statistics are exchanged before gradients. The one with the shortest data on any rank leaves there."""
+    step = make_step()
+    found = jobs(step, (6, 3 + 2 * WORLD.rank, 6))
+    report = jaxcross.run(jaxcross.fuse(found, when="always"))
+    for n, length in enumerate((6, 3, 6)):
+        same(found[n].state, expected(step, n, length))
+        assert found[n].step == length == len(found[n].history)
+    assert [job.name for job in report.jobs] == ["j0+j1+j2"] and report.jobs[0].steps == 6
+    assert "fused, as asked" in str(report)
+
+
+def one_stops_early():
+    step = make_step()
+    found = jobs(step, (6, 6, 6))
+    found[2].every(1, lambda state: 1.0 + WORLD.rank)
+    found[2].stop_early("eval", mode="min", patience=2)
+    jaxcross.run(jaxcross.fuse(found, when="always"))
+    for n, length in enumerate((6, 6, 3)):
+        same(found[n].state, expected(step, n, length))
+    assert [each for each in found[2].history if "eval" in each[1]] == [
+        (n, {"eval": 1.0}) for n in (1, 2, 3)
+    ]  # of rank 0
+
+
+def data_of_one_raise_on_one_rank():
+    def broken():
+        yield from data(2, 1)
+        if WORLD.rank == WORLD.size - 1:
+            raise OSError("no such shard")
+        yield from data(4, 7)
+
+    step = make_step()
+    found = jobs(step)
+    found[1] = jaxcross.Job("j1", step, init(RATES["lr-0.4"]), broken())
+    try:
+        jaxcross.run(jaxcross.fuse(found, when="always"))
+    except JobError as error:
+        assert f"Job `j1` failed on rank {WORLD.size - 1}" in str(error) and "no such shard" in str(error), error
+    else:
+        raise AssertionError("the job did not fail")
+    for n, length in enumerate((6, 2, 6)):
+        same(found[n].state, expected(step, n, length))
+
+
+def one_is_not_finite():
+    step = make_step()
+    found = jobs(step, (4, 4, 4))
+    bad = init(float("nan"))
+    found[1] = jaxcross.Job("j1", step, bad, data(4, 1))
+    jaxcross.run(jaxcross.fuse(found, when="always"))
+    assert all(np.isnan(np.asarray(leaf)).all() for leaf in jax.tree.leaves(found[1].state[0]))
+    for n in (0, 2):
+        same(found[n].state, expected(step, n, 4))
+
+
+def it_is_measured():
+    """Which way is faster depends on the machine: both are right, and all ranks choose the same."""
+    step = make_step()
+    found = jobs(step, (6, 6, 6))
+    fusion = jaxcross.fuse(found)
+    (text,) = fusion.reasons
+    assert len({*WORLD.control.allgather_text(text)}) == 1
+    assert len(fusion) == (1 if ": fused, " in text else 3) and "alone takes" in text, text
+    report = jaxcross.run(fusion)
+    assert report.fusion == fusion.reasons
+    for n in range(3):
+        same(found[n].state, expected(step, n, 6))
+
+
+def unlike_jobs():
+    step = make_step()
+    found = jobs(step)[: 3 - WORLD.rank]
+    try:
+        jaxcross.fuse(found, when="always")
+    except JobError as error:
+        assert "fuse different jobs" in str(error)
+    else:
+        raise AssertionError("the ranks fused different jobs")
+
+
+CASES = [
+    every_network_and_exchange_keeps_its_bits, one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
+    one_is_not_finite, it_is_measured, unlike_jobs,
+]  # fmt: skip
+
+wanted = sys.argv[1:] or [case.__name__ for case in CASES]
+for case in [case for case in CASES if case.__name__ in wanted]:
+    case()
+    if WORLD.rank == 0:
+        print(f"passed {case.__name__}", flush=True)

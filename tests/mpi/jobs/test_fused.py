@@ -1,0 +1,15 @@
+"""Fused jobs over real exchanges: one `mpirun` runs the table."""
+
+import pytest
+
+CASES = [
+    "one_ends_first", "one_stops_early", "data_of_one_raise_on_one_rank", "one_is_not_finite", "unlike_jobs",
+]  # fmt: skip
+SLOW = ["every_network_and_exchange_keeps_its_bits", "it_is_measured"]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(SLOW, marks=pytest.mark.integration)], ids=["plain", "slow"])
+def test_fused_jobs_over_mpi(mpirun, cases):
+    finished = mpirun(2, "fused_table.py", *cases, timeout=900).check()
+    passed = [line for line in finished.stdout.splitlines() if line.startswith("passed")]
+    assert sorted(passed) == sorted(f"passed {case}" for case in cases)
