@@ -1,7 +1,7 @@
 """Jobs, as their users see them.
 
 runner          `Runner`: several jobs share this rank's device
-plain_loop      `run`, for jobs that are the plain loop `state, metrics = step(state, batch)`; `plain_job` is their class
+plain_loop      `run`, for jobs that are plain loops `state, metrics = step(state, batch)`; `plain_job` is their class
 fused           several such jobs as one; `side_by_side` takes their batches together
 context         what a job's function receives
 job_run         the runner's side of a job: its function, its place in the run, its end; owns context, lifecycle, host
