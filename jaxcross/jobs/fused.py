@@ -16,6 +16,7 @@ from jaxcross.jobs.examples import count_examples
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.plain_job import Job
+from jaxcross.jobs.prefetch import close_unread
 from jaxcross.jobs.side_by_side import SideBySide, Source
 from jaxcross.runtime.failure_text import explain
 from jaxcross.runtime.step_host import T
@@ -83,7 +84,7 @@ class FusedJob:
             stopped = {member.name for member in live if member.stops_early(job)}
             if stopped:
                 break
-        loop.close()  # the thread of a loop that was left ends only then
+        close_unread(loop)  # the thread of a loop that was left ends only then
         self._live = self._staying(job, batches, stopped)
         return examples
 
