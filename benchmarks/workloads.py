@@ -133,6 +133,49 @@ def mlp(*, width: int = 256, batch_size: int = 64) -> Workload:
     return Workload(make, state, batch)
 
 
+class Convolution(nn.Module):
+    """Two convolutions with pooling, and a dense layer: a network for handwritten digits."""
+
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = nn.max_pool(nn.relu(nn.Conv(self.channels, (3, 3))(x)), (2, 2), (2, 2))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+def convolution(*, channels: int = 8, batch_size: int = 16) -> Workload:
+    """A small network for images of 28x28 pixels, with momentum SGD."""
+    model, tx = Convolution(channels), optax.sgd(0.1, momentum=0.9)
+
+    def make(exchange: Exchange) -> Any:
+        def train_step(state: Any, batch: Any) -> Any:
+            params, opt_state = state
+
+            def loss_fn(params: Any) -> Any:
+                logits = model.apply(params, batch["image"])
+                return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            grads, loss = exchange((grads, loss))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+        return train_step
+
+    def state(seed: int) -> Any:
+        params = jax.jit(lambda key: model.init(key, jnp.zeros((1, 28, 28, 1))))(jax.random.key(seed))
+        return params, tx.init(params)
+
+    def batch(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        image = rng.standard_normal((batch_size, 28, 28, 1), dtype=np.float32)
+        return {"image": jnp.asarray(image), "label": jnp.asarray(rng.integers(0, 10, batch_size))}
+
+    return Workload(make, state, batch)
+
+
 class Block(nn.Module):
     """A pre-norm Transformer block."""
 

@@ -269,3 +269,12 @@ def test_joint_start(smoke):
     result = smoke("joint_start.py")
     assert result["together"]["early"] == 0
     assert all(row["wall_s"] > 0 for start in ("together", "as ready") for row in result[start]["raw"])
+
+
+@pytest.mark.integration
+def test_fuse(smoke):
+    if (reason := available()) is not None:
+        pytest.skip(f"no lab on this machine: {reason}")
+    (row,) = smoke("fuse.py")["rows"]
+    assert all(row[way]["median"] > 0 for way in ("one by one", "crossover", "fused"))
+    assert "`train_step`" in row["chosen"]
