@@ -13,6 +13,8 @@ from runner_steps import RATES, WORLD, data, init, make_step, same
 import jaxcross
 from jaxcross import exchange
 from jaxcross.errors import JobError
+from jaxcross.jobs.fused import FusedJob
+from jaxcross.step.fuse import fused_step
 
 K, STEPS = 3, 4
 
@@ -166,6 +168,30 @@ def one_is_not_finite():
         same(found[n].state, expected(step, n, 4))
 
 
+def an_error_after_a_step():
+    """The state before it was given away: all ranks are left with the one that they committed."""
+    step, calls = make_step(), []
+    fused = fused_step(step)
+
+    def fails(states, batches):
+        results = fused(states, batches)
+        calls.append(None)
+        if len(calls) == 3 and WORLD.rank == 0:
+            raise ArithmeticError("no more")
+        return results
+
+    found = jobs(step, (6, 6, 6))
+    try:
+        jaxcross.run([FusedJob(found, fails)])
+    except JobError as error:
+        assert "no more" in str(error)
+    else:
+        raise AssertionError("the jobs did not fail")
+    for n, job in enumerate(found):
+        assert job.step == 3
+        same(job.state, expected(step, n, 3))
+
+
 def it_is_measured():
     """Which way is faster depends on the machine: both are right, and all ranks choose the same."""
     step = make_step()
@@ -193,7 +219,7 @@ def unlike_jobs():
 
 CASES = [
     every_network_and_exchange_keeps_its_bits, one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
-    one_is_not_finite, it_is_measured, unlike_jobs,
+    one_is_not_finite, an_error_after_a_step, it_is_measured, unlike_jobs,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
