@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any, Literal, final
 
 from jaxcross._pytree import PyTree
-from jaxcross.errors import CutError, ExchangeError, JobError, clause, shortened
+from jaxcross.errors import CutError, ExchangeError, JobError, clause, first_line, shortened
 from jaxcross.jobs.context import current_job
 from jaxcross.jobs.fused import FusedJob, Fusion
 from jaxcross.jobs.plain_job import Job, check_batches_apart
@@ -205,8 +205,8 @@ def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:
         return f"`{step.__name__}` takes NNX objects, which it would change in place"
     try:
         traced = step.trace(job.state, batch)
-    except CutError as error:
-        return f"`{step.__name__}` cannot be traced: {clause(str(error))}"
+    except Exception as error:  # which the run raises as well
+        return f"`{step.__name__}` cannot be traced: {clause(first_line(describe(error)))}"
     if traced.undecided is not None:
         return f"`{step.__name__}` exchanges in a conditional that the host decides"
     program = stages.cut(traced)

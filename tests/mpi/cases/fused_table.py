@@ -217,9 +217,22 @@ def unlike_jobs():
         raise AssertionError("the ranks fused different jobs")
 
 
+def a_decision_of_the_host_is_not_fused():
+    @jaxcross.crossover(axes="batch")
+    def step(state, batch):
+        return jax.lax.cond(batch > 1, lambda x: jax.lax.psum(x, "batch"), lambda x: x, state), {}
+
+    found = [jaxcross.Job(name, step, jnp.ones(2), [1.0, 2.0]) for name in "ab"]
+    fusion = jaxcross.fuse(found)
+    assert [*fusion] == found and "conditional that the host decides" in str(fusion)
+    jaxcross.run(fusion)
+    assert all((job.state == WORLD.size).all() and job.step == 2 for job in found)
+
+
 CASES = [
     every_network_and_exchange_keeps_its_bits, one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
     one_is_not_finite, an_error_after_a_step, it_is_measured, unlike_jobs,
+    a_decision_of_the_host_is_not_fused,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]
