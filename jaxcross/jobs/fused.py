@@ -16,7 +16,7 @@ from jaxcross.jobs.examples import count_examples
 from jaxcross.jobs.host import JobHost
 from jaxcross.jobs.latest_state import LatestState
 from jaxcross.jobs.plain_job import Job
-from jaxcross.jobs.prefetch import close_unread
+from jaxcross.jobs.prefetch import close_unread, number_of_batches
 from jaxcross.jobs.side_by_side import SideBySide, Source
 from jaxcross.runtime.failure_text import explain
 from jaxcross.runtime.step_host import T
@@ -73,9 +73,12 @@ class FusedJob:
         states = job.state = tuple(member.job.state for member in live)
         stopped: set[str] = set()
         loop = job.batches(batches)
+        job.host.planned_steps = self._planned_steps()
         for batch in loop:
             batches.delivered()
-            examples = examples or sum(count_examples(each, job.host.world.size)[0] or 0.0 for each in batch)
+            if not examples:
+                examples = sum(count_examples(each, job.host.world.size)[0] or 0.0 for each in batch)
+                job.examples_per_step = examples or None
             states, metrics = self._step(states, batch)
             job.state = states
             job.log({member.name: values for member, values in zip(live, metrics, strict=True)})
@@ -87,6 +90,11 @@ class FusedJob:
         close_unread(loop)  # the thread of a loop that was left ends only then
         self._live = self._staying(job, batches, stopped)
         return examples
+
+    def _planned_steps(self) -> int | None:
+        """Returns the step at which the last member ends, None where that is not known."""
+        counts = [number_of_batches(member._batches, member._steps) for member in self.members]
+        return None if None in counts else max(count for count in counts if count is not None)
 
     def _staying(self, job: JobContext, batches: SideBySide, stopped: set[str]) -> list[_Member]:
         """Returns the members that go on, the same on every rank. Waits for all ranks."""

@@ -49,7 +49,7 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
         world: From `jaxcross.initialize()`; the one that was initialized if None.
 
     Returns:
-        The jobs for `jaxcross.run`.
+        The jobs for `jaxcross.run`. `Weighted` then has one share for a fused job.
 
     Raises:
         TypeError: `jobs` are not all of the class `Job`.
