@@ -217,22 +217,38 @@ def unlike_jobs():
         raise AssertionError("the ranks fused different jobs")
 
 
-def a_decision_of_the_host_is_not_fused():
-    @jaxcross.crossover(axes="batch")
-    def step(state, batch):
-        return jax.lax.cond(batch > 1, lambda x: jax.lax.psum(x, "batch"), lambda x: x, state), {}
+def conditionals():
+    """One that data decide may go another way in each job; one that the host decides is not fused."""
 
-    found = [jaxcross.Job(name, step, jnp.ones(2), [1.0, 2.0]) for name in "ab"]
-    fusion = jaxcross.fuse(found)
-    assert [*fusion] == found and "conditional that the host decides" in str(fusion)
-    jaxcross.run(fusion)
-    assert all((job.state == WORLD.size).all() and job.step == 2 for job in found)
+    @jaxcross.crossover(axes="batch")
+    def by_data(state, batch):
+        return jax.lax.cond(batch > 1, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, state), {}
+
+    @jaxcross.crossover(axes="batch")
+    def by_counter(state, batch):
+        count, x = state
+        return (count + 1, jax.lax.cond(count % 2 == 0, lambda x: jax.lax.psum(x, "batch"), lambda x: x + 1, x)), {}
+
+    for step, state in ((by_data, jnp.ones(2)), (by_counter, (jnp.int32(0), jnp.ones(2)))):
+        traced = step.trace(state, jnp.float32(1))
+        batches = {"a": [1.0, 2.0, 1.0], "b": [2.0, 2.0, 1.0]}
+        found, alone = (
+            [jaxcross.Job(name, step, state, map(jnp.float32, each)) for name, each in batches.items()]
+            for _ in range(2)
+        )
+        jaxcross.run(alone)
+        fusion = jaxcross.fuse(found)
+        assert ("conditional that the host decides" in str(fusion)) == (traced.undecided is not None)
+        jaxcross.run(fusion if traced.undecided is not None else jaxcross.fuse(found, when="always"))
+        for one, other in zip(found, alone, strict=True):
+            same(one.state, other.state)
+            assert one.step == other.step == 3
 
 
 CASES = [
     every_network_and_exchange_keeps_its_bits, one_ends_first, one_stops_early, data_of_one_raise_on_one_rank,
     one_is_not_finite, an_error_after_a_step, it_is_measured, unlike_jobs,
-    a_decision_of_the_host_is_not_fused,
+    conditionals,
 ]  # fmt: skip
 
 wanted = sys.argv[1:] or [case.__name__ for case in CASES]

@@ -4,7 +4,7 @@ import pytest
 
 CASES = [
     "one_ends_first", "one_stops_early", "data_of_one_raise_on_one_rank", "one_is_not_finite",
-    "an_error_after_a_step", "unlike_jobs", "a_decision_of_the_host_is_not_fused",
+    "an_error_after_a_step", "unlike_jobs", "conditionals",
 ]  # fmt: skip
 SLOW = ["every_network_and_exchange_keeps_its_bits", "it_is_measured"]
 
