@@ -15,12 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pages import Read, benchmarks, exchanges, race, reliability, tensor
+from pages import Read, benchmarks, carried, exchanges, plan, race, reliability, tensor
 
 RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
 """Present names of exchanges that older results know by another one."""
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
-TABLES = benchmarks.TABLES | race.TABLES | exchanges.TABLES | tensor.TABLES | reliability.TABLES
+TABLES = (
+    benchmarks.TABLES
+    | race.TABLES
+    | exchanges.TABLES
+    | tensor.TABLES
+    | reliability.TABLES
+    | plan.TABLES
+    | carried.TABLES
+)
 
 
 def markdown(rows: Iterator[tuple[str, ...]]) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 RANKS = 2
 WARM_UP = 2
 """Steps before any measured one: the first of them compile, and all of them get memory that later ones keep."""
+EVERY = 16
+"""Local steps of rivals that do not exchange in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Rival: PyTorch DistributedDataParallel with gloo, whose buckets overlap its own backward pass. One job.
 
 `bfloat16` uses PyTorch's own compression hook, under another name: under its own it is refused unless NCCL is there,
-though gloo sums bfloat16. Also measures `c` of PyTorch: the step under `no_sync`.
+though gloo sums bfloat16. `post-local` is PyTorch's post-local SGD without a warm-up: no gradient is exchanged, and all
+parameters are averaged every `EVERY` steps. Also measures `c` of PyTorch: the step under `no_sync`.
 """
 
 # annotations must be objects here: DDP reads those of its hook
@@ -16,10 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from rivals import torch_models
-from rivals.cases import RANKS, WARM_UP
+from rivals.cases import EVERY, RANKS, WARM_UP
 from rivals.serving import arguments, own_jobs, rest, serve
 
 
@@ -65,6 +68,7 @@ class Trainer:
     def __init__(self, work: torch_models.Work) -> None:
         self.work = work
         self.model: DistributedDataParallel | None = None
+        self.averager: PeriodicModelAverager | None = None
         self.variant = ""
 
     def wrap(self, variant: str) -> None:
@@ -73,8 +77,13 @@ class Trainer:
         rest()
         # statistics stay local, as under the other rivals; gradients live in the buckets, which saves a copy
         model = DistributedDataParallel(self.work.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.averager = None
         if variant == "bfloat16":
             model.register_comm_hook(None, compressed)
+        if variant == "post-local":
+            state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+            model.register_comm_hook(state, post_localSGD_hook)
+            self.averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
         self.model, self.variant = model, variant
 
     def run(self, steps: int) -> None:
@@ -83,6 +92,8 @@ class Trainer:
             loss = self.work.loss(self.model)
             loss.backward()
             self.work.optimizer.step()
+            if self.averager is not None:
+                self.averager.average_parameters(self.model.parameters())
             self.work.optimizer.zero_grad()
 
     def timed(self, steps: int) -> list[float]:

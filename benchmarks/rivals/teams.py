@@ -26,7 +26,7 @@ from jaxcross.world.launch_env import MPI_SETTINGS
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
-LAUNCHED_BY_MPI = ("fused", "crossed")
+LAUNCHED_BY_MPI = ("fused", "crossed", "planned", "carried")
 SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
 FIRST_PORT = 29400
 Answers = list[dict[str, Any]]

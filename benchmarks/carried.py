@@ -1,0 +1,258 @@
+"""What does an exchange still cost when it is carried to the next step and runs while that computes?
+
+    uv run --group torch python benchmarks/carried.py [--only alone,delayed,rivals,pairs] [--rates 500,25,100]
+        [--repeats 3] [--minutes 20] [--json FILE] [--png FILE] [--draw] [--smoke]
+
+ResNet-50, two hosts with one core each and a real link. Ways take turns in one run, in another order in each repeat.
+Numbers are seconds a step, over whole rounds of 16 steps where a way has rounds. Parts:
+  alone    one job at each rate. `jit`: the step without exchange in one `jax.jit`; `compute`: the same under
+           `crossover`; `blocking` and `carried`: streaming DiLoCo with 4 fragments on a wire of 8 bits, whose exchange
+           runs in the step that needs it, or is carried to later steps
+  delayed  the first rate: `mean`, and `delayed_mean`, which applies the mean of the step before; m, the exchange of all
+           gradients, alone and next to a computation
+  rivals   the first rate: the mean in one `jax.jit` by mpi4jax (`fused`), PyTorch's DDP, and its post-local SGD, which
+           averages all parameters every 16 steps; `carried` takes turns with them
+  pairs    the first rate: two `carried` jobs, one after the other and in crossover; one of `mean` and one of `carried`
+of_compute: seconds of `compute` over those of a way, of the same repeat; the median. Peak bytes are exact: arrays and
+XLA's temporaries at the fullest moment of any step. A part that does not begin within `--minutes` is left out; FILE is
+written after each, and keeps rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import carried_show
+from ended import ends_when_told
+from rivals.cases import EVERY
+from rivals.teams import Stage, Team, TeamError, lab_or_exit
+from workloads import parser, write_json
+
+PARTS = ("alone", "delayed", "rivals", "pairs")
+RATES = (500, 25, 100)
+WAYS = ("jit", "compute", "blocking", "carried")
+RIVALS = {"fused": ("fused", "plain"), "DDP": ("ddp", "plain"), "post-local SGD": ("ddp", "post-local")}
+"""Rival -> its team and variant."""
+SHORT = 4
+"""Steps of a way that exchanges everything in each step."""
+
+
+def main() -> int:
+    args = options()
+    result = earlier(args.json)
+    if args.draw:
+        carried_show.draw(result, args.png)
+        return 0
+    with (
+        ends_when_told(),
+        tempfile.TemporaryDirectory(prefix="carried-") as folder,
+        lab_or_exit(hosts=2, rate=f"{args.rates[0]}mbit") as lab,
+        Stage(lab, Path(folder)) as stage,
+    ):
+        sizes: dict[str, Any] = {"smoke": args.smoke, "image_size": args.image_size}
+        bench = Bench(args=args, stage=stage, team=stage.start("carried", "one", job=None, **sizes), sizes=sizes)
+        for part in args.only:
+            for rate in args.rates if part == "alone" else args.rates[:1]:
+                if time.monotonic() - bench.begin > 60 * args.minutes:
+                    print(f"{part} at {rate} Mbit/s is left out: {args.minutes:g} minutes are over", flush=True)
+                    continue
+                made = bench.measure(part, rate)
+                print("\n".join(carried_show.lines(made)), flush=True)
+                result["rows"] = [r for r in result["rows"] if (r["part"], r["rate"]) != (part, rate)] + [made]
+                result["memory"] |= bench.memory
+                result["image_size"] = args.image_size
+                write_json(args.json, __doc__, result)
+    if args.png:
+        carried_show.draw(result, args.png)
+    return 0
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The ranks, and what they are asked."""
+
+    args: argparse.Namespace
+    stage: Stage
+    team: Team
+    sizes: Mapping[str, Any]
+    begin: float = field(default_factory=time.monotonic)
+    memory: dict[str, Any] = field(default_factory=dict)
+    teams: dict[str, Team] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def measure(self, part: str, rate: int) -> dict[str, Any]:
+        """Returns a part's row at a rate."""
+        self.stage.lab.set_rate(f"{rate}mbit")
+        parts = {"alone": self._alone, "delayed": self._delayed, "rivals": self._rivals, "pairs": self._pairs}
+        return {"part": part, "rate": rate, "tcp_bits_per_s": self._tcp(), **parts[part]()}
+
+    def _tcp(self) -> list[float]:
+        return list(self.stage.lab.measure_rate(0.3 if self.args.smoke else 1.0))
+
+    def _alone(self) -> dict[str, Any]:
+        for way in WAYS:
+            self._prepare(way, EVERY)
+        return self._in_turn({way: self._way(way) for way in WAYS})
+
+    def _delayed(self) -> dict[str, Any]:
+        for way in ("jit", "compute", "mean", "delayed"):
+            self._prepare(way, 3)
+        found = self._in_turn(
+            {
+                "compute": self._way("compute"),
+                "mean": self._way("mean", SHORT),
+                "delayed": self._way("delayed", 2 * SHORT),
+                "m": lambda: statistics.median(self._ask("exchange", variant="mean", times=3)["raw"]),
+                "m next to c": lambda: statistics.median(self._ask("beside", variant="mean", exchanges=3)["taxed_m"]),
+            }
+        )
+        for bound, key in (("m", "of_bound"), ("m next to c", "of_bound_beside")):
+            each = zip(*(found["raw"][way] for way in ("compute", bound, "delayed")), strict=True)
+            found[key] = statistics.median(max(c, m) / took for c, m, took in each)
+        return found
+
+    def _rivals(self) -> dict[str, Any]:
+        """Those that cannot run are left out, with the reason."""
+        self._prepare("carried", EVERY)
+        ways = {"carried": self._way("carried")}
+        for rival, (team, variant) in RIVALS.items():
+            try:
+                self._start(team)
+                self.stage.ask(self.teams[team], "prepare", variant=variant)
+            except TeamError as error:
+                self.left_out[rival] = str(error)
+                print(f"{rival} is left out: {error}", flush=True)
+                continue
+            ways[rival] = self._rival(team, variant)
+        found = self._in_turn(ways)
+        for team in self.teams.values():
+            self.stage.ask(team, "rest")
+        return {**found, "left_out": dict(self.left_out)}
+
+    def _start(self, team: str) -> None:
+        if team in self.teams:
+            return
+        if team == "ddp" and importlib.util.find_spec("torch") is None:
+            raise TeamError("PyTorch is not installed")
+        self.teams[team] = self.stage.start(team, "one", job=0, **self.sizes)
+
+    def _rival(self, team: str, variant: str) -> Callable[[], float]:
+        steps = EVERY if variant == "post-local" else SHORT
+
+        def seconds() -> float:
+            self.stage.ask(self.teams[team], "prepare", variant=variant)  # the wrapper of another variant, and memory
+            if variant == "post-local":  # from the begin of a round on
+                self.stage.ask(self.teams[team], "run", steps=EVERY - 2, variant=variant)
+            begin = time.perf_counter()
+            self.stage.ask(self.teams[team], "run", steps=steps, variant=variant)
+            return (time.perf_counter() - begin) / steps
+
+        return seconds
+
+    def _pairs(self) -> dict[str, Any]:
+        for way, number in (("carried", 0), ("carried", 1), ("mean", 0)):
+            self._prepare(way, EVERY if way == "carried" else 3, number)
+        ratio = self._carried_steps_a_mean()
+        mixed = [2 * SHORT, round(2 * SHORT * ratio / EVERY) * EVERY or EVERY]
+
+        def together(ways: Sequence[str], steps: Sequence[int], policy: str) -> Callable[[], float]:
+            return lambda: self._ask("run", variants=ways, steps=steps, policy=policy)["wall_s"]
+
+        both, two = ["carried", "carried"], [EVERY, EVERY]
+        each = ["mean", "carried"]
+        found = self._in_turn(
+            {
+                "two, one after the other": together(both, two, "sequential"),
+                "two, in crossover": together(both, two, "crossover"),
+                "mean and carried, one after the other": together(each, mixed, "sequential"),
+                "mean and carried, in crossover": together(each, mixed, "crossover"),
+            }
+        )
+        raw = found["raw"]
+        for name in ("two", "mean and carried"):
+            sides = zip(raw[f"{name}, one after the other"], raw[f"{name}, in crossover"], strict=True)
+            found[f"{name}, gain"] = statistics.median(a / b for a, b in sides)
+        return {**found, "steps": {"two": two, "mean and carried": mixed}}
+
+    def _carried_steps_a_mean(self) -> float:
+        """Steps of a carried job in the time of one step of `mean`, each alone."""
+        mean, carried = (self._way(way, SHORT)() for way in ("mean", "carried"))
+        return mean / carried
+
+    def _way(self, way: str, steps: int = EVERY) -> Callable[[], float]:
+        def seconds() -> float:
+            return self._ask("run", variants=[way], steps=[steps], policy="crossover")["wall_s"] / steps
+
+        return seconds
+
+    def _in_turn(self, ways: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
+        """Measures all ways in each repeat. Returns medians, raw seconds, and seconds of `compute` over them."""
+        raw: dict[str, list[float]] = {way: [] for way in ways}
+        names = list(ways)
+        for repeat in range(self.args.repeats):
+            turn = repeat % len(names)
+            for way in names[turn:] + names[:turn]:
+                raw[way].append(ways[way]())
+                print(f"  {way}: {raw[way][-1]:.3f} s", flush=True)
+        found: dict[str, Any] = {"raw": raw, "s": {way: statistics.median(each) for way, each in raw.items()}}
+        if "compute" in raw:
+            found["of_compute"] = {
+                way: statistics.median(c / took for c, took in zip(raw["compute"], each, strict=True))
+                for way, each in raw.items()
+            }
+        return found
+
+    def _prepare(self, way: str, steps: int, number: int = 0) -> None:
+        """Compiles and gets memory; once."""
+        key = f"{way} {number}"
+        if key in self.memory:
+            return
+        begin = time.perf_counter()
+        found = self.memory[key] = self._ask("prepare", variant=way, number=number, steps=steps)
+        print(f"{way} is ready after {time.perf_counter() - begin:.0f} s: {found.get('programs', 1)} programs, "
+              f"peak {found.get('peak_bytes', 0) / 1e6:.0f} MB", flush=True)  # fmt: skip
+
+    def _ask(self, do: str, **facts: Any) -> dict[str, Any]:
+        return self.stage.ask(self.team, do, **facts)[0]
+
+
+def earlier(path: Path | None) -> dict[str, Any]:
+    """Returns the rows that a file has."""
+    result: dict[str, Any] = {"rows": [], "memory": {}}
+    if path is not None and path.is_file():
+        result |= {key: value for key, value in json.loads(path.read_text()).items() if key in result}
+    return result
+
+
+def options() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), metavar="PART,...", help="of "
+                      f"{', '.join(PARTS)}, in this order")  # fmt: skip
+    made.add_argument("--rates", type=lambda t: [int(r) for r in t.split(",")], default=list(RATES), metavar="MBIT,...",
+                      help="the first one is that of the parts with one rate")  # fmt: skip
+    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    made.add_argument("--image-size", type=int, default=160, help="default %(default)s")
+    made.add_argument("--minutes", type=float, default=20.0, help="no part begins later (default %(default)s)")
+    made.add_argument("--png", type=Path, metavar="FILE", help="draw what is left of the speed of computation alone")
+    made.add_argument("--draw", action="store_true", help="draw what --json has, and end")
+    args = made.parse_args()
+    if args.draw and not (args.png and args.json):
+        made.error("`--draw` needs `--json` and `--png`.")
+    if unknown := set(args.only) - set(PARTS):
+        made.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}.")
+    if args.smoke:
+        args.repeats, args.image_size = 1, 32
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""The tables of benchmarks/results/carried.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from carried_show import TARGETS
+
+from pages import Read, Table
+
+
+def carried(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """One job by streaming DiLoCo, against its computation alone."""
+    yield ("Mbit/s", "jit alone, s a step", "computation alone, s a step", "blocking, s a step", "carried, s a step",
+           "blocking, of computation alone", "carried, of computation alone", "target")  # fmt: skip
+    for row in sorted(_part(read, "alone"), key=lambda row: -row["rate"]):
+        seconds = (f"{row['s'][way]:.3f}" for way in ("jit", "compute", "blocking", "carried"))
+        shares = (_with_spread(row, way) for way in ("blocking", "carried"))
+        yield (f"{row['rate']}", *seconds, *shares, f"{TARGETS.get(row['rate'], '')}")
+
+
+def carried_delayed(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """The mean of the step before."""
+    yield ("Mbit/s", "c", "m alone", "m next to c", "`mean`, s a step", "`delayed_mean`, s a step",
+           "max(c, m) / T", "the same, m next to c")  # fmt: skip
+    for row in _part(read, "delayed"):
+        seconds = (f"{row['s'][way]:.3f}" for way in ("compute", "m", "m next to c", "mean", "delayed"))
+        yield f"{row['rate']}", *seconds, f"{row['of_bound']:.2f}", f"{row['of_bound_beside']:.2f}"
+
+
+def carried_rivals(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """What else there is, on the same link."""
+    yield "way", "s a step", "over `carried`"
+    for row in _part(read, "rivals"):
+        for way, seconds in row["s"].items():
+            yield way, f"{seconds:.3f}", f"{seconds / row['s']['carried']:.2f}"
+        for way, reason in row["left_out"].items():
+            yield way, reason, ""
+
+
+def carried_pairs(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Two jobs on the same ranks."""
+    yield "jobs", "steps", "one after the other, s", "in crossover, s", "times as fast"
+    for row in _part(read, "pairs"):
+        for name, steps in row["steps"].items():
+            seconds = (f"{row['s'][f'{name}, {way}']:.2f}" for way in ("one after the other", "in crossover"))
+            yield name, " and ".join(map(str, steps)), *seconds, f"{row[f'{name}, gain']:.2f}"
+
+
+def carried_memory(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Bytes of arrays and temporaries on a rank."""
+    yield "way", "programs", "state, MB", "of which pending, MB", "peak, MB"
+    for key, found in read("carried")["memory"].items():
+        way, _, number = key.rpartition(" ")
+        if number == "0" and "peak_bytes" in found:
+            sizes = (f"{found[name] / 1e6:.0f}" for name in ("state_bytes", "pending_bytes", "peak_bytes"))
+            yield way, f"{found['programs']}", *sizes
+
+
+def _part(read: Read, part: str) -> list[dict[str, Any]]:
+    return [row for row in read("carried")["rows"] if row["part"] == part]
+
+
+def _with_spread(row: dict[str, Any], way: str) -> str:
+    shares = [c / took for c, took in zip(row["raw"]["compute"], row["raw"][way], strict=True)]
+    return f"{row['of_compute'][way]:.3f} ({min(shares):.3f} to {max(shares):.3f})"
+
+
+TABLES: dict[str, Table] = {
+    "carried": carried,
+    "carried-delayed": carried_delayed,
+    "carried-rivals": carried_rivals,
+    "carried-pairs": carried_pairs,
+    "carried-memory": carried_memory,
+}

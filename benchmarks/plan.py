@@ -1,0 +1,281 @@
+"""Can the time of several jobs next to each other be predicted from runs of each job alone?
+
+    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B] [--rates 500,1000,2000]
+        [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw] [--smoke]
+
+On two hosts with one core each and a real link. In each repeat every kind of job runs alone, then all cases of a part
+run, in another order each time. A prediction is the twin's (`jaxcross.plan.predict`) of the profiles of the solo runs,
+their mean over all repeats, with the contention of `jaxcross.plan.contention` at the rate; no run of several jobs
+enters it. T is seconds a job-step from the begin of the first span to the end of the last one, over the steps of all
+jobs: the pipeline fills and drains in the run and in the twin, which make equally many steps. Parts:
+  equal      two and three equal jobs, and two unlike ones, at three rates; `jaxcross.estimate` of the equal ones
+  unequal    a large job and a small one: whole steps, in pieces, in pieces with equal shares
+  pair       the same two jobs in the pieces and at the shares that `jaxcross.plan.rates` chooses from solo runs
+  variants   two jobs with bfloat16 on the wire; two jobs that are cut in four
+  ResNet-50  two ResNet-50
+ratio: predicted T over achieved T, of the median repeat. interval: from 5% below the prediction to 10% above
+it, and half of what solo runs differ by. attribution: what the round took longer than predicted, by cause, over the
+predicted round. A part that does not begin within `--minutes` is left out; FILE is written after each part, and keeps
+rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plan_show
+from ended import ends_when_told
+from plan_cases import CASES, ESTIMATED, PARTS, PIECES, RATES
+from rivals.teams import Stage, Team, lab_or_exit
+from workloads import parser, write_json
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
+from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.twin import Prediction, predict
+
+PAIR_RATE = 500
+RACE = Path(__file__).parent / "results" / "race.json"
+
+
+def main() -> int:
+    args = options()
+    result = earlier(args.json)
+    if args.draw:
+        plan_show.draw(result, args.png)
+        return 0
+    rate = f"{args.rates[0]}mbit"
+    with (
+        ends_when_told(),
+        tempfile.TemporaryDirectory(prefix="plan-") as folder,
+        lab_or_exit(hosts=2, rate=rate) as lab,
+        Stage(lab, Path(folder)) as stage,
+    ):
+        bench = Bench(args=args, stage=stage, team=stage.start("planned", "two", job=None, smoke=args.smoke))
+        for part in args.only:
+            for rate in args.rates:
+                if bench.is_over(part, rate):
+                    continue
+                made = bench.pair() if part == "pair" else bench.cases(part, rate)
+                plan_show.keep(result, made)
+                result["verdict"] = plan_show.verdict(result)
+                write_json(args.json, __doc__, result)
+    print(json.dumps(result.get("verdict"), indent=1))
+    if args.png:
+        plan_show.draw(result, args.png)
+    return 0
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The ranks, and what they are asked."""
+
+    args: argparse.Namespace
+    stage: Stage
+    team: Team
+    begin: float = field(default_factory=time.monotonic)
+    rate: int = 0
+
+    def is_over(self, part: str, rate: int) -> bool:
+        """Whether there is nothing to do for a part at a rate, or no time left."""
+        wanted = rate == PAIR_RATE if part == "pair" else bool(self._cases(part, rate))
+        late = time.monotonic() - self.begin > 60 * self.args.minutes
+        if wanted and late:
+            print(f"{part} at {rate} Mbit/s is left out: {self.args.minutes:g} minutes are over", flush=True)
+        return late or not wanted
+
+    def _cases(self, part: str, rate: int) -> list[str]:
+        every = [name for name, case in CASES.items() if case.part == part and rate in case.rates]
+        return [name for name in every if not self.args.cases or name in self.args.cases]
+
+    def cases(self, part: str, rate: int) -> dict[str, list[dict[str, Any]]]:
+        """Runs a part's cases at a rate, next to solo runs of their kinds."""
+        self._set_rate(rate)
+        names = self._cases(part, rate)
+        kinds = list(dict.fromkeys(kind for name in names for kind in CASES[name].kinds))
+        solo: dict[str, list[Profile]] = {kind: [] for kind in kinds}
+        first = {kind: self._first(kind) for kind in kinds}
+        plans = {name: self._plan(name, first) for name in names}
+        raw: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for repeat in range(self.args.repeats):
+            for kind in kinds:
+                solo[kind].append(self._solo(kind, self._steps(first[kind])))
+            turn = repeat % len(names)
+            for name in names[turn:] + names[:turn]:
+                raw[name].append(self._run(CASES[name].kinds, plans[name], CASES[name].shares))
+        rows = [self._row(name, solo, plans[name], raw[name]) for name in names]
+        for row in rows:
+            print(plan_show.say(row), flush=True)
+        alone = [self._solo_row(kind, profiles) for kind, profiles in solo.items()]
+        return {"rows": rows, "solo": alone, "estimates": self._estimates(rows, alone)}
+
+    def pair(self) -> dict[str, list[dict[str, Any]]]:
+        """Runs the unequal pair as `choose_rates` would have it."""
+        from jaxcross.plan.rates import choose_rates
+
+        self._set_rate(PAIR_RATE)
+        cuts: list[dict[int, str]] = [{1: "large", **{n: f"large cut in {n}" for n in PIECES}}, {1: "small"}]
+        kinds = [kind for each in cuts for kind in each.values()]
+        solo = {kind: self._solo(kind, self._steps(self._first(kind))) for kind in kinds}
+        named = [{n: plan_show.pooled([solo[k]], str(i)) for n, k in each.items()} for i, each in enumerate(cuts)]
+        chosen = choose_rates(named, contention=self._contention)
+        shares = chosen.policy.shares if isinstance(chosen.policy, Weighted) else ()
+        together = [cut[pieces] for cut, pieces in zip(cuts, chosen.pieces, strict=True)]
+        alone: dict[str, list[float]] = {"large": [], "small": []}
+        raw: list[dict[str, float]] = []
+        for _ in range(self.args.repeats):
+            for name, rates in alone.items():
+                steps = [self._steps(solo[name])]
+                rates.append(next(iter(plan_show.rates(self._run((name,), steps, ())["ends"]).values())))
+            own = [statistics.median(rates) for rates in alone.values()]
+            seconds = 2 * self.args.seconds
+            steps = [max(4, round(seconds * speed * rate)) for speed, rate in zip(chosen.speeds, own, strict=True)]
+            found = plan_show.rates(self._run(together, steps, shares)["ends"])
+            raw.append({name: rate / a for name, rate, a in zip(alone, found.values(), own, strict=True)})
+        speeds = {name: statistics.median(each[name] for each in raw) for name in alone}
+        row = {
+            "rate": PAIR_RATE, "pieces": list(chosen.pieces), "policy": chosen.policy.name, "shares": list(shares),
+            "refusal": chosen.refusal, "predicted_speeds": list(chosen.speeds), "speeds": speeds,
+            "progress": sum(speeds.values()), "predicted_progress": chosen.progress, "raw": raw,
+        }  # fmt: skip
+        each = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+        print(f"pair in {row['pieces']} pieces, shares {row['shares']}: {each} of the speed alone, progress "
+              f"{row['progress']:.2f}; predicted {chosen.progress:.2f}", flush=True)  # fmt: skip
+        return {"pair": [row]}
+
+    @property
+    def _contention(self) -> Contention:
+        return TWO_CORES.at(self.rate)
+
+    def _set_rate(self, rate: int) -> None:
+        self.stage.lab.set_rate(f"{rate}mbit")
+        self.rate = rate
+
+    def _first(self, kind: str) -> Profile:
+        """A first run, which compiles and gets memory."""
+        begin = time.perf_counter()
+        profile = self._solo(kind, 5)
+        print(f"{kind} at {self.rate} Mbit/s: c {profile.compute_s:.3f} s, m {profile.exchange_s:.3f} s, "
+              f"after {time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
+        return profile
+
+    def _steps(self, profile: Profile, jobs: int = 1) -> int:
+        return max(5, min(80, round(self.args.seconds / jobs / (profile.compute_s + profile.exchange_s))))
+
+    def _solo(self, kind: str, steps: int) -> Profile:
+        return Profile.from_data(self._run((kind,), [steps], ())["profile"])
+
+    def _run(self, kinds: Sequence[str], steps: Sequence[int], shares: Sequence[float]) -> dict[str, Any]:
+        jobs = [
+            {"name": f"job{n}", "kind": kind, "number": n, "steps": count}
+            for n, (kind, count) in enumerate(zip(kinds, steps, strict=True))
+        ]
+        return self.stage.ask(self.team, "run", jobs=jobs, shares=list(shares), mbit_per_s=self.rate)[0]
+
+    def _plan(self, name: str, first: Mapping[str, Profile]) -> list[int]:
+        """Steps of each job, so that all end at about the same time."""
+        case = CASES[name]
+        profiles = [plan_show.pooled([first[kind]], f"job{n}") for n, kind in enumerate(case.kinds)]
+        twin = predict(profiles, policy=_policy(case.shares), contention=self._contention)
+        seconds = self.args.seconds * (2 if case.part == "unequal" else 1)
+        return [max(4, round(seconds / job.period_s)) for job in twin.rounds.jobs]
+
+    def _row(
+        self, name: str, solo: Mapping[str, Sequence[Profile]], steps: Sequence[int], raw: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        case = CASES[name]
+        profiles = [plan_show.pooled(solo[kind], f"job{n}") for n, kind in enumerate(case.kinds)]
+        twin: Prediction = predict(
+            profiles, policy=_policy(case.shares), contention=self._contention, steps=tuple(steps)
+        )
+        took = [run["wall_s"] / sum(steps) for run in raw]
+        achieved = statistics.median(took)
+        middle = raw[min(range(len(took)), key=lambda n: abs(took[n] - achieved))]["summary"]
+        apart = max(plan_show.spread([p.compute_s + p.exchange_s for p in solo[kind]]) for kind in case.kinds)
+        low, high = plan_show.interval_s(twin.s_per_step, apart)
+        return {
+            "case": name, "rate": self.rate, "steps": list(steps), "predicted_s": twin.s_per_step,
+            "achieved_s": achieved, "ratio": twin.s_per_step / achieved, "spread": plan_show.spread(took),
+            "interval_s": [low, high], "covered": low <= achieved <= high, "raw_s": took,
+            "attribution": plan_show.attribution(twin, middle),
+            "predicted": plan_show.breakdown(twin), "achieved": middle,
+        }  # fmt: skip
+
+    def _solo_row(self, kind: str, profiles: Sequence[Profile]) -> dict[str, Any]:
+        mean = plan_show.pooled(profiles, kind)
+        return {
+            "kind": kind, "rate": self.rate, "c_s": mean.compute_s, "m_s": mean.exchange_s, "host_s": mean.host_s,
+            "spread": plan_show.spread([p.compute_s + p.exchange_s for p in profiles]),
+            "profiles": [p.as_data() for p in profiles],
+        }  # fmt: skip
+
+    def _estimates(self, rows: Sequence[dict[str, Any]], solo: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What `jaxcross.estimate` predicts of equal jobs, against what they gained over their solo runs."""
+        found = []
+        for kind in dict.fromkeys(ESTIMATED[row["case"]] for row in rows if row["case"] in ESTIMATED):
+            (answer, *_) = self.stage.ask(self.team, "estimate", kind=kind, jobs=2)
+            (alone,) = (row for row in solo if row["kind"] == kind)
+            gains = {gain["jobs"]: gain["expected"] for gain in answer["estimate"]["gains"]}
+            for row in rows:
+                jobs = len(CASES[row["case"]].kinds)
+                if ESTIMATED.get(row["case"]) != kind or gains[jobs] is None:
+                    continue
+                achieved = (alone["c_s"] + alone["m_s"]) / row["achieved_s"]
+                found.append({
+                    "case": row["case"], "rate": self.rate, "predicted": gains[jobs], "achieved": achieved,
+                    "ratio": gains[jobs] / achieved, "cost": answer["estimate"]["cost"],
+                })  # fmt: skip
+                print(f"estimate of {row['case']} at {self.rate} Mbit/s: {gains[jobs]:.2f} times as fast, achieved "
+                      f"{achieved:.2f}", flush=True)  # fmt: skip
+        return found
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _policy(shares: Sequence[float]) -> Policy:
+    return Weighted(tuple(shares)) if shares else RoundRobin()
+
+
+def earlier(path: Path | None) -> dict[str, Any]:
+    """Returns what the file has, and the kept rows of the race, predicted."""
+    result: dict[str, Any] = {key: [] for key in ("rows", "solo", "estimates", "pair")}
+    if path is not None and path.is_file():
+        result |= {key: value for key, value in json.loads(path.read_text()).items() if key in result}
+    result["race"] = plan_show.race_rows(json.loads(RACE.read_text()))
+    return result
+
+
+def options() -> argparse.Namespace:
+    made = parser(__doc__)
+
+    made.add_argument("--only", type=_words, default=list(PARTS), metavar="PART,...", help="in this order")
+    made.add_argument("--cases", type=_words, default=[], metavar="CASE,...", help="of these parts")
+    made.add_argument("--rates", type=lambda t: [int(r) for r in t.split(",")], default=list(RATES), metavar="MBIT,...")
+    made.add_argument("--repeats", type=int, default=3, help="default %(default)s")
+    made.add_argument("--seconds", type=float, default=6.0, help="of a run, or so (default %(default)s)")
+    made.add_argument("--minutes", type=float, default=18.0, help="no part begins later (default %(default)s)")
+    made.add_argument("--png", type=Path, metavar="FILE", help="draw predicted and measured times")
+    made.add_argument("--draw", action="store_true", help="draw what --json has, and end")
+    args = made.parse_args()
+    if args.draw and not (args.png and args.json):
+        made.error("`--draw` needs `--json` and `--png`.")
+    if unknown := set(args.only) - set(PARTS):
+        made.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}.")
+    if args.smoke:
+        args.repeats, args.seconds = 2, 0.3
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""What `plan.py` predicts and runs: kinds of jobs, and which of them run together. Plain data; imports no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rivals.cases import RESNET, TOY_LANGUAGE, TOY_RESNET, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A job's step: jobs of one kind share it, and a profile.
+
+    Attributes:
+        spec: The model.
+        cut: As for `crossover`.
+        wire: Element type of the gradients on the wire.
+    """
+
+    spec: Spec
+    cut: int | str = "whole"
+    wire: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Jobs that run together.
+
+    Attributes:
+        kinds: Name of each job's kind.
+        rates: Megabits per second of the link, at each of which it runs.
+        shares: Those of `Weighted`; round robin without any.
+        part: Cases of one part run in turn, next to the same solo runs.
+    """
+
+    kinds: tuple[str, ...]
+    rates: tuple[int, ...]
+    shares: tuple[float, ...] = ()
+    part: str
+
+
+def _language(layers: int, width: int, vocabulary: int) -> Spec:
+    sizes = dict(layers=layers, width=width, length=128, batch_size=4, vocabulary=vocabulary)
+    return Spec(model="transformer", options=tuple(sizes.items()))
+
+
+_VISION = Spec(model="resnet18", options=(("batch_size", 16), ("image_size", 96), ("classes", 100)))
+_LANGUAGE, _LARGE, _SMALL = _language(6, 256, 4096), _language(6, 384, 4096), _language(2, 192, 1024)
+PIECES = (2, 4, 8, 16)
+"""Cuts of the large job of an unequal pair, next to the whole step."""
+
+KINDS: dict[str, Kind] = {
+    "language": Kind(spec=_LANGUAGE),
+    "language bfloat16": Kind(spec=_LANGUAGE, wire="bfloat16"),
+    "language cut in 4": Kind(spec=_LANGUAGE, cut=4),
+    "vision": Kind(spec=_VISION),
+    "large": Kind(spec=_LARGE),
+    **{f"large cut in {pieces}": Kind(spec=_LARGE, cut=pieces) for pieces in PIECES},
+    "small": Kind(spec=_SMALL),
+    "ResNet-50": Kind(spec=RESNET),
+}
+RATES = (500, 1000, 2000)
+_UNEQUAL = ("large cut in 16", "small")
+CASES: dict[str, Case] = {
+    "two": Case(part="equal", kinds=("language", "language"), rates=RATES),
+    "three": Case(part="equal", kinds=("language", "language", "language"), rates=RATES),
+    "mixed": Case(part="equal", kinds=("vision", "language"), rates=RATES),
+    "unequal whole": Case(part="unequal", kinds=("large", "small"), rates=(500,)),
+    "unequal pieces": Case(part="unequal", kinds=_UNEQUAL, rates=(500,)),
+    "unequal shares": Case(part="unequal", kinds=_UNEQUAL, rates=(500,), shares=(1.0, 1.0)),
+    "two bfloat16": Case(part="variants", kinds=("language bfloat16",) * 2, rates=(500,)),
+    "two cut": Case(part="variants", kinds=("language cut in 4",) * 2, rates=(1000,)),
+    "two ResNet-50": Case(part="ResNet-50", kinds=("ResNet-50", "ResNet-50"), rates=(1000,)),
+}
+PARTS = ("equal", "unequal", "pair", "variants", "ResNet-50")
+ESTIMATED = {"two": "language", "three": "language", "two ResNet-50": "ResNet-50"}
+"""Cases of equal jobs -> their kind, of which `jaxcross.estimate` predicts the gain."""
+
+_TINY = Spec(model="transformer", options=(*TOY_LANGUAGE.options[:-1], ("vocabulary", 64)))
+_TOYS = {_LANGUAGE: TOY_LANGUAGE, _LARGE: TOY_RESNET, _VISION: TOY_RESNET, _SMALL: _TINY, RESNET: TOY_RESNET}
+
+
+def kind_of(name: str, *, smoke: bool) -> Kind:
+    """Returns a kind, at toy size if asked."""
+    kind = KINDS[name]
+    return replace(kind, spec=_TOYS[kind.spec]) if smoke else kind

@@ -1,0 +1,180 @@
+"""What is made of predictions and runs: intervals, verdicts, where a miss comes from, lines and a picture. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxcross.plan.contention import TWO_CORES
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.twin import Prediction, predict
+
+AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
+"""Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate may be."""
+BELOW, ABOVE = 0.95, 1.10
+"""Ends of an interval, over the prediction."""
+
+
+def pooled(profiles: Sequence[Profile], name: str) -> Profile:
+    """Returns the mean of several solo runs of one kind, under another name."""
+    seconds = tuple(statistics.fmean(each) for each in zip(*(p.seconds for p in profiles), strict=True))
+    return replace(profiles[0], name=name, seconds=seconds, host_s=statistics.fmean(p.host_s for p in profiles))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns the distance between the largest and the smallest, over the median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
+    """Returns the seconds a job-step between which a run is expected: from 5% below the prediction to 10% above.
+
+    Runs lose to caches and memory what no solo run shows, so that the interval reaches further up: as far as 36 of 37
+    kept rows of the race need. Half of the difference between solo runs comes on top.
+    """
+    return predicted_s * (BELOW - apart / 2), predicted_s * (ABOVE + apart / 2)
+
+
+def attribution(predicted: Prediction, achieved: Mapping[str, Any]) -> dict[str, float]:
+    """Returns where the difference of two rounds comes from, each cause as a share of the predicted round.
+
+    A round is its bound and what was lost by cause: `work` is the difference of the bounds, of what the busiest lane
+    worked. Empty where one of them has no round.
+    """
+    rounds = predicted.rounds
+    if not rounds.period_s or rounds.bound_s is None or not achieved["period_s"]:
+        return {}
+    found = {"work": achieved["bound_s"] - rounds.bound_s}
+    found |= {cause: lost - rounds.lost_s.get(cause, 0.0) for cause, lost in achieved["lost_s"].items()}
+    return {cause: seconds / rounds.period_s for cause, seconds in found.items()}
+
+
+def breakdown(prediction: Prediction) -> dict[str, Any]:
+    """Returns the numbers of a predicted round under the names of `report.summary()`."""
+    rounds = prediction.rounds
+    return {
+        "period_s": rounds.period_s,
+        "bound_s": rounds.bound_s,
+        "limit": rounds.bottleneck,
+        "s_per_step": rounds.s_per_step,
+        "hidden_share": rounds.hidden_share,
+        "lost_s": dict(rounds.lost_s),
+        "jobs": [
+            {"name": j.facts.name, "steps": j.facts.steps, "compute_s": j.compute_s, "exchange_s": j.exchange_s}
+            for j in rounds.jobs
+        ],
+    }
+
+
+def race_rows(race: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns predictions for the kept rows of the race whose jobs run whole, from c and m as measured there."""
+    found = []
+    for row in race["rows"]:
+        if row["rival"] not in ("crossover", "crossover-bf16"):
+            continue
+        costs = zip(row["c_s"], row["m_s"], strict=True)
+        profiles = [Profile.whole(f"job{n}", compute_s=c, exchange_s=m) for n, (c, m) in enumerate(costs)]
+        there = TWO_CORES.at(row["rate_bits_per_s"] / 1e6)
+        steps = [race["runs"][row["run"]]["steps"]] * len(profiles)
+        took = [raw["s_per_job_step"] for raw in row["raw"]]
+        predicted = predict(profiles, contention=there, steps=tuple(steps)).s_per_step
+        low, high = interval_s(predicted, 0.0)
+        achieved = row["s_per_job_step"]
+        found.append({
+            "case": row["case"], "rival": row["rival"], "run": row["run"], "rate": row["rate_bits_per_s"] / 1e6,
+            "predicted_s": predicted, "achieved_s": achieved, "ratio": predicted / achieved,
+            "interval_s": [low, high], "covered": low <= achieved <= high, "spread": spread(took),
+        })  # fmt: skip
+    return found
+
+
+def rates(ends: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the steps a second of each job, over its steps that end while all run, without the first tenth."""
+    last = min(each[-1] for each in ends.values())
+    inside = {name: [t for t in each if last / 10 < t <= last] for name, each in ends.items()}
+    return {
+        name: (len(each) - 1) / (each[-1] - each[0]) if len(each) > 1 else len(ends[name]) / ends[name][-1]
+        for name, each in inside.items()
+    }
+
+
+def keep(result: dict[str, Any], made: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Puts rows into a result, in the place of older ones of the same."""
+
+    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row.get("case"), row.get("kind"), row["rate"]
+
+    for name, rows in made.items():
+        new = {key(row) for row in rows}
+        result[name] = [row for row in result[name] if key(row) not in new] + rows
+
+
+def verdict(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how many predictions are as good as they should be."""
+    counted = [row for row in result["rows"] if row["spread"] <= AGREE]
+    found: dict[str, Any] = {
+        "rows": len(result["rows"]),
+        "count": len(counted),
+        "within": sum(abs(row["ratio"] - 1) <= WITHIN for row in counted),
+        "covered": sum(row["covered"] for row in counted),
+        "estimates": len(result["estimates"]),
+        "estimates_within": sum(abs(row["ratio"] - 1) <= ESTIMATE_WITHIN for row in result["estimates"]),
+    }
+    kept = result.get("race")
+    if kept:
+        found |= {"race_rows": len(kept), "race_covered": sum(row["covered"] for row in kept)}
+        found["race_within"] = sum(abs(row["ratio"] - 1) <= WITHIN for row in kept)
+    return found
+
+
+def say(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line."""
+    low, high = row["interval_s"]
+    causes = sorted(row["attribution"].items(), key=lambda item: -abs(item[1]))[:2]
+    why = ", ".join(f"{cause} {share:+.1%}" for cause, share in causes)
+    return (
+        f"{row['case']} at {row['rate']} Mbit/s: predicted {row['predicted_s']:.3f} s a job-step "
+        f"({low:.3f} to {high:.3f}), achieved {row['achieved_s']:.3f} (repeats within {row['spread']:.1%}): "
+        f"{row['ratio']:.3f}; {why or 'no round'}"
+    )
+
+
+COLOURS = {500: "#0072b2", 1000: "#e69f00", 2000: "#009e73"}
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the picture of predicted against achieved seconds a job-step, relative to the prediction."""
+    from matplotlib.figure import Figure
+
+    rows = sorted(result["rows"], key=lambda row: (row["case"], row["rate"]))
+    figure = Figure(figsize=(9.5, 0.34 * len(rows) + 1.7), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvspan(1 - WITHIN, 1 + WITHIN, color="#666666", alpha=0.12, lw=0)
+    axes.axvline(1, color="#333333", lw=1)
+    for at, row in enumerate(rows):
+        color = COLOURS.get(row["rate"], "#333333")
+        low, high = (bound / row["predicted_s"] for bound in row["interval_s"])
+        axes.plot([low, high], [at, at], color=color, alpha=0.3, lw=6, solid_capstyle="butt")
+        each = [seconds / row["predicted_s"] for seconds in row["raw_s"]]
+        axes.plot([min(each), max(each)], [at, at], color=color, lw=1.5)
+        axes.plot(
+            1 / row["ratio"], at, "o", color=color, ms=7, mfc=color if row["spread"] <= AGREE else "white", zorder=3
+        )
+        axes.text(
+            1.005, at, f"{row['achieved_s']:.2f} s", transform=axes.get_yaxis_transform(), va="center", fontsize=8
+        )
+    axes.set_yticks(range(len(rows)), [f"{row['case']}, {row['rate']} Mbit/s" for row in rows], fontsize=8.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("measured time of a job-step over the predicted one; thick: predicted interval, thin: repeats")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    within = verdict(result)
+    answer = f"{within['within']} of {within['count']} within 5%"
+    figure.suptitle(
+        f"Can the time of several jobs be predicted from each alone?  {answer}",
+        x=0.01, ha="left", fontsize=12.5, weight="bold",
+    )  # fmt: skip
+    figure.savefig(path)

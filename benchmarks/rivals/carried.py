@@ -1,0 +1,203 @@
+"""jaxcross: jobs whose exchange runs in its own step, is carried to the next one, or is left out."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rivals.crossed import AXIS, Collectives, taxed, world  # first: it starts the world, before the first JAX array
+
+import jax  # isort: skip
+import optax
+import workloads
+
+import jaxcross
+from jaxcross import exchange
+from jaxcross.program import stages
+from jaxcross.testing import decide
+from rivals import jax_work
+from rivals.cases import Spec
+from rivals.serving import arguments, own_jobs, serve
+
+EVERY, FRAGMENTS, BITS = 16, 4, 8
+
+
+def streaming(delay: int) -> optax.GradientTransformation:
+    """Streaming DiLoCo with its paper's outer optimizer; without a delay the exchange is in the step that needs it."""
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return exchange.streaming_diloco(
+        workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, mix=0.5, bits=BITS
+    )
+
+
+def optimizer_of(variant: str) -> optax.GradientTransformation:
+    """The optimizer of a variant, with its exchange in it."""
+    name, _, delay = variant.partition(" ")
+    if name == "streaming":
+        return streaming(int(delay))
+    if name == "delayed":
+        return exchange.delayed_mean(workloads.momentum(), AXIS)
+    if name == "mean":
+        return optax.chain(exchange.mean(AXIS), workloads.momentum())
+    return workloads.momentum()  # jit, compute
+
+
+class Jobs:
+    """One model in all variants; each job has a state of its own, which goes on from run to run."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._work = jax_work.workload(spec)
+        self._steps: dict[str, Any] = {}
+        self._states: dict[tuple[str, int], Any] = {}
+        self._collectives: dict[str, Collectives] = {}
+
+    def forget(self) -> None:
+        """States are made anew when they are next wanted."""
+        self._states.clear()
+
+    def prepare(self, variant: str, number: int, steps: int) -> dict[str, Any]:
+        """Compiles and gets memory. Returns the bytes of arrays at the fullest moment of its steps."""
+        if variant == "jit":
+            self.loop(number, 2)
+            return {}
+        state, batch = self._arguments(variant, number)
+        traced = self._step(variant).trace(state, batch)
+        programs: dict[str, Any] = {}
+
+        def note(now: Any) -> None:
+            program = stages.cut(decide(traced, jax.tree.leaves((now, batch))))
+            programs[str(program.exchange_hash()) + str(len(program.segments))] = program
+
+        self._together([variant], [number], [steps], jaxcross.RoundRobin(), note)
+        leaves = jax.tree.leaves(self._arguments(variant, number))
+        compiled = [stages.compile(program, leaves, cache=world.executables) for program in programs.values()]
+        pending = jax.tree.leaves(self._states[self._key(variant, number)], is_leaf=_has_pending)
+        return {
+            "programs": len(programs),
+            "peak_bytes": max(each.peak_live_bytes() for each in compiled),
+            "state_bytes": sum(x.nbytes for x in jax.tree.leaves(self._states[self._key(variant, number)])),
+            "pending_bytes": sum(
+                x.nbytes for node in pending if _has_pending(node) for x in jax.tree.leaves(node.pending)
+            ),
+        }
+
+    def run(self, variants: Sequence[str], steps: Sequence[int], policy: str) -> dict[str, Any]:
+        """Runs one job a variant, together or one after the other."""
+        if variants == ["jit"]:
+            return self.loop(0, steps[0])
+        policies = {"crossover": jaxcross.RoundRobin, "sequential": jaxcross.Sequential}
+        numbers = [variants[:place].count(variant) for place, variant in enumerate(variants)]
+        return self._together(variants, numbers, steps, policies[policy]())
+
+    def loop(self, number: int, steps: int) -> dict[str, Any]:
+        """The step without its exchange in one `jax.jit`, in a plain loop."""
+        state, batch = self._arguments("jit", number)
+        loop = jax_work.Loop(self._step("jit"), state, batch)
+        del state
+        self._states.pop(self._key("jit", number))  # the first step donates it
+        world.control.allgather_text("")
+        start = time.perf_counter()
+        loop.run(steps)
+        seconds = time.perf_counter() - start
+        self._states[self._key("jit", number)] = loop.state
+        return {"wall_s": seconds}
+
+    def exchange(self, variant: str, times: int) -> dict[str, Any]:
+        """Seconds of the variant's exchanges alone."""
+        collectives = self._exchanges(variant)
+        collectives.timed(1)
+        return {"raw": collectives.timed(times)[0]}
+
+    def beside(self, variant: str, exchanges: int) -> dict[str, Any]:
+        """Seconds of the variant's exchanges next to a computation, and of that."""
+        collectives = self._exchanges(variant)
+        state, batch = self._arguments("jit", 0)
+        loop = jax_work.Loop(self._step("jit"), state, batch)
+        del state
+        self._states.pop(self._key("jit", 0))
+        loop.run(2)
+        world.control.allgather_text("")
+        found = taxed(loop, collectives, exchanges)
+        self._states[self._key("jit", 0)] = loop.state
+        return found
+
+    def _together(
+        self, variants: Sequence[str], numbers: Sequence[int], steps: Sequence[int], policy: Any, note: Any = None
+    ) -> dict[str, Any]:
+        places = list(zip(variants, numbers, strict=True))
+        ends: list[list[float]] = [[] for _ in places]
+        for variant, number in places:
+            jax.block_until_ready(self._arguments(variant, number))
+        world.control.allgather_text("")
+        begin = time.perf_counter()
+
+        def train(job: jaxcross.JobContext, place: int) -> None:
+            variant, number = places[place]
+            key, step = self._key(variant, number), self._step(variant)
+            state, batch = self._arguments(variant, number)
+            del self._states[key]  # the first step donates it
+            for each in itertools.repeat(batch, steps[place]):
+                if note is not None:
+                    note(state)
+                state, _ = step(state, each)
+                ends[place].append(time.perf_counter() - begin)
+            self._states[key] = jax.block_until_ready(state)
+
+        with jaxcross.Runner(world, policy) as runner:
+            for place in range(len(places)):
+                runner.add(f"job{place}", train, place=place)
+            report = runner.run()
+        seconds = time.perf_counter() - begin
+        return {"wall_s": seconds, "ends": ends, "summary": report.summary()}
+
+    def _key(self, variant: str, number: int) -> tuple[str, int]:
+        return "inner" if variant in ("jit", "compute") else variant, number
+
+    def _arguments(self, variant: str, number: int) -> tuple[Any, Any]:
+        key = self._key(variant, number)
+        if key not in self._states:
+            params, stats, _ = jax_work.state_of(self._work, number)
+            self._states[key] = params, stats, optimizer_of(variant).init(params)
+        return self._states[key], jax_work.batch_of(self._work, number, world.rank)
+
+    def _step(self, variant: str) -> Any:
+        if variant not in self._steps:
+            work = workloads.resnet(self._spec.model, **self._spec.sizes(), tx=optimizer_of(variant))
+            step = work.make(lambda tree: tree)  # the optimizer exchanges
+            self._steps[variant] = (
+                jax.jit(step, donate_argnums=0)
+                if variant == "jit"
+                else jaxcross.crossover(step, axes=AXIS, donate_argnums=0)
+            )
+        return self._steps[variant]
+
+    def _exchanges(self, variant: str) -> Collectives:
+        if variant not in self._collectives:
+            arguments = self._arguments(variant, 0)
+            leaves = jax.tree.leaves(arguments)
+            program = stages.cut(decide(self._step(variant).trace(*arguments), leaves))
+            self._collectives[variant] = Collectives(stages.compile(program, leaves, cache=world.executables))
+        return self._collectives[variant]
+
+
+def _has_pending(node: Any) -> bool:
+    return hasattr(node, "pending") and isinstance(node, tuple)
+
+
+def main() -> int:
+    args = arguments(__doc__)
+    ((_, spec), *_) = own_jobs(args)
+    jobs = Jobs(spec)
+    actions = {name: getattr(jobs, name) for name in ("forget", "prepare", "run", "exchange", "beside")}
+    return serve(args, world.rank, actions)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""jaxcross: jobs alone, whose profiles predictions are made from, and several jobs together."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jaxcross
+from jaxcross.plan.profile import Profile
+
+# before the imports that make JAX arrays
+world = jaxcross.initialize(stall_timeout_s=900)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax import lax  # noqa: E402
+from plan_cases import kind_of  # noqa: E402
+
+from rivals import jax_work  # noqa: E402
+from rivals.cases import Spec  # noqa: E402
+from rivals.serving import arguments, serve  # noqa: E402
+
+AXIS = "batch"
+
+
+class Jobs:
+    """Steps, one a kind, and states, one a model and number, which go on from run to run."""
+
+    def __init__(self, *, smoke: bool) -> None:
+        self._smoke = smoke
+        self._works: dict[Spec, Any] = {}
+        self._steps: dict[str, Any] = {}
+        self._states: dict[tuple[Spec, int], Any] = {}
+
+    def run(self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbit_per_s: float) -> dict[str, Any]:
+        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its profile, too."""
+        ends: dict[str, list[float]] = {job["name"]: [] for job in jobs}
+        for job in jobs:  # made and on the device before the clock starts
+            jax.block_until_ready(self._arguments(job["kind"], job["number"]))
+        policy = jaxcross.Weighted(tuple(shares)) if shares else jaxcross.RoundRobin()
+        world.control.allgather_text("")
+        begin = time.perf_counter()
+        with jaxcross.Runner(world, policy) as runner:
+            for job in jobs:
+                runner.add(job["name"], self._train, facts=job, ends=ends[job["name"]], begin=begin)
+            report = runner.run()
+        jax.block_until_ready(list(self._states.values()))
+        at_work = [span for span in report.spans if span.in_step]
+        walls = [
+            max(span.end_ns for span in own) - min(span.start_ns for span in own)
+            for own in ([span for span in at_work if span.rank == rank] for rank in report.ranks)
+        ]
+        found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": report.summary()}
+        if len(jobs) == 1:
+            profile = Profile.of(report, jobs[0]["name"], mbit_per_s=mbit_per_s)
+            found["profile"] = profile.as_data()
+        return found
+
+    def estimate(self, kind: str, jobs: int) -> dict[str, Any]:
+        """What `jaxcross.estimate` says of a kind on the link as it is."""
+        return {"estimate": jaxcross.estimate(self._step(kind), *self._arguments(kind, 0), k=jobs).as_dict()}
+
+    def _train(self, job: jaxcross.JobContext, *, facts: dict[str, Any], ends: list[float], begin: float) -> None:
+        key = kind_of(facts["kind"], smoke=self._smoke).spec, facts["number"]
+        state, batch = self._arguments(facts["kind"], facts["number"])
+        step = self._step(facts["kind"])
+        del self._states[key]  # the first step donates it
+        for each in itertools.repeat(batch, facts["steps"]):
+            state, _ = step(state, each)
+            ends.append(time.perf_counter() - begin)
+        self._states[key] = state
+
+    def _arguments(self, kind: str, number: int) -> tuple[Any, Any]:
+        spec = kind_of(kind, smoke=self._smoke).spec
+        work = self._work(spec)
+        if (spec, number) not in self._states:
+            self._states[spec, number] = jax_work.state_of(work, number)
+        return self._states[spec, number], jax_work.batch_of(work, number, world.rank)
+
+    def _step(self, name: str) -> Any:
+        if name not in self._steps:
+            kind = kind_of(name, smoke=self._smoke)
+            mean = jaxcross.exchange.mean(AXIS, wire_dtype=None if kind.wire == "float32" else jnp.dtype(kind.wire))
+
+            def exchange(tree: Any) -> Any:
+                return mean.update(tree[0], optax.EmptyState())[0], lax.pmean(tree[1], AXIS)
+
+            step = self._work(kind.spec).make(exchange)
+            self._steps[name] = jaxcross.crossover(step, axes=AXIS, cut=kind.cut, donate_argnums=0)
+        return self._steps[name]
+
+    def _work(self, spec: Spec) -> Any:
+        if spec not in self._works:
+            self._works[spec] = jax_work.workload(spec)
+        return self._works[spec]
+
+
+def main() -> int:
+    args = arguments(__doc__)
+    jobs = Jobs(smoke=args.smoke)
+    return serve(args, world.rank, {"run": jobs.run, "estimate": jobs.estimate})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

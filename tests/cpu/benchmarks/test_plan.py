@@ -1,0 +1,89 @@
+"""Predictions are judged by what agrees; a miss is split by cause without a rest."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+import carried_show
+import plan_show
+from plan_cases import CASES, ESTIMATED, KINDS, PARTS, kind_of
+
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.twin import predict
+
+RACE = Path(__file__).parents[3] / "benchmarks" / "results" / "race.json"
+
+
+def _two(seconds: float = 0.3) -> list[Profile]:
+    return [Profile.whole(name, compute_s=0.2, exchange_s=seconds) for name in ("job0", "job1")]
+
+
+def test_causes_sum_to_the_difference_of_rounds():
+    twin, slower = predict(_two()), predict(_two(0.36), vote_s=0.01)
+    achieved = plan_show.breakdown(slower)
+    causes = plan_show.attribution(twin, achieved)
+    assert causes["work"] == pytest.approx(0.2, abs=0.01)
+    assert twin.rounds.period_s is not None and slower.rounds.period_s is not None
+    assert sum(causes.values()) == pytest.approx(slower.rounds.period_s / twin.rounds.period_s - 1)
+    assert plan_show.attribution(twin, {**achieved, "period_s": None}) == {}
+
+
+def test_solo_runs_are_pooled_under_a_name():
+    one, two = (Profile.whole("x", compute_s=c, exchange_s=0.1) for c in (0.2, 0.4))
+    mean = plan_show.pooled([one, two], "job7")
+    assert (mean.name, mean.compute_s, mean.exchange_s) == ("job7", pytest.approx(0.3), 0.1)
+
+
+def test_rates_are_of_the_time_in_which_all_run():
+    slow, fast = [1.0, 2.0, 3.0, 4.0], [0.5 * n for n in range(1, 21)]
+    assert plan_show.rates({"slow": slow, "fast": fast}) == {"slow": 1.0, "fast": 2.0}
+
+
+def test_rows_whose_repeats_differ_do_not_count():
+    row = {"spread": 0.01, "ratio": 1.04, "covered": True}
+    rows = [row, {**row, "ratio": 1.06}, {**row, "spread": 0.04}]
+    found = plan_show.verdict({"rows": rows, "estimates": [{"ratio": 0.91}, {"ratio": 1.11}]})
+    assert (found["rows"], found["count"], found["within"], found["covered"]) == (3, 2, 1, 2)
+    assert (found["estimates"], found["estimates_within"]) == (2, 1)
+
+
+def test_intervals_cover_the_kept_race():
+    rows = plan_show.race_rows(json.loads(RACE.read_text()))
+    assert len(rows) == 37 and sum(row["covered"] for row in rows) >= 0.9 * len(rows)
+
+
+def test_new_rows_replace_those_of_the_same_case():
+    old = [{"case": "two", "rate": 500, "ratio": 1}, {"case": "two", "rate": 1000, "ratio": 2}]
+    result = {"rows": old}
+    plan_show.keep(result, {"rows": [{"case": "two", "rate": 500, "ratio": 3}]})
+    assert [(row["rate"], row["ratio"]) for row in result["rows"]] == [(1000, 2), (500, 3)]
+
+
+def test_cases_name_kinds_that_exist():
+    assert {kind for case in CASES.values() for kind in case.kinds} <= KINDS.keys()
+    assert {case.part for case in CASES.values()} | {"pair"} == set(PARTS)
+    for name, kind in ESTIMATED.items():
+        assert set(CASES[name].kinds) == {kind}
+    assert all(kind_of(name, smoke=True).spec.model in ("resnet8", "transformer") for name in KINDS)
+
+
+def test_plan_is_drawn_from_its_rows(tmp_path):
+    row = {
+        "case": "two", "rate": 500, "predicted_s": 0.5, "achieved_s": 0.52, "ratio": 0.5 / 0.52, "spread": 0.01,
+        "interval_s": [0.47, 0.55], "covered": True, "raw_s": [0.51, 0.52],
+    }  # fmt: skip
+    plan_show.draw({"rows": [row, {**row, "rate": 1000, "spread": 0.1}], "estimates": []}, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_carried_is_drawn_from_its_rows(tmp_path):
+    raw = {"jit": [0.6], "compute": [0.6], "blocking": [0.9], "carried": [0.64]}
+    row = {"part": "alone", "rate": 25, "raw": raw, "s": {way: each[0] for way, each in raw.items()},
+           "of_compute": {way: 0.6 / each[0] for way, each in raw.items()}}  # fmt: skip
+    carried_show.draw({"rows": [row]}, tmp_path / "carried.png")
+    assert (tmp_path / "carried.png").stat().st_size > 10_000
+    assert "   0.667 of computation alone" in "\n".join(carried_show.lines(row))
