@@ -22,28 +22,23 @@ from jaxcross import exchange
 from jaxcross.program import stages
 from jaxcross.testing import decide
 from rivals import jax_work
-from rivals.cases import Spec
+from rivals.cases import EVERY, Spec
 from rivals.serving import arguments, own_jobs, serve
 
-EVERY, FRAGMENTS, BITS = 16, 4, 8
-
-
-def streaming(delay: int) -> optax.GradientTransformation:
-    """Streaming DiLoCo with its paper's outer optimizer; without a delay the exchange is in the step that needs it."""
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return exchange.streaming_diloco(
-        workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, mix=0.5, bits=BITS
-    )
+FRAGMENTS, BITS, DELAY = 4, 8, 1
 
 
 def optimizer_of(variant: str) -> optax.GradientTransformation:
     """The optimizer of a variant, with its exchange in it."""
-    name, _, delay = variant.partition(" ")
-    if name == "streaming":
-        return streaming(int(delay))
-    if name == "delayed":
+    if variant in ("blocking", "carried"):
+        # The outer optimizer of the paper. Without a delay the exchange is in the step that needs it.
+        outer, delay = optax.sgd(0.7, momentum=0.9, nesterov=True), DELAY if variant == "carried" else 0
+        return exchange.streaming_diloco(
+            workloads.momentum(), outer, AXIS, every=EVERY, fragments=FRAGMENTS, delay=delay, mix=0.5, bits=BITS
+        )
+    if variant == "delayed":
         return exchange.delayed_mean(workloads.momentum(), AXIS)
-    if name == "mean":
+    if variant == "mean":
         return optax.chain(exchange.mean(AXIS), workloads.momentum())
     return workloads.momentum()  # jit, compute
 
