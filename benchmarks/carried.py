@@ -208,6 +208,7 @@ class Bench:
             found["of_compute"] = {
                 way: statistics.median(c / took for c, took in zip(raw["compute"], each, strict=True))
                 for way, each in raw.items()
+                if not way.startswith("m ") and way != "m"  # seconds of an exchange
             }
         return found
 

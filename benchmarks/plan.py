@@ -42,6 +42,7 @@ from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
+from jaxcross.report import Report
 
 PAIR_RATE = 500
 RACE = Path(__file__).parent / "results" / "race.json"
@@ -84,6 +85,7 @@ class Bench:
     team: Team
     begin: float = field(default_factory=time.monotonic)
     rate: int = 0
+    runs: int = 0
 
     def is_over(self, part: str, rate: int) -> bool:
         """Whether there is nothing to do for a part at a rate, or no time left."""
@@ -179,7 +181,10 @@ class Bench:
             {"name": f"job{n}", "kind": kind, "number": n, "steps": count}
             for n, (kind, count) in enumerate(zip(kinds, steps, strict=True))
         ]
-        return self.stage.ask(self.team, "run", jobs=jobs, shares=list(shares), mbit_per_s=self.rate)[0]
+        self.runs += 1
+        out = str(self.stage.folder / f"{self.runs}.json")
+        facts: dict[str, Any] = {"shares": list(shares), "mbit_per_s": self.rate, "out": out}
+        return {**self.stage.ask(self.team, "run", jobs=jobs, **facts)[0], "report": out}
 
     def _plan(self, name: str, first: Mapping[str, Profile]) -> list[int]:
         """Steps of each job, so that all end at about the same time."""
@@ -199,15 +204,15 @@ class Bench:
         )
         took = [run["wall_s"] / sum(steps) for run in raw]
         achieved = statistics.median(took)
-        middle = raw[min(range(len(took)), key=lambda n: abs(took[n] - achieved))]["summary"]
+        middle = raw[min(range(len(took)), key=lambda n: abs(took[n] - achieved))]
         apart = max(plan_show.spread([p.compute_s + p.exchange_s for p in solo[kind]]) for kind in case.kinds)
         low, high = plan_show.interval_s(twin.s_per_step, apart)
         return {
             "case": name, "rate": self.rate, "steps": list(steps), "predicted_s": twin.s_per_step,
             "achieved_s": achieved, "ratio": twin.s_per_step / achieved, "spread": plan_show.spread(took),
             "interval_s": [low, high], "covered": low <= achieved <= high, "raw_s": took,
-            "attribution": plan_show.attribution(twin, middle),
-            "predicted": plan_show.breakdown(twin), "achieved": middle,
+            "attribution": plan_show.attribution(twin, Report.load(middle["report"])),
+            "predicted": plan_show.breakdown(twin), "achieved": middle["summary"],
         }  # fmt: skip
 
     def _solo_row(self, kind: str, profiles: Sequence[Profile]) -> dict[str, Any]:

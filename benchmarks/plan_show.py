@@ -11,6 +11,7 @@ from typing import Any
 from jaxcross.plan.contention import TWO_CORES
 from jaxcross.plan.profile import Profile
 from jaxcross.plan.twin import Prediction, predict
+from jaxcross.report.summary import RunData
 
 AGREE, WITHIN, ESTIMATE_WITHIN = 0.03, 0.05, 0.10
 """Spread of the repeats of a case that counts; how far a prediction may be off; how far an estimate may be."""
@@ -38,18 +39,18 @@ def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
     return predicted_s * (BELOW - apart / 2), predicted_s * (ABOVE + apart / 2)
 
 
-def attribution(predicted: Prediction, achieved: Mapping[str, Any]) -> dict[str, float]:
+def attribution(predicted: Prediction, run: RunData) -> dict[str, float]:
     """Returns where the difference of two rounds comes from, each cause as a share of the predicted round.
 
     A round is its bound and what was lost by cause: `work` is the difference of the bounds, of what the busiest lane
     worked. Empty where one of them has no round.
     """
-    rounds = predicted.rounds
-    if not rounds.period_s or rounds.bound_s is None or not achieved["period_s"]:
+    before, after = predicted.rounds, run.rounds
+    if not before.period_s or before.bound_s is None or after.bound_s is None:
         return {}
-    found = {"work": achieved["bound_s"] - rounds.bound_s}
-    found |= {cause: lost - rounds.lost_s.get(cause, 0.0) for cause, lost in achieved["lost_s"].items()}
-    return {cause: seconds / rounds.period_s for cause, seconds in found.items()}
+    found = {"work": after.bound_s - before.bound_s}
+    found |= {cause: lost - before.lost_s.get(cause, 0.0) for cause, lost in after.lost_s.items()}
+    return {cause: seconds / before.period_s for cause, seconds in found.items()}
 
 
 def breakdown(prediction: Prediction) -> dict[str, Any]:
@@ -149,7 +150,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes the picture of predicted against achieved seconds a job-step, relative to the prediction."""
     from matplotlib.figure import Figure
 
-    rows = sorted(result["rows"], key=lambda row: (row["case"], row["rate"]))
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    rows = sorted(result["rows"], key=lambda row: (cases.index(row["case"]), row["rate"]))
     figure = Figure(figsize=(9.5, 0.34 * len(rows) + 1.7), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.axvspan(1 - WITHIN, 1 + WITHIN, color="#666666", alpha=0.12, lw=0)
@@ -168,7 +170,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         )
     axes.set_yticks(range(len(rows)), [f"{row['case']}, {row['rate']} Mbit/s" for row in rows], fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlabel("measured time of a job-step over the predicted one; thick: predicted interval, thin: repeats")
+    axes.set_xlabel(
+        "measured over predicted time of a job-step. Thick: predicted interval. Thin: all repeats; hollow: they differ"
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     within = verdict(result)

@@ -39,8 +39,13 @@ class Jobs:
         self._steps: dict[str, Any] = {}
         self._states: dict[tuple[Spec, int], Any] = {}
 
-    def run(self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbit_per_s: float) -> dict[str, Any]:
-        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its profile, too."""
+    def run(
+        self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbit_per_s: float, out: str
+    ) -> dict[str, Any]:
+        """Runs jobs together, each `{"name", "kind", "number", "steps"}`; one alone brings its profile, too.
+
+        Rank 0 writes the report to the file `out`.
+        """
         ends: dict[str, list[float]] = {job["name"]: [] for job in jobs}
         for job in jobs:  # made and on the device before the clock starts
             jax.block_until_ready(self._arguments(job["kind"], job["number"]))
@@ -57,6 +62,8 @@ class Jobs:
             max(span.end_ns for span in own) - min(span.start_ns for span in own)
             for own in ([span for span in at_work if span.rank == rank] for rank in report.ranks)
         ]
+        if world.rank == 0:
+            report.to_json(out)
         found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": report.summary()}
         if len(jobs) == 1:
             profile = Profile.of(report, jobs[0]["name"], mbit_per_s=mbit_per_s)

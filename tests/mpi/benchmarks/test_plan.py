@@ -1,0 +1,48 @@
+"""Predictions and carried exchanges are measured at toy size, on hosts that a real link joins."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcross.lab import available
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+REASON = available()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+@pytest.fixture
+def smoke(quick_compiler, tmp_path):
+    def run(name: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        line = [sys.executable, str(BENCHMARKS / name), "--smoke", "--json", str(out), *options]
+        env = {**os.environ, **quick_compiler}
+        done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=900, env=env)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.mark.exhaustive
+def test_plan(smoke, tmp_path):
+    picture = tmp_path / "plan.png"
+    words = ("--only", "equal,unequal", "--cases", "two,unequal shares", "--rates", "500")
+    result = smoke("plan.py", *words, "--png", str(picture))
+    assert picture.stat().st_size > 10_000
+    two, shares = result["rows"]
+    assert (two["case"], shares["case"]) == ("two", "unequal shares")
+    assert two["steps"][0] == two["steps"][1]
+    for row in result["rows"]:
+        low, high = row["interval_s"]
+        assert 0 < low < row["predicted_s"] < high
+        assert row["ratio"] == pytest.approx(row["predicted_s"] / row["achieved_s"])
+    (estimate,) = result["estimates"]
+    assert estimate["case"] == "two" and estimate["predicted"] >= 1
+    assert {row["kind"] for row in result["solo"]} == {"language", "large cut in 16", "small"}
+    again = smoke("plan.py", "--only", "variants", "--rates", "1000")
+    assert [row["case"] for row in again["rows"]] == ["two", "unequal shares", "two cut"]
