@@ -22,6 +22,7 @@ rows of earlier runs that are not made again. `--draw` only draws FILE's rows.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import tempfile
@@ -45,6 +46,8 @@ from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
 
 PAIR_RATE = 500
+LEAST = 6
+"""Steps of the slowest job of a run."""
 RACE = Path(__file__).parent / "results" / "race.json"
 
 
@@ -122,8 +125,7 @@ class Bench:
 
     def pair(self) -> dict[str, list[dict[str, Any]]]:
         """Runs the unequal pair as `choose_rates` would have it."""
-        from jaxcross.plan.rates import choose_rates
-
+        choose_rates = importlib.import_module("jaxcross.plan.rates").choose_rates
         self._set_rate(PAIR_RATE)
         cuts: list[dict[int, str]] = [{1: "large", **{n: f"large cut in {n}" for n in PIECES}}, {1: "small"}]
         kinds = [kind for each in cuts for kind in each.values()]
@@ -191,8 +193,9 @@ class Bench:
         case = CASES[name]
         profiles = [plan_show.pooled([first[kind]], f"job{n}") for n, kind in enumerate(case.kinds)]
         twin = predict(profiles, policy=_policy(case.shares), contention=self._contention)
-        seconds = self.args.seconds * (2 if case.part == "unequal" else 1)
-        return [max(4, round(seconds / job.period_s)) for job in twin.rounds.jobs]
+        periods = [job.period_s for job in twin.rounds.jobs]
+        seconds = max(self.args.seconds, (2 if self.args.smoke else LEAST) * max(periods))
+        return [max(4, round(seconds / period)) for period in periods]
 
     def _row(
         self, name: str, solo: Mapping[str, Sequence[Profile]], steps: Sequence[int], raw: Sequence[dict[str, Any]]
