@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,11 +202,17 @@ class Simulation:
         for at_s, number, name, script in adds:
             self._at(at_s, lambda rank=self._ranks[number], name=name, script=script: self._add(rank, name, script))
 
-    def run(self, events: int = 1_000_000) -> list[RankResult]:
-        """Runs to the end, or raises InternalError if the ranks hang, disagree or need more than `events` events."""
+    def run(self, events: int = 1_000_000, *, until_s: float = math.inf) -> list[RankResult]:
+        """Runs to the end, or until a time.
+
+        Raises:
+            InternalError: The ranks hang, disagree or need more than `events` events.
+        """
         for _ in range(events):
             if not self._heap:
                 break
+            if self._heap[0][0] > until_s:
+                return [rank.result for rank in self._ranks]
             self._now, _, action = heapq.heappop(self._heap)
             action()
         stuck = [rank.number for rank in self._ranks if not rank.interleaver.finished]

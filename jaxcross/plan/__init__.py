@@ -5,7 +5,9 @@
     twin          a run predicted from these: the real interleaver on a virtual clock
     memory        how many bytes jobs need together, and how many a rank may use
     groups        which jobs share devices
+    rates         in how many pieces and at which shares the jobs of a group run, so that none starves
     plan          the whole decision as data: groups, pieces, shares, predicted speeds (`table` prints it)
+    make          `of` makes a plan from profiles
     compression   the least compression with which the exchanges of all jobs hide behind computation
     estimate      how much faster equal jobs run next to each other, from the cost of one step (`step_cost`)
 
@@ -16,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcross.plan.contention import MachineContention
 from jaxcross.plan.groups import Grouping, Load, group
+from jaxcross.plan.make import of, predict_group
 from jaxcross.plan.memory import JobMemory
 from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
 from jaxcross.plan.profile import Profile
+from jaxcross.plan.rates import Rates, choose_rates, cuts_of
 from jaxcross.plan.twin import Prediction, predict
 
 if TYPE_CHECKING:
@@ -40,10 +44,15 @@ __all__ = [
     "PlannedJob",
     "Prediction",
     "Profile",
+    "Rates",
     "StepCost",
     "choose_compression",
+    "choose_rates",
+    "cuts_of",
     "group",
+    "of",
     "predict",
+    "predict_group",
 ]
 
 if not TYPE_CHECKING:

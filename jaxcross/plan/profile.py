@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -115,6 +115,40 @@ class Profile:
             mbit_per_s=mbit_per_s,
             memory=JobMemory.from_data(facts.program["memory"]),
         )
+
+    def cut_evenly(self, pieces: int) -> Self:
+        """Returns an estimate of the same step with its backward pass cut into pieces of equal length.
+
+        Forward and backward pass are taken to be a third and two thirds of the computation before the exchange, which
+        is divided equally. A profile of the cut step itself is better.
+
+        Raises:
+            ValueError: `pieces` is below 1, or the step is cut already.
+        """
+        if pieces < 1:
+            raise ValueError(f"a step is cut into at least 1 piece, got {pieces}")
+        if pieces == 1:
+            return self
+        if len(self.graph.collectives) != 1:
+            raise ValueError(
+                f"`{self.name}` has {len(self.graph.collectives)} exchanges: only a step with one is cut evenly"
+            )
+        (exchange,) = self.graph.collectives
+        kinds, nbytes = self.graph.kinds, self.graph.nbytes or (0,) * len(self.graph.kinds)
+        before = math.fsum(s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute")
+        after = self.compute_s - before
+        backward = before * 2 / 3 / pieces
+        seconds = [before / 3 + backward, *(backward for _ in range(pieces - 1))]
+        last = 2 * pieces
+        needs = [need for i in range(pieces) for need in (((2 * i - 2,) if i else ()), (2 * i,))]
+        graph = StepGraph(
+            kinds=(*(("compute", "collective") * pieces), "compute"),
+            needs=(*needs, tuple(range(1, last, 2))),
+            after_commit=frozenset({last}),
+            nbytes=(*(n for _ in range(pieces) for n in (0, nbytes[exchange] // pieces)), 0),
+        )
+        part = self.seconds[exchange] / pieces
+        return replace(self, graph=graph, seconds=(*(s for piece in seconds for s in (piece, part)), after))
 
     @property
     def compute_s(self) -> float:

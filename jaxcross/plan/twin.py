@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,16 +69,8 @@ def predict(
     """
     made = _checked(profiles, policy, steps)
     policy = policy if policy is not None else RoundRobin()
-    # Ranks that are equally fast do the same at the same time: one of them shows what all do.
-    simulation = Simulation(
-        [[_script(profile, count) for profile, count in zip(profiles, made, strict=True)]],
-        policy=policy,
-        depth=depth,
-        exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
-        vote_s=vote_s,
-        contention=contention,
-        check=False,
-    )
+    scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
+    simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [JobSummary(name=profile.name, steps=count) for profile, count in zip(profiles, made, strict=True)]
@@ -85,16 +79,89 @@ def predict(
     return Prediction(rounds=rounds, steps=made, spans=spans, wall_s=wall_ns / 1e9)
 
 
-def _script(profile: Profile, steps: int) -> Script:
+def step_rates(
+    profiles: Sequence[Profile],
+    *,
+    policy: Policy,
+    until_s: float,
+    contention: Contention | None = None,
+    depth: int = 2,
+    vote_s: float = VOTE_S,
+) -> tuple[float, ...]:
+    """Predicts the steps a second of each job while all of them go on; 0 for a job that makes none in steady state.
+
+    Cheaper than `predict`, and the right measure for unlike jobs: none of them ends before the others.
+
+    Args:
+        profiles: As in `predict`.
+        policy: Likewise.
+        until_s: Seconds of the run that are looked at.
+        contention: As in `predict`.
+        depth: Likewise.
+        vote_s: Likewise.
+
+    Raises:
+        ValueError: There are no jobs, two have one name, or the policy has not a share for each.
+    """
+    _check_jobs(profiles, policy)
+    scripts = [_script(profile, None) for profile in profiles]
+    simulation = _simulation(profiles, scripts, policy, depth, contention, vote_s)
+    spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
+    ends: list[dict[int, list[float]]] = [{} for _ in profiles]
+    for span in spans:
+        ends[int(span.job)].setdefault(span.step, []).append(span.end_ns / 1e9)
+    whole = [
+        sorted(max(found) for found in of_job.values() if len(found) == len(profile.graph.kinds))
+        for of_job, profile in zip(ends, profiles, strict=True)
+    ]
+    if not all(whole):
+        return tuple(0.0 for _ in profiles)
+    # Whole steps of the slowest job, past each job's first step and before each job's last one.
+    low, high = max(found[0] for found in whole), min(found[-1] for found in whole)
+    slowest = [end for end in min(whole, key=len) if low <= end <= high]
+    if len(slowest) < 2:
+        return tuple((len(found) - 1) / until_s for found in whole)
+    low, high = slowest[0], slowest[-1]
+    return tuple((_progress(found, high) - _progress(found, low)) / (high - low) for found in whole)
+
+
+def _progress(ends: Sequence[float], at_s: float) -> float:
+    """Returns the steps since the end of the first one, with the part of the step that is under way."""
+    index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
+    begin, end = ends[index], ends[index + 1]
+    return index + (at_s - begin) / (end - begin)
+
+
+def _simulation(
+    profiles: Sequence[Profile],
+    scripts: Sequence[Script],
+    policy: Policy,
+    depth: int,
+    contention: Contention | None,
+    vote_s: float,
+) -> Simulation:
+    # Ranks that are equally fast do the same at the same time: one of them shows what all do.
+    return Simulation(
+        [scripts],
+        policy=policy,
+        depth=depth,
+        exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
+        vote_s=vote_s,
+        contention=contention,
+        check=False,
+    )
+
+
+def _script(profile: Profile, steps: int | None) -> Script:
+    """Yields so many steps; without end if None."""
     step = Step(profile.graph, profile.seconds)
-    for _ in range(steps):
+    for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
             yield Think(profile.host_s)
         yield step
 
 
-def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of steps of each job."""
+def _check_jobs(profiles: Sequence[Profile], policy: Policy | None) -> None:
     if not profiles:
         raise ValueError("a prediction needs the profile of at least one job")
     twice = [name for name, count in Counter(profile.name for profile in profiles).items() if count > 1]
@@ -102,6 +169,11 @@ def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Se
         raise ValueError(f"two jobs have the name `{twice[0]}`")
     if isinstance(policy, Weighted) and len(policy.shares) != len(profiles):
         raise ValueError(f"`Weighted` has {len(policy.shares)} shares, there are {len(profiles)} jobs")
+
+
+def _checked(profiles: Sequence[Profile], policy: Policy | None, steps: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the number of steps of each job."""
+    _check_jobs(profiles, policy)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:
         raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")

@@ -1,0 +1,262 @@
+"""`of`: the plan for a set of jobs, from their profiles."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.plan.contention import MachineContention
+from jaxcross.plan.groups import Load, group
+from jaxcross.plan.memory import JobMemory, as_bytes, needed_bytes
+from jaxcross.plan.plan import Plan, PlannedGroup, PlannedJob
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.rates import PIECES, Cuts, Rates, choose_rates, cuts_of
+from jaxcross.plan.twin import VOTE_S, Prediction, predict
+
+ROUNDS = 8
+"""Steps of the slowest job in the prediction that a plan quotes."""
+_WORTH = 1.05  # progress below which jobs run apart: the twin is off by as much
+
+
+def of(
+    profiles: Iterable[Profile],
+    *,
+    memory: int | str | None = None,
+    most: int = 4,
+    steps: Mapping[str, float] | None = None,
+    contention: Contention | MachineContention | None = None,
+    floor: float | None = None,
+    vote_s: float = VOTE_S,
+) -> Plan:
+    """Plans which jobs share ranks, in how many pieces and at which shares, so that no job of a group starves.
+
+    Grouping takes well below a second for 1,000 jobs. Pieces and shares come on top, some tenths of a second for each
+    group whose profiles differ from those of the others. Decides from its arguments alone: needs no ranks, no device,
+    and does not communicate.
+
+    Args:
+        profiles: What each job's step takes alone. Several with one name are of the same job, cut into other numbers
+            of pieces; where a job has only that of its whole step, its pieces are estimated.
+        memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
+        most: The most jobs of a group.
+        steps: The steps that each job has to make; if None, all jobs are taken to run for equally long alone.
+        contention: How much computations and exchanges slow each other down: on the machine, at the rates that the
+            profiles name, or whatever the rate. Not at all if None, and the plan says so.
+        floor: The least speed of each job, as a share of its own alone; 1 / k for k jobs if None.
+        vote_s: Seconds of a vote.
+
+    Returns:
+        The plan. Jobs that no group can have without one of them falling below the floor run alone, and the plan says
+        why.
+
+    Raises:
+        TypeError: `memory` is neither a number nor a text.
+        ValueError: There are no jobs, a job has two profiles of one cut or of several numbers of ranks, a job does not
+            fit into the memory alone, its step takes no time, `steps` does not name each job, or a number is out of
+            range.
+
+    Example:
+        >>> profiles = [Profile.whole(name, compute_s=0.1, exchange_s=0.1, nbytes=10**7) for name in "ab"]
+        >>> plan = jaxcross.plan.of(profiles, memory="80GB")
+        >>> print(len(plan.groups), plan.groups[0].policy.name, round(plan.progress, 1))
+        1 round-robin 1.7
+    """
+    jobs = by_job(profiles)
+    limit = None if memory is None else _bytes(memory)
+    if floor is not None and not 0 < floor <= 1:
+        raise ValueError(f"`floor` must be in (0, 1], got {floor}")
+    loads = _loads(jobs, steps)
+    found: list[PlannedGroup] = []
+    known: dict[Any, Rates] = {}
+    for names in group(loads, most=most, memory_bytes=limit).groups:
+        found += _planned({name: jobs[name] for name in names}, limit, contention, floor, vote_s, known)
+    return Plan(groups=tuple(found), memory_bytes=limit, notes=tuple(_notes(jobs, limit, contention)))
+
+
+def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
+    """Returns the cuts of each job.
+
+    Raises:
+        ValueError: There are no jobs, or a job has two profiles of one cut, or of several numbers of ranks.
+    """
+    several: dict[str, dict[int, Profile]] = defaultdict(dict)
+    for profile in profiles:
+        cuts, pieces = several[profile.name], max(len(profile.graph.collectives), 1)
+        if pieces in cuts:
+            raise ValueError(f"two profiles of `{profile.name}` are of {pieces} pieces: two jobs cannot have one name")
+        cuts[pieces] = profile
+        if len({each.ranks for each in cuts.values()}) > 1:
+            raise ValueError(f"the profiles of `{profile.name}` were measured on different numbers of ranks")
+    if not several:
+        raise ValueError("a plan needs the profile of at least one job")
+    return {name: cuts_of(*cuts.values()) if len(cuts) == 1 else cuts for name, cuts in several.items()}
+
+
+def predict_group(
+    planned: PlannedGroup,
+    profiles: Iterable[Profile],
+    *,
+    contention: Contention | MachineContention | None = None,
+    vote_s: float = VOTE_S,
+) -> Prediction:
+    """Predicts a run of a group as it is planned, in which all jobs end at about the same time.
+
+    Args:
+        planned: A group of a plan.
+        profiles: Those that the plan was made from.
+        contention: Likewise.
+        vote_s: Likewise.
+
+    Raises:
+        ValueError: A job has no profile in the pieces that are planned.
+    """
+    jobs = by_job(profiles)
+    missing = [job.name for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
+    if missing:
+        raise ValueError(f"there is no profile of `{missing[0]}` in the pieces that are planned")
+    cuts = [jobs[job.name][job.pieces] for job in planned.jobs]
+    length_s = ROUNDS * max(job.step_s for job in planned.jobs)
+    return predict(
+        cuts,
+        policy=planned.policy,
+        contention=_there(contention, cuts),
+        steps=[max(2, math.ceil(length_s / job.step_s)) for job in planned.jobs],
+        vote_s=vote_s,
+    )
+
+
+def _bytes(memory: int | str) -> int:
+    try:
+        return as_bytes(memory)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`memory` {error}") from None
+
+
+def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[Load]:
+    if steps is not None and steps.keys() != jobs.keys():
+        (name, *_) = sorted(steps.keys() ^ jobs.keys())
+        raise ValueError(f"`steps` must name each job and no other: `{name}` is in one of both only")
+    loads = []
+    for name, cuts in jobs.items():
+        whole = cuts[min(cuts)]
+        alone_s = whole.compute_s + whole.exchange_s + whole.host_s
+        if not alone_s > 0:
+            raise ValueError(f"a step of `{name}` takes no time: a plan needs what it costs")
+        loads.append(
+            Load(
+                name=name,
+                compute_s=whole.compute_s,
+                exchange_s=whole.exchange_s,
+                ranks=whole.ranks,
+                steps=1 / alone_s if steps is None else steps[name],
+                memory=whole.memory or JobMemory(),
+            )
+        )
+    return loads
+
+
+def _planned(
+    jobs: dict[str, Cuts],
+    limit: int | None,
+    contention: Contention | MachineContention | None,
+    floor: float | None,
+    vote_s: float,
+    known: dict[Any, Rates],
+) -> list[PlannedGroup]:
+    """Plans the jobs of a group: together, or without those that would starve, which then run alone."""
+    apart: list[tuple[str, str]] = []
+    left = dict(jobs)
+    found: list[PlannedGroup] = []
+    while left:
+        there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
+        # Groups of like jobs, as in a sweep, are decided once: names do not matter.
+        key = (
+            there,
+            *(tuple((n, p.graph, p.seconds, p.host_s, p.memory) for n, p in c.items()) for c in left.values()),
+        )
+        if key not in known:
+            known[key] = choose_rates(
+                list(left.values()), contention=there, floor=floor, memory_bytes=limit, vote_s=vote_s
+            )
+        rates = known[key]
+        slowest = min(left, key=dict(zip(left, rates.speeds, strict=True)).__getitem__)
+        others = ", ".join(f"`{name}`" for name in left if name != slowest)
+        if len(left) > 1 and rates.refusal:
+            speed = min(rates.speeds)
+            reason = f"next to {others}, `{slowest}` would run at {speed:.2f} of its speed, below {rates.floor:.2f}"
+            apart.append((slowest, reason))
+            del left[slowest]
+        elif len(left) > 1 and rates.progress < _WORTH:
+            reason = f"{others} and `{slowest}` would make only {rates.progress:.2f} times as many steps together"
+            apart += [(name, reason) for name in left]
+            left = {}
+        elif len(left) == 1 and apart:  # the others could not run with it either
+            apart += [(name, apart[-1][1]) for name in left]
+            left = {}
+        else:
+            found.append(_group_of(left, rates, there, vote_s, ""))
+            left = {}
+    for name, reason in apart:
+        rates = choose_rates([jobs[name]], memory_bytes=limit, vote_s=vote_s)
+        found.append(_group_of({name: jobs[name]}, rates, None, vote_s, reason))
+    return found
+
+
+def _group_of(
+    jobs: Mapping[str, Cuts], rates: Rates, contention: Contention | None, vote_s: float, why: str
+) -> PlannedGroup:
+    shares = getattr(rates.policy, "shares", (1.0,) * len(jobs))
+    cut = [cuts[n] for cuts, n in zip(jobs.values(), rates.pieces, strict=True)]
+    planned = tuple(
+        PlannedJob(
+            name=name,
+            pieces=pieces,
+            share=share,
+            alone_s=alone_s,
+            step_s=alone_s / speed,
+            compute_s=profile.compute_s,
+            exchange_s=profile.exchange_s,
+            estimated=pieces > 1 and tuple(cuts) == PIECES,  # as `cuts_of` makes them
+        )
+        for (name, cuts), pieces, share, alone_s, speed, profile in zip(
+            jobs.items(), rates.pieces, shares, rates.alone_s, rates.speeds, cut, strict=True
+        )
+    )
+    length_s = ROUNDS * max(job.step_s for job in planned)
+    steps = [max(2, math.ceil(length_s / job.step_s)) for job in planned]
+    rounds = predict(cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s).rounds
+    memory = [profile.memory for profile in cut]
+    return PlannedGroup(
+        jobs=planned,
+        ranks=cut[0].ranks,
+        turns="weighted" if rates.policy.name == "weighted" else "round-robin",
+        period_s=rounds.period_s,
+        bound_s=rounds.bound_s,
+        lost_s=dict(rounds.lost_s),
+        memory_bytes=None if None in memory else needed_bytes([each for each in memory if each is not None]),
+        why=why,
+    )
+
+
+def _there(contention: Contention | MachineContention | None, profiles: Sequence[Profile]) -> Contention | None:
+    """Returns the contention at the mean rate of the links that the profiles name."""
+    if not isinstance(contention, MachineContention):
+        return contention
+    rates = [profile.mbit_per_s for profile in profiles if profile.mbit_per_s]
+    return contention.at(sum(rates) / len(rates)) if rates else None
+
+
+def _notes(
+    jobs: Mapping[str, Cuts], limit: int | None, contention: Contention | MachineContention | None
+) -> Iterable[str]:
+    profiles = [cuts[min(cuts)] for cuts in jobs.values()]
+    if contention is None:
+        yield "Computations and exchanges are taken not to slow each other down: on CPUs, give the contention."
+    elif isinstance(contention, MachineContention) and any(not profile.mbit_per_s for profile in profiles):
+        yield "Jobs whose profiles do not name the rate of the link are planned without contention."
+    unknown = [profile.name for profile in profiles if profile.memory is None]
+    if limit is not None and unknown:
+        yield f"The memory of {len(unknown)} jobs is not known, and counted as nothing: `{unknown[0]}` is one."

@@ -1,0 +1,277 @@
+"""Into how many pieces the jobs of a group are cut, and at which shares they run, so that none of them starves.
+
+The exchange lane follows an order that all ranks agree on before they know what is ready. A job that computes for long
+and exchanges little would hold the lane up, if it got turns by the bytes that it has sent. So the speeds come first,
+from a linear program; shares and pieces that give each job the turns for its speed follow from them; and the twin,
+which takes turns as a real run does, says which speeds come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxcross.interleave.contention import Contention
+from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
+from jaxcross.plan.memory import JobMemory, needed_bytes
+from jaxcross.plan.profile import Profile
+from jaxcross.plan.twin import VOTE_S, step_rates
+
+PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+"""Numbers of pieces that are tried where no cut was measured."""
+COARSE, LONG = 5, 15
+"""Steps that a job at the floor makes in a twin of the search, and in the one that decides."""
+_LOSS = 1.2  # speeds that the linear program must allow, over the floor: what the order costs, at first
+_MARGIN = 1.02  # the same over what the twin says of the order's cost
+_ENOUGH = 0.9  # of the linear program's progress: the search ends there
+_GOOD = 0.8  # likewise: no finer cut is looked at
+_TURNS = 3  # changes of shares for one cut
+
+Cuts = Mapping[int, Profile]
+"""A job's profiles, by the number of pieces of its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The way to run one group of jobs.
+
+    Attributes:
+        pieces: The pieces of each job's step; 1 is a whole step.
+        policy: `RoundRobin()`, or `Weighted` with a share for each job.
+        speeds: The predicted speed of each job, as a share of its own alone.
+        alone_s: Seconds of each job's step alone, in the cut that is fastest alone.
+        floor: The speed that each job was to keep.
+        refusal: Why the jobs should not run together; empty if they may.
+    """
+
+    pieces: tuple[int, ...]
+    policy: Policy
+    speeds: tuple[float, ...]
+    alone_s: tuple[float, ...]
+    floor: float
+    refusal: str = ""
+
+    @property
+    def progress(self) -> float:
+        """Steps that all jobs together make, in the time in which one of them makes one step alone."""
+        return math.fsum(self.speeds)
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether each job keeps the floor."""
+        return min(self.speeds) >= self.floor
+
+
+def cuts_of(profile: Profile) -> Cuts:
+    """Returns a job's profile and, where its step has one exchange, estimates of it in pieces."""
+    exchanges = len(profile.graph.collectives)
+    return {n: profile.cut_evenly(n) for n in PIECES} if exchanges == 1 else {max(exchanges, 1): profile}
+
+
+def choose_rates(
+    jobs: Sequence[Cuts],
+    *,
+    contention: Contention | None = None,
+    floor: float | None = None,
+    memory_bytes: int | None = None,
+    vote_s: float = VOTE_S,
+) -> Rates:
+    """Chooses pieces and shares by the twin: much progress, at which no job is slower than the floor.
+
+    Coarse cuts come first; the search ends one cut after the first that keeps the floor, which a longer twin confirms.
+    Decides from its arguments alone.
+
+    Args:
+        jobs: The profiles of each job, for one or several cuts; names must differ.
+        contention: How much lanes slow each other down; not at all if None.
+        floor: The least speed of a job as a share of its own alone; 1 / k for k jobs if None.
+        memory_bytes: Device memory of a rank; no limit if None.
+        vote_s: Seconds of a vote.
+
+    Raises:
+        ValueError: There are no jobs, one has no profile, or its step takes no time.
+    """
+    if not jobs or not all(jobs):
+        raise ValueError("rates are chosen for at least one job, each with a profile")
+    if memory_bytes is not None:  # a finer cut may need more
+        jobs = [_fitting(cuts, memory_bytes) for cuts in jobs]
+    group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, memory_bytes, vote_s)
+    if len(jobs) == 1:
+        return Rates(
+            pieces=(_fastest_alone(jobs[0], vote_s)[1],),
+            policy=RoundRobin(),
+            speeds=(1.0,),
+            alone_s=group.alone_s,
+            floor=group.floor,
+        )
+    good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
+    fair: list[Rates] = []
+    unfair: list[Rates] = []
+    for pieces in filter(group.fits, _cuts(jobs, group.alone_s)):
+        was_fair = bool(fair)
+        options = sorted(group.search(pieces), key=lambda option: -option.progress)
+        unfair += [option for option in options if not option.is_fair]
+        for option in options:
+            if option.is_fair:
+                confirmed = group.tried(option.pieces, option.policy, LONG)
+                (fair if confirmed.is_fair else unfair).append(confirmed)
+                if confirmed.is_fair:
+                    break
+        if was_fair or any(option.progress >= good for option in fair):
+            break
+    return max(fair, key=lambda option: option.progress) if fair else group.refused(unfair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Jobs to run together. `uses` are the seconds of the device and of the link that each needs at full speed."""
+
+    jobs: tuple[Cuts, ...]
+    contention: Contention | None
+    floor: float
+    memory_bytes: int | None
+    vote_s: float
+    alone_s: tuple[float, ...]
+    uses: tuple[tuple[float, ...], tuple[float, ...]]
+    nbytes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, jobs: Sequence[Cuts], contention: Contention | None, floor: float, memory_bytes: int | None, vote_s: float
+    ) -> _Group:
+        alone_s = tuple(_fastest_alone(cuts, vote_s)[0] for cuts in jobs)
+        coarsest = [cuts[min(cuts)] for cuts in jobs]
+        return cls(
+            jobs=tuple(jobs),
+            contention=contention,
+            floor=floor,
+            memory_bytes=memory_bytes,
+            vote_s=vote_s,
+            alone_s=alone_s,
+            uses=(
+                tuple(profile.compute_s / own for profile, own in zip(coarsest, alone_s, strict=True)),
+                tuple(profile.exchange_s / own for profile, own in zip(coarsest, alone_s, strict=True)),
+            ),
+            nbytes=tuple(sum(profile.graph.nbytes) for profile in coarsest),
+        )
+
+    def fits(self, pieces: Sequence[int]) -> bool:
+        """Whether the jobs, cut like that, fit into the memory, as far as profiles say."""
+        memory = [cuts[n].memory or JobMemory() for cuts, n in zip(self.jobs, pieces, strict=True)]
+        return self.memory_bytes is None or needed_bytes(memory) <= self.memory_bytes
+
+    def tried(self, pieces: tuple[int, ...], policy: Policy, steps: int) -> Rates:
+        """Asks the twin for the speeds."""
+        rates = step_rates(
+            [cuts[n] for cuts, n in zip(self.jobs, pieces, strict=True)],
+            policy=policy,
+            until_s=steps * max(self.alone_s) / self.floor,
+            contention=self.contention,
+            vote_s=self.vote_s,
+        )
+        speeds = tuple(own * rate for own, rate in zip(self.alone_s, rates, strict=True))
+        return Rates(pieces=pieces, policy=policy, speeds=speeds, alone_s=self.alone_s, floor=self.floor)
+
+    def search(self, pieces: tuple[int, ...]) -> Iterator[Rates]:
+        """Yields ways to run the jobs cut like that, until one makes enough progress."""
+        enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
+        wanted = [self.floor * _LOSS] * len(pieces)
+        if max(pieces) == 1:
+            yield (found := self.tried(pieces, RoundRobin(), COARSE))
+            if found.is_fair and found.progress >= enough:
+                return
+        for _ in range(_TURNS if all(self.nbytes) else 0):
+            targets = self.targets(wanted)
+            yield (found := self.tried(pieces, self.weighted(targets), COARSE))
+            if found.is_fair and found.progress >= enough:
+                return
+            kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
+            wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
+        if max(pieces) > 1:
+            yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
+
+    def targets(self, wanted: Sequence[float]) -> list[float]:
+        """Returns the speeds with the most progress at which no job is slower than wanted, or than a part of that.
+
+        No lane can be used for longer than all of the time: a linear program.
+        """
+        from scipy.optimize import linprog
+
+        loads = [math.fsum(use * low for use, low in zip(lane, wanted, strict=True)) for lane in self.uses]
+        part = min(1.0, 0.999 / max(loads), 1 / max(wanted))
+        bounds = [(low * part, 1.0) for low in wanted]
+        found = linprog([-1.0] * len(wanted), A_ub=self.uses, b_ub=[1.0, 1.0], bounds=bounds)
+        return found.x.tolist() if found.success else [low for low, _ in bounds]
+
+    def weighted(self, targets: Sequence[float]) -> Weighted:
+        """Returns shares of the link's bytes at which jobs go at these speeds."""
+        rows = zip(self.nbytes, targets, self.alone_s, strict=True)
+        shares = [nbytes * target / own for nbytes, target, own in rows]
+        return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
+
+    def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
+        """Returns the numbers of pieces at which jobs go at these speeds, when each piece is a turn."""
+        turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
+        wanted = [max(pieces) * each / max(turns) for each in turns]
+        return tuple(
+            min(cuts, key=lambda n: abs(math.log(n / max(want, 0.5))))
+            for cuts, want in zip(self.jobs, wanted, strict=True)
+        )
+
+    def refused(self, unfair: Sequence[Rates]) -> Rates:
+        """Returns the nearest miss, with the reason why the jobs should not run together."""
+        if not unfair:
+            zeros = (0.0,) * len(self.jobs)
+            whole = Rates(
+                pieces=tuple(map(min, self.jobs)),
+                policy=RoundRobin(),
+                speeds=zeros,
+                alone_s=self.alone_s,
+                floor=self.floor,
+            )
+            return replace(whole, refusal="together they do not fit into the memory")
+        nearest = max(unfair, key=lambda option: min(option.speeds))
+        slowest = min(range(len(self.jobs)), key=nearest.speeds.__getitem__)
+        name = self.jobs[slowest][nearest.pieces[slowest]].name
+        reason = (
+            f"`{name}` would run at {nearest.speeds[slowest]:.3f} of its speed alone, below the floor of "
+            f"{self.floor:.3f}, in the fairest way that was found"
+        )
+        return replace(nearest, refusal=reason)
+
+
+def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
+    """Returns the cuts that fit alone; all if none does, which the caller will see."""
+    fitting = {n: p for n, p in cuts.items() if needed_bytes([p.memory or JobMemory()]) <= memory_bytes}
+    return fitting or cuts
+
+
+def _fastest_alone(cuts: Cuts, vote_s: float) -> tuple[float, int]:
+    """Returns the seconds of a step alone and its pieces, in the fastest of three cuts: coarse, middle, fine."""
+    order = sorted(cuts)
+    found = []
+    for pieces in dict.fromkeys([order[0], order[len(order) // 2], order[-1]]):
+        profile = cuts[pieces]
+        whole_s = profile.compute_s + profile.exchange_s + profile.host_s
+        if not whole_s > 0:
+            raise ValueError(f"a step of `{profile.name}` takes no time: a plan needs what it costs")
+        (rate,) = step_rates([profile], policy=RoundRobin(), until_s=4.5 * (whole_s + 2 * vote_s), vote_s=vote_s)
+        found.append((1 / rate, pieces))
+    # A coarser cut that is as fast costs fewer messages and less memory.
+    fastest_s = min(found)[0]
+    return fastest_s, next(pieces for seconds, pieces in found if seconds <= 1.02 * fastest_s)
+
+
+def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Yields numbers of pieces: whole steps, then pieces ever shorter next to the step of the job with the shortest."""
+    found = [tuple(min(cuts) for cuts in jobs)]
+    for parts in (1, 2, 4, 8):
+        longest_s = min(alone_s) / parts
+        found.append(
+            tuple(
+                min((n for n in cuts if own / n <= longest_s), default=max(cuts))
+                for cuts, own in zip(jobs, alone_s, strict=True)
+            )
+        )
+    yield from dict.fromkeys(found)
