@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from jaxcross.interleave.contention import Contention
 
+MAX_FILE_BYTES = 1_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineContention:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jaxcross.errors import clause
 from jaxcross.interleave.instrument import Span
@@ -140,15 +140,16 @@ class Profile:
         backward = before * 2 / 3 / pieces
         seconds = [before / 3 + backward, *(backward for _ in range(pieces - 1))]
         last = 2 * pieces
+        piece: tuple[Literal["compute", "collective"], ...] = ("compute", "collective")
         needs = [need for i in range(pieces) for need in (((2 * i - 2,) if i else ()), (2 * i,))]
         graph = StepGraph(
-            kinds=(*(("compute", "collective") * pieces), "compute"),
+            kinds=(*piece * pieces, "compute"),
             needs=(*needs, tuple(range(1, last, 2))),
             after_commit=frozenset({last}),
             nbytes=(*(n for _ in range(pieces) for n in (0, nbytes[exchange] // pieces)), 0),
         )
         part = self.seconds[exchange] / pieces
-        return replace(self, graph=graph, seconds=(*(s for piece in seconds for s in (piece, part)), after))
+        return replace(self, graph=graph, seconds=(*(s for own in seconds for s in (own, part)), after))
 
     @property
     def compute_s(self) -> float:

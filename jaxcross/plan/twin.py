@@ -8,12 +8,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.interleave.policy import Policy, RoundRobin, Sequential, Weighted
 from jaxcross.interleave.simulator import Script, Simulation, Step, Think
 from jaxcross.plan.profile import Profile
+from jaxcross.report.report import Report
 from jaxcross.report.summary import JobSummary, TimeBreakdown
 from jaxcross.report.time_breakdown import break_down
 
@@ -32,17 +34,40 @@ class Prediction:
         steps: Steps of each job.
         spans: Its spans, for a picture.
         wall_s: Seconds from its begin to its end, the filling of the pipeline included.
+        policy: Name of the policy.
     """
 
     rounds: TimeBreakdown
     steps: tuple[int, ...]
     spans: tuple[Span, ...]
     wall_s: float
+    policy: str
 
     @property
     def s_per_step(self) -> float:
         """Seconds a job-step over the whole run."""
         return self.wall_s / sum(self.steps)
+
+    @property
+    def report(self) -> Report:
+        """The same as the report of a run on one rank, for its table, trace and picture."""
+        return Report(
+            spans=self.spans,
+            jobs=tuple(job.facts for job in self.rounds.jobs),
+            wall_ns={0: (0, round(self.wall_s * 1e9))},
+            policy=self.policy,
+            link="predicted",
+        )
+
+    def to_gantt(self, path: str | Path, *, headline: str | None = None) -> Path:
+        """Draws the predicted lanes over time as PNG.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed, which the extra `plot` brings.
+        """
+        from jaxcross.report.gantt import draw
+
+        return draw(self.report, Path(path), headline=headline)
 
 
 def predict(
@@ -76,7 +101,7 @@ def predict(
     summaries = [JobSummary(name=profile.name, steps=count) for profile, count in zip(profiles, made, strict=True)]
     wall_ns = max((span.end_ns for span in spans), default=0)
     rounds = break_down(spans, summaries, {0: wall_ns}, in_turn=isinstance(policy, Sequential))
-    return Prediction(rounds=rounds, steps=made, spans=spans, wall_s=wall_ns / 1e9)
+    return Prediction(rounds=rounds, steps=made, spans=spans, wall_s=wall_ns / 1e9, policy=policy.name)
 
 
 def step_rates(

@@ -44,6 +44,7 @@ NO_JAX = {
     "interleave",
     "plan.contention",
     "plan.groups",
+    "plan.jobs_file",
     "plan.make",
     "plan.memory",
     "plan.plan",

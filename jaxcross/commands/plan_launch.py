@@ -1,0 +1,124 @@
+"""Files that start the groups of a plan on a cluster: the recipes of deploy/, filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxcross.errors import InternalError
+from jaxcross.plan import Plan, PlannedGroup
+
+KINDS = ("slurm", "mpijob")
+MAX_ARRAY = 1000
+"""Tasks of one array: what Slurm allows by default."""
+
+
+def write_launch_files(plan: Plan, kind: str, folder: Path, *, script: str, queue: str = "jaxcross") -> list[Path]:
+    """Writes the plan and files that start `script PLAN GROUP` for each group; returns their paths.
+
+    For Slurm an array for each number of ranks; for the MPI operator an `MPIJob` for each group.
+
+    Args:
+        plan: The plan.
+        kind: `slurm` or `mpijob`.
+        folder: Where to write. Paths in the files are relative to the working directory, if this one is.
+        script: The script. It gets the plan's file and a group's number, and runs the jobs of that group.
+        queue: The Kueue queue of each `MPIJob`.
+
+    Raises:
+        ValueError: `kind` or `queue` is something else, or there is no script.
+        OSError: A file cannot be written.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`.")
+    if not script or not script.isprintable():
+        raise ValueError('`--launch` needs the script that runs a group: `script = "train.py"` in the file of jobs.')
+    if len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue):
+        raise ValueError(f"`--queue` must be the name of a queue in Kubernetes, got `{queue:.80}`.")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [plan.to_json(folder / "plan.json")]
+    texts = _arrays(plan, script, written[0]) if kind == "slurm" else _manifests(plan, script, written[0], queue)
+    for name, text in texts:
+        (folder / name).write_text(text)
+        written.append(folder / name)
+    return written
+
+
+def _arrays(plan: Plan, script: str, file: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each array."""
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for number, group in enumerate(plan.groups):
+        buckets[group.ranks].append(number)
+    for ranks, numbers in sorted(buckets.items()):
+        for part, start in enumerate(range(0, len(numbers), MAX_ARRAY)):
+            some = numbers[start : start + MAX_ARRAY]
+            name = f"ranks-{ranks}{f'-{part}' if len(numbers) > MAX_ARRAY else ''}.sbatch"
+            yield name, _array(ranks, some, script, file, name)
+
+
+def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -> str:
+    command = f'python -m mpi4py {shlex.quote(script)} {shlex.quote(str(file))} "$group"'
+    return _replaced(
+        _recipe("slurm/job.sbatch"),
+        {
+            "# Two nodes with four accelerators each:  sbatch job.sbatch train.py --lr 0.1": (
+                f"# Groups of {file.name} on {ranks} ranks each, one an array task:  sbatch {name}"
+            ),
+            "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n": (
+                f"#SBATCH --array=0-{len(numbers) - 1}\n#SBATCH --ntasks={ranks}\n"
+            ),
+            "#SBATCH --output=jaxcross-%j.log": "#SBATCH --output=jaxcross-%A-%a.log",
+            "# The environment with jaxcross": (
+                f"groups=({' '.join(map(str, numbers))})\ngroup=${{groups[$SLURM_ARRAY_TASK_ID]}}\n\n"
+                "# The environment with jaxcross"
+            ),
+            'python -m mpi4py "$@"': command,
+        },
+    )
+
+
+def _manifests(plan: Plan, script: str, file: Path, queue: str) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each `MPIJob`."""
+    for number, group in enumerate(plan.groups):
+        yield f"group-{number}.yaml", _manifest(group, number, script, file, queue)
+
+
+def _manifest(group: PlannedGroup, number: int, script: str, file: Path, queue: str) -> str:
+    words = f"{shlex.quote(script)} {shlex.quote(str(file))} {number}"
+    return _replaced(
+        _recipe("kubernetes/mpijob.yaml"),
+        {
+            "# Two workers with one rank each, started": (
+                f"# Group {number} of {file.name}, {group.ranks} workers with one rank each, started"
+            ),
+            "metadata:\n  name: jaxcross\n": (
+                f"metadata:\n  name: jaxcross-group-{number}\n  labels:\n    kueue.x-k8s.io/queue-name: {queue}\n"
+            ),
+            "      replicas: 2\n": f"      replicas: {group.ranks}\n",
+            "launch -n 2 ": f"launch -n {group.ranks} ",
+            '-sd ,)" train.py\n': f'-sd ,)" {words}\n',
+            "--events /shared/events\n": f"--events /shared/events-{number}\n",
+        },
+    )
+
+
+def _recipe(name: str) -> str:
+    """Returns the text of a recipe: of the checkout, or of the wheel."""
+    package = Path(__file__).parents[1]
+    places = [package.parent / "deploy" / name, package / "_deploy" / name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise InternalError(f"the recipe `{name}` is in none of {', '.join(map(str, places))}")
+    return found.read_text()
+
+
+def _replaced(text: str, changes: dict[str, str]) -> str:
+    """Makes changes to a recipe, each at the one place that has its text."""
+    for old, new in changes.items():
+        if text.count(old) != 1:
+            raise InternalError(f"the recipe has {text.count(old)} places with {old!r}, not one")
+        text = text.replace(old, new)
+    return text

@@ -1,0 +1,119 @@
+"""`jobs.toml`: the jobs of a plan, as a person writes them down."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxcross.errors import clause
+from jaxcross.plan.plan import MAX_NAME
+from jaxcross.plan.profile import Profile
+
+MAX_FILE_BYTES = 10_000_000
+MAX_JOBS = 100_000
+_TOP = {"script", "job"}
+_JOB = {"name", "profile", "ranks", "steps"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsFile:
+    """The jobs to plan.
+
+    Attributes:
+        profiles: The profiles of all jobs, each under its job's name.
+        steps: The steps that each job has to make; None if the file does not say.
+        script: The script that runs a group of jobs; "" if the file names none.
+    """
+
+    profiles: tuple[Profile, ...]
+    steps: Mapping[str, float] | None
+    script: str = ""
+
+
+def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
+    """Reads the file, and the profiles that it names.
+
+    Args:
+        path: The file.
+        profiles: The folder of profiles whose paths are relative; the file's own folder if None.
+
+    Raises:
+        ValueError: The file holds something else, or a profile does; says which and where.
+        OSError: A file cannot be read.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+        data = tomllib.loads(path.read_text())
+        _check_keys(data, _TOP, "the file")
+        rows = data.get("job")
+        if not isinstance(rows, list) or not 0 < len(rows) <= MAX_JOBS or not all(isinstance(r, dict) for r in rows):
+            raise ValueError(f"it has no jobs: each is a table `[[job]]`, 1 to {MAX_JOBS} of them")
+        script = data.get("script", "")
+        if not isinstance(script, str):
+            raise ValueError(f"`script` must be the path of a script, got {script!r:.60}")
+        named = _named(rows)
+        steps = _steps(named)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{path}`: {clause(str(error))}.") from error
+    folder = path.parent if profiles is None else profiles
+    loaded: dict[Path, Profile] = {}
+    found = []
+    for name, row in named.items():
+        for file in row["profile"]:
+            place = folder / file
+            if place not in loaded:
+                loaded[place] = _profile(place, name)
+            profile = replace(loaded[place], name=name)
+            found.append(replace(profile, ranks=row["ranks"]) if "ranks" in row else profile)
+    return JobsFile(profiles=tuple(found), steps=steps, script=script)
+
+
+def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Checks each job's table; returns them by name, with a list of profiles."""
+    named: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(rows, start=1):
+        name = row.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise ValueError(f"`name` of job {number} must be 1 to {MAX_NAME} printable characters, got {name!r:.60}")
+        if name in named:
+            raise ValueError(f"two jobs have the name `{name}`")
+        _check_keys(row, _JOB, f"job `{name}`")
+        files = row.get("profile")
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(files, list) or not files or not all(isinstance(file, str) and file for file in files):
+            raise ValueError(f"`profile` of job `{name}` must be a file, or a list of files for several cuts")
+        ranks = row.get("ranks", 1)
+        if type(ranks) is not int or not 1 <= ranks <= 10_000_000:
+            raise ValueError(f"`ranks` of job `{name}` must be a whole number of at least 1, got {ranks!r:.60}")
+        named[name] = {**row, "profile": files}
+    return named
+
+
+def _steps(named: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+    steps = {name: row["steps"] for name, row in named.items() if "steps" in row}
+    for name, count in steps.items():
+        if type(count) not in (int, float) or not 0 < count < 2**63 or math.isnan(count):
+            raise ValueError(f"`steps` of job `{name}` must be a number above 0, got {count!r:.60}")
+    if steps and len(steps) < len(named):
+        missing = next(name for name in named if name not in steps)
+        raise ValueError(f"job `{missing}` has no `steps`, others have: give them to all jobs or to none")
+    return {name: float(count) for name, count in steps.items()} or None
+
+
+def _profile(place: Path, name: str) -> Profile:
+    try:
+        return Profile.load(place)
+    except OSError as error:
+        reason = clause(error.strerror or str(error))
+        raise ValueError(f"the profile `{place}` of job `{name}` cannot be read: {reason}.") from error
+
+
+def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise ValueError(f"{where} has the unknown key `{unknown[0]:.60}`; known are {', '.join(sorted(known))}")
